@@ -11,12 +11,15 @@ THERE  := $(call version,$(BIN)/python,pip$(comma))
 WANTED := $(or $(if $(PYTHON),$(call version,$(PYTHON),),$(THERE)),unknown)
 PYTHON ?= python3
 CONFIG ?= configs/digits.yaml
+# Where `make pytest` keeps the GPU compiler, and what it tests with it.
+GPU       := build/plan-gpu
+GPU_TESTS := tests/strategies/test_gpu_topology.py tests/strategies/test_strategies_on_gpu.py tests/plan/test_gpu.py
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest conformance full soak soak-ps bench bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest conformance full soak soak-ps bench gpu bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -68,8 +71,15 @@ docs: setup
 notebooks: setup
 	$(BIN)/python notebooks/store_outputs.py
 
-pytest: setup
+pytest: setup $(GPU)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
+	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak" $(GPU_TESTS)
+
+# The GPU compiler, of JAX's version, in a folder of its own: in the environment it would print what it misses in every process.
+$(GPU)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(GPU) nvidia-cuda-nvcc-cu12 \
+	  $$($(BIN)/python -c 'import jax; print(*(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")))')
+	@touch $@
 
 conformance: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"
@@ -97,6 +107,13 @@ bench: setup
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/parameter_server_costs.py
+
+# A GPU machine's first hour, into build/first_hour.md; JDIST_PLATFORM=cpu tries the script itself on CPU devices.
+gpu: setup
+ifneq ($(JDIST_PLATFORM),cpu)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda]'
+endif
+	$(BIN)/python benchmarks/first_hour.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf

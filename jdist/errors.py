@@ -1,41 +1,40 @@
 """Every error that jdist raises on purpose.
 
     JDistError
-    ├── DeviceError            a device was asked for that is not there, or one cannot serve
-    ├── StrategyError          a strategy's name or options, or two strategies mixed
-    ├── StepError              a step, its roles, what it returned, or what its replicas hold
-    │   ├── BoundaryError      a step that cannot be split into gradient part and update part
-    │   ├── GlobalViewError    a replica call without meaning in a step that sees the whole batch
-    │   └── VerificationError  a step that is another on many replicas than on one, where that was to be an error
-    ├── BatchError             a batch that does not fit the replicas, or whose leaves disagree
-    ├── DatasetError           an input source: empty, not resumable, changing its structure
-    ├── DonatedStateError      a state was used again after a step had consumed it
-    ├── ReplicaDivergenceError replicas hold different values where the same were declared
-    ├── NonFiniteError         a step made the state NaN or infinite
-    ├── CheckpointError        a checkpoint that cannot be written, found or read
-    ├── ClusterError           the processes of a job did not come together, or did not agree
-    │   ├── PeerLostError      a process of the job is gone, or stands still
-    │   ├── PeerFailedError    another process met an error in what all do together
-    │   ├── PortInUseError     a port that process 0 has to listen on is taken
-    │   └── ClusterTimeoutError others were waited for in vain; starting all again may help
-    ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
-    ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
-    ├── WireError              bytes from a peer that are no message of the protocol
-    ├── ClosureError           a scheduled step failed on a worker
-    │   ├── ClosureCancelledError  it was never computed: cancelled, or another had failed
-    │   ├── NonFiniteClosureError  it met a NaN or infinite gradient; a NonFiniteError, too
-    │   └── NoWorkersError     no worker has been there for long
-    ├── ShardLostError         a parameter server is gone, and nobody took its place
-    ├── JobReplacedError       another coordinator has taken over the parameter servers
-    ├── LaunchError            what `jdist launch` was asked to start, or how
-    ├── ScalingError           a batch or a hyperparameter that a scaling rule cannot take
-    ├── ProcessFailedError     a function that runs in several processes failed in one, or took too long
-    └── ConfigError            a config file, an override or a run folder
-        └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
+    ├── DeviceError
+    ├── StrategyError
+    ├── StepError
+    │   ├── BoundaryError
+    │   ├── GlobalViewError
+    │   └── VerificationError
+    ├── BatchError
+    ├── DatasetError
+    ├── DonatedStateError
+    ├── ReplicaDivergenceError
+    ├── NonFiniteError
+    ├── CheckpointError
+    ├── ClusterError
+    │   ├── PeerLostError
+    │   ├── PeerFailedError
+    │   ├── PortInUseError
+    │   └── ClusterTimeoutError
+    ├── ClusterConfigError
+    ├── ArtifactError
+    ├── WireError
+    ├── ClosureError
+    │   ├── ClosureCancelledError
+    │   ├── NonFiniteClosureError, a NonFiniteError as well
+    │   └── NoWorkersError
+    ├── ShardLostError
+    ├── JobReplacedError
+    ├── LaunchError
+    ├── ScalingError
+    ├── ProcessFailedError
+    └── ConfigError
+        └── OptionError, in jdist/tasks/options.py
 
-Each also derives from the built-in error that a reader would expect (ValueError, RuntimeError), so that
-code which knows nothing of jdist can catch it. Every message says what is wrong, which value it was, what is
-allowed and how to mend it.
+Each also derives from the built-in error that a reader would expect (ValueError, RuntimeError), so that code which knows
+nothing of jdist can catch it. Every message says what is wrong, which value it was, what is allowed and how to mend it.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ class JDistError(Exception):
 
 
 class DeviceError(JDistError, ValueError):
-    """A device was asked for that is not there, or one cannot serve."""
+    """A device that was asked for is not there, or cannot serve."""
 
 
 class StrategyError(JDistError, ValueError):
-    """A strategy's name or options are not valid, or two strategies are mixed in one scope."""
+    """A strategy's name or an option of it is not valid, or two strategies are mixed."""
 
 
 class StepError(JDistError, ValueError):
-    """A step, its declared roles, what it returned, or values of its replicas are not valid."""
+    """A step, its declared roles, its results, or values of its replicas are not valid."""
 
 
 class BoundaryError(StepError):
@@ -68,7 +67,7 @@ class GlobalViewError(StepError):
 
 
 class VerificationError(StepError):
-    """A step is another on many replicas than on one with the whole batch, and `verify="strict"` forbids that.
+    """A step computes something else on many replicas than on one with all rows, and `verify="strict"` forbids it.
 
     Attributes:
         verification: what `jdist.verify` found.
@@ -96,7 +95,7 @@ class ReplicaDivergenceError(JDistError, RuntimeError):
 
     Attributes:
         leaves: path of each leaf that differs, as `jax.tree_util.keystr` writes it.
-        replicas: for each of those leaves, the replicas that differ from the majority, or all without one.
+        replicas: for each of these leaves, the replicas that differ from the majority; all if there is none.
     """
 
     def __init__(self, message: str, leaves: tuple[str, ...], replicas: tuple[tuple[int, ...], ...]):
@@ -110,7 +109,7 @@ class NonFiniteError(JDistError, FloatingPointError):
 
     Attributes:
         leaf: path of the first such leaf.
-        step: number of the call of the step that did it, counted from 0.
+        step: number of the step's call, from 0.
     """
 
     def __init__(self, message: str, leaf: str, step: int):
@@ -134,8 +133,8 @@ class PeerLostError(ClusterError):
         process: its index.
         address: where it was, "host:port".
         last_step: the last step that any process reported.
-        cause: how that was noticed, as a clause.
-        places: where one keeps the others waiting: of each process its `process`, `step`, `phase` and `stack`.
+        cause: how the loss was noticed, as a clause.
+        places: if it kept the others waiting, the `process`, `step`, `phase` and `stack` of each.
     """
 
     def __init__(self, process: int, address: str, last_step: int, cause: str, places: tuple[Any, ...] = ()):
@@ -151,12 +150,12 @@ class PeerLostError(ClusterError):
 
 
 class PeerFailedError(ClusterError):
-    """Another process met an error in what all do together; it has the whole of it.
+    """Another process met an error in what all do together, and reports it in full.
 
-    A program that it ends leaves with exit code 75, as the other's says what is to be done; or with 2 if that one does.
+    A program that it ends leaves with exit code 75; or with 2 or 74 if the other does, as a restart does not help then.
 
     Attributes:
-        exit_code: to which the other's error leads there.
+        exit_code: that of the other process.
     """
 
     def __init__(self, message: str, *, exit_code: int):
@@ -165,26 +164,26 @@ class PeerFailedError(ClusterError):
 
 
 class ClusterTimeoutError(ClusterError):
-    """Other processes did not come, or did not come to the same call, within the time given for it.
+    """Other processes did not come, or did not come to the same call, in time.
 
-    A program that it ends leaves with exit code 75: once all are started again, they may come.
+    A program that it ends leaves with exit code 75: after a restart they may come.
     """
 
 
 class PortInUseError(ClusterError):
     """A port that process 0 has to listen on is taken, perhaps by a process of an earlier job that is about to end.
 
-    A program that it ends leaves with exit code 75: the next attempt may find it free.
+    A program that it ends leaves with exit code 75: after a restart the port may be free.
     """
 
 
 class ClusterConfigError(JDistError, ValueError):
-    """What describes a cluster is not valid: an environment variable, an argument, or what they say together.
+    """A cluster's description is not valid: an environment variable, an argument, or several together.
 
     Attributes:
-        variable: the environment variable or the argument that says so, `TF_CONFIG`.
-        field: the part of it, `worker[1]`; the variable's own name where it has no parts.
-        value: what stands there; None if nothing does.
+        variable: the environment variable or argument, `TF_CONFIG`.
+        field: the part of it, `worker[1]`; the variable's name where it has no parts.
+        value: the value there; None if there is none.
     """
 
     def __init__(self, message: str, *, variable: str, field: str, value: object):
@@ -214,8 +213,8 @@ class NonFiniteClosureError(ClosureError, NonFiniteError):
     """A scheduled step met a NaN or infinite gradient; it took no effect.
 
     Attributes:
-        leaf: empty, as only the worker has the gradients.
-        step: number of the scheduled step, counted from 0.
+        leaf: "", as only the worker has the gradients.
+        step: number of the scheduled step, from 0.
     """
 
     def __init__(self, step: int):
@@ -228,7 +227,7 @@ class NonFiniteClosureError(ClosureError, NonFiniteError):
 
 
 class NoWorkersError(ClosureError):
-    """No worker is left, or none has been there for long."""
+    """No worker is left, or there has been none for long."""
 
 
 class ShardLostError(JDistError, RuntimeError):
@@ -238,7 +237,7 @@ class ShardLostError(JDistError, RuntimeError):
 class JobReplacedError(JDistError, RuntimeError):
     """Another coordinator has taken over the parameter servers of this job.
 
-    A program that it ends leaves with exit code 2, after which no launcher starts it again: two would take turns for ever.
+    A program that it ends leaves with exit code 2, after which no launcher restarts it: two would take turns for ever.
     """
 
 

@@ -20,7 +20,7 @@ import optax
 from jdist.errors import ScalingError
 from jdist.support.checks import as_int, as_real
 
-# A number, or a function of the number of updates made: both come back as they came.
+# A number, or a function of the number of updates; a rule returns the kind that it was given.
 Rate = TypeVar("Rate", float, optax.Schedule)
 
 

@@ -53,7 +53,7 @@ ALLOWED = {
 }
 # Files that stand for a user's own, and import what users import.
 AS_USERS = ("jdist.tasks.", "jdist.doctor.together")
-LOOSE = {"__init__", "__main__", "errors", "nnx", "scaling", "train"}
+LOOSE = {"__init__", "__main__", "errors", "scaling", "train"}
 
 
 def modules():

@@ -1,4 +1,4 @@
-"""A callback, the moments that it is called at, and its answers."""
+"""Callbacks, the moments that they are called at, and their answers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.errors import StepError
-from jdist.report.history import OF_ROWS, History
+from jdist.report.history import History
+from jdist.report.metrics_file import OF_ROWS
 from jdist.support.checks import is_number
 
 if TYPE_CHECKING:
     from jdist.core.strategy import Strategy
 
 PyTree = Any
+Event = Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Answered by a callback: training ends after this step, in good order.
+    """A callback's answer that ends training after this step, in good order.
 
     Attributes:
-        reason: why, for `history.stopped`.
+        reason: for `history.stopped`.
     """
 
     reason: str
@@ -29,7 +31,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Answered by `on_resume`: training goes on from here.
+    """An answer of `on_resume`: training goes on from here.
 
     Attributes:
         state: the state to go on with.
@@ -46,18 +48,14 @@ class Resume:
 
 @dataclass(frozen=True)
 class Return:
-    """Answered by `on_end`: what `jdist.fit` returns in the place of the newest state.
-
-    Attributes:
-        state: the state.
-    """
+    """An answer of `on_end`: `jdist.fit` returns this state in the place of the newest."""
 
     state: PyTree
 
 
 @dataclass(kw_only=True, eq=False)
 class Moment:
-    """A moment of a training run, given to each callback.
+    """A moment of a training run, the argument of each callback.
 
     Attributes:
         event: which of a callback's functions is called.
@@ -67,19 +65,19 @@ class Moment:
         epoch: epochs that have ended.
         state: the newest state, laid out by the strategy; the next step consumes it, so a callback that keeps it copies it.
         strategy: the one that trains.
-        history: what was measured so far, this moment's row included.
-        row: what is logged at this moment, for `on_row`; None where nothing is.
+        history: all that was measured so far, this moment's row included.
+        row: the row that is logged at this moment, for `on_row`; None where nothing is.
         reason: at "end": why it ended before its time; None if it did not.
-        interrupted: at "end": whether it was asked to from outside, by Ctrl-C or SIGTERM.
+        interrupted: at "end": whether it was ended from outside, by Ctrl-C or SIGTERM.
         resumes: whether a callback can go on with a run, `on_resume`.
-        data: gives the position in the data, to save; None of data that cannot go on where it was.
-        notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
-        kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
-        measure: gives `metrics`.
-        clock: gives `train_s`.
+        data: returns the position in the data, to save; None for data that cannot go on where it was.
+        notes: returns plain JSON values that are to be saved beside state and position, so that the run can go on.
+        kept: the `Callback.keeps` of this run by name.
+        measure: returns `metrics`.
+        clock: returns `train_s`.
     """
 
-    event: Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
+    event: Event
     step: int
     steps_in_call: int
     total_steps: int | None
@@ -99,7 +97,7 @@ class Moment:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """By name: at "step" those of the newest step, which is waited for; at "eval" and "epoch" those of all rows."""
+        """Results by name: at "step" of the newest step, which is waited for; at "eval" and "epoch" over all rows."""
         return self.measure()
 
     @property
@@ -129,12 +127,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Keeps:
-    """A callback's own arrays, which are saved with the state.
+    """Access to a callback's own arrays, which are saved with the state.
 
     Attributes:
         begin: called with the state before the first step.
-        get: gives it, a tree of arrays.
-        put: takes it back in.
+        get: returns the tree of arrays.
+        put: restores it.
     """
 
     begin: Callable[[PyTree], None]
@@ -159,14 +157,14 @@ class Callback:
         on_eval: after each evaluation.
         on_epoch: after each epoch.
         on_row: with each row that is logged, complete.
-        on_save: after each call of the step, once all callbacks have seen it: what is saved here, what they keep included, is
-            of one moment.
+        on_save: after each call of the step, once all callbacks have seen it, so that state, rows and what they keep are saved
+            as of one moment.
         on_end: at the end, also after an interrupt or a `Stop`; may answer a `Return`.
         close: at the very end, also after an error; without arguments.
-        keeps: what is saved with the state, under `name`.
-        name: names it in errors, and `keeps`, of which each name is there only once in a run.
-        watches: names of what it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
-        logs: names of what it adds to rows by `moment.log`, at which others may look though no step returns it; None: any.
+        keeps: arrays of its own, which are saved with the state under `name`.
+        name: for errors, and for `keeps`, where no other callback of the run may have it.
+        watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
+        logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 
     Raises:
         StepError: `watches` or `logs` is no tuple of names.

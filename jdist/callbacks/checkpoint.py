@@ -1,4 +1,4 @@
-"""A run that can be killed at any moment and goes on."""
+"""Checkpoints of a run, from which it goes on after it was killed at any moment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checkpoint(
     restore_best: bool = False,
     resume: bool = True,
 ) -> Callback:
-    """Saves state and data position, and goes on from the newest checkpoint where an earlier run left one.
+    """Saves state and data position, and goes on from the newest checkpoint of an earlier run.
 
     Args:
         directory: where to save; one for each run.
@@ -62,7 +62,7 @@ def checkpoint(
     """
     if every is not None and as_int(every, least=1) is None:
         raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
-    if (kept_newest := as_int(keep, least=1)) is None:
+    if as_int(keep, least=1) is None:
         raise StepError(f"checkpoint: `keep` is {keep!r}; it must be a whole number, 1 or more.")
     if best is not None:
         check_evaluated("checkpoint", "best", best, ("eval/",))
@@ -74,7 +74,7 @@ def checkpoint(
     return saving(
         directory,
         every=every,
-        keep=kept_newest,
+        keep=int(keep),
         best=best,
         best_mode=best_mode,
         restore_best=restore_best,
@@ -93,18 +93,10 @@ def saving(
     resume: bool = True,
     of_run: bool = False,
 ) -> Callback:
-    """The callback of `checkpoint`, whose arguments are checked already.
+    """Makes the callback of `checkpoint` of arguments that are checked already.
 
-    Args:
-        directory: as for `checkpoint`, and so are the others.
-        every: between saves.
-        keep: of the newest.
-        best: the metric.
-        best_mode: its mode.
-        restore_best: at the end.
-        resume: from what is there.
-        of_run: the directory is that of a `jdist run`: its history is in `metrics.jsonl`, an evaluation alone saves nothing,
-            and the last step is saved with its metrics.
+    `of_run`: the directory is that of a `jdist run`: its history is in `metrics.jsonl`, an evaluation alone saves nothing, and
+    the last step is saved with its metrics.
     """
     folder = Path(directory).expanduser().absolute()
     opened: list[Checkpointer] = []
@@ -148,18 +140,13 @@ def saving(
             # What a checkpoint lacks is left as it was given.
             pairs = zip(jax.tree.leaves(restored_kept[name]), jax.tree.leaves(kept[name]), strict=True)
             if any(leaf is given for leaf, given in pairs):
-                _warn(
-                    folder,
-                    f"step {restored.step} was saved without {name!r}, which begins with the state of that step.",
-                )
+                text = f"step {restored.step} was saved without {name!r}, which begins with the state of that step."
+                _warn(folder, text)
                 each.begin(state)
             else:
                 each.put(restored_kept[name])
         if restored.data is None and not of_run:
-            _warn(
-                folder,
-                f"step {restored.step} was saved without a position in the data, which begins anew.",
-            )
+            _warn(folder, f"step {restored.step} was saved without a position in the data, which begins anew.")
         return Resume(state=state, step=restored.step, data=restored.data, notes=notes)
 
     def save(moment: Moment) -> None:
@@ -218,9 +205,9 @@ def saving(
 
 
 def _rows_of(restored: Restored | None, path: Path) -> list[Row]:
-    """The rows of the history up to a checkpoint.
+    """Reads the rows of the history up to a checkpoint, of a damaged file those before the damage.
 
-    Of a damaged file those before the damage: behind it a line may not be the row that it counts as.
+    Behind it a line may not be the row that it counts as.
     """
     if restored is None:
         return []
@@ -235,10 +222,7 @@ def _rows_of(restored: Restored | None, path: Path) -> list[Row]:
             break
         rows.append(row)
     if len(rows) < count:
-        _warn(
-            path,
-            f"has {len(rows):,} of the {count:,} rows up to step {restored.step}; the others are lost.",
-        )
+        _warn(path, f"has {len(rows):,} of the {count:,} rows up to step {restored.step}; the others are lost.")
     return rows
 
 

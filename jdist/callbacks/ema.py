@@ -1,4 +1,4 @@
-"""An average over the parameters of the last steps."""
+"""An exponential moving average of the parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdist.callbacks.callback import Callback, Keeps, Moment
 from jdist.core.remote import RemoteTree
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.errors import StepError
 from jdist.support.checks import as_real
 
@@ -24,8 +24,8 @@ class Ema(Callback):
     """The callback of `ema`.
 
     Attributes:
-        average: gives the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits: these
-            would round what a step adds to nothing. It is valid until the next step.
+        average: returns the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits,
+            which would round what a step adds to nothing. It is valid until the next step.
     """
 
     average: Callable[[], PyTree]

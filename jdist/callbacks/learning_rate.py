@@ -1,4 +1,4 @@
-"""The learning rate among what is logged."""
+"""The learning rate in logged rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learning_rate_log(
         The callback.
 
     Raises:
-        StepError: `schedule` is neither a function nor a number; while training: what it gives is no single number.
+        StepError: `schedule` is neither a function nor a number; while training: it returns no single number.
 
     Example:
         >>> import jdist, optax
@@ -44,12 +44,12 @@ def learning_rate_log(
 
     def on_step(moment: Moment) -> None:
         if moment.row is not None:
-            moment.log(**{name: _at(schedule, _updates(moment) - 1) if callable(schedule) else schedule})
+            moment.log(**{name: _rate_at(schedule, _count_updates(moment) - 1) if callable(schedule) else schedule})
 
     return Callback(on_step=on_step, name="learning_rate_log", logs=(name,))
 
 
-def _at(schedule: Callable[[Any], Any], count: int) -> float:
+def _rate_at(schedule: Callable[[Any], Any], count: int) -> float:
     rate = schedule(count)
     if not is_number(rate):
         raise StepError(
@@ -58,12 +58,8 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
     return float(rate)
 
 
-def _updates(moment: Moment) -> int:
+def _count_updates(moment: Moment) -> int:
     """Counts the updates made, at least 1. Optax counts from 0: the n-th is made with the schedule's value at n - 1."""
-    nodes = jax.tree.leaves(moment.state, is_leaf=_counts)
-    counts = [int(to_host(node.count)) for node in nodes if _counts(node)]
+    nodes = jax.tree.leaves(moment.state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    counts = [int(to_host(node.count)) for node in nodes if isinstance(node, optax.ScaleByScheduleState)]
     return max(1, counts[0] if counts else moment.step)
-
-
-def _counts(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)

@@ -1,4 +1,4 @@
-"""A trace of a few steps."""
+"""A trace of a few steps by JAX's profiler."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15)
 
 
 def _wait(moment: Moment) -> None:
-    """Until the devices have done what was asked of them, so that the trace has its steps and no others."""
+    """Waits for the devices, so that the trace has its steps and no others."""
     if not isinstance(moment.state, RemoteTree):
         jax.block_until_ready(moment.state)

@@ -1,4 +1,4 @@
-"""Shows the progress of training."""
+"""The progress of training, shown as it goes on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.report.history import OF_ROWS, PREFIXES
+from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS, PREFIXES
 from jdist.report.progress import Meter, Reporter, figures, numbers, open_report
 
 
 def progress(console: Console | None = None) -> Callback:
-    """A bar with figures on a terminal or in a notebook, plain lines anywhere else; of several processes the chief's.
+    """Draws a bar with figures on a terminal or in a notebook, prints lines anywhere else; of several processes the chief.
 
     Args:
-        console: where to; standard output if None.
+        console: where to; None: standard output.
 
     Returns:
         The callback.
@@ -31,7 +31,7 @@ def progress(console: Console | None = None) -> Callback:
 
     def on_end(moment: Moment) -> None:
         if reports and moment.reason is not None:
-            reports[0].note(f"stopped at step {_of(moment)}: {moment.reason}{_how_to_go_on(moment)}")
+            reports[0].note(f"stopped at step {_step_text(moment)}: {moment.reason}{_how_to_go_on(moment)}")
 
     return dataclasses.replace(shown, on_start=on_start, on_end=on_end)
 
@@ -41,7 +41,7 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
 
     Args:
         console: where to.
-        reports: receives what reports, while there is a run.
+        reports: receives the open report, while there is a run.
         global_batch: rows of a step, for the rows trained on in a second; None: steps are counted.
     """
     meter = Meter(step=0, total=None)
@@ -71,10 +71,10 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
             report.train(moment.step, newest, meter.lap(moment.step))
         else:
             report.move(moment.step)
-        for prefix, source in (("epoch/", f"epoch {moment.epoch}"), ("eval/", "evaluation")):
+        for prefix, source in ((EPOCH, f"epoch {moment.epoch}"), (EVAL, "evaluation")):
             values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
             if values:
-                report.note(f"step {_of(moment)}  {source}: {figures(values)}")
+                report.note(f"step {_step_text(moment)}  {source}: {figures(values)}")
 
     def close() -> None:
         while reports:
@@ -91,5 +91,5 @@ def _how_to_go_on(moment: Moment) -> str:
     return "; nothing is saved: `callbacks=[jdist.callbacks.checkpoint(folder)]` saves, and goes on from there"
 
 
-def _of(moment: Moment) -> str:
+def _step_text(moment: Moment) -> str:
     return f"{moment.step}" if moment.total_steps is None else f"{moment.step}/{moment.total_steps}"

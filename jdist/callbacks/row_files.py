@@ -1,4 +1,4 @@
-"""Rows into files: JSON lines, or a table."""
+"""Files of logged rows: JSON lines, or a CSV table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jdist.report.metrics_file import MetricsFile
 def jsonl(path: str | os.PathLike[str]) -> Callback:
     """Writes each logged row as a line of JSON, whole as soon as it is logged.
 
-    A run that goes on from a checkpoint goes on in the same file: what was written after the checkpoint is dropped.
+    A run that goes on from a checkpoint goes on in the same file, and drops what was written after the checkpoint.
 
     Args:
         path: the file; folders are made. `jdist.fit(log_to=...)` names one by the time.

@@ -1,15 +1,17 @@
-"""Rows for TensorBoard and Weights & Biases."""
+"""Logged rows for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jdist.callbacks.callback import Callback, Moment
 from jdist.errors import ConfigError
+from jdist.report.metrics_file import Row
 
 
 def tensorboard(folder: str | os.PathLike[str]) -> Callback:
@@ -30,27 +32,21 @@ def tensorboard(folder: str | os.PathLike[str]) -> Callback:
         raise ConfigError(
             "tensorboard: tensorboardX, which writes its files, is not installed: pip install 'jdist[tensorboard]'"
         ) from exc
-    writers: list[Any] = []
 
-    def on_row(moment: Moment) -> None:
-        if not moment.is_chief or moment.row is None:
-            return
-        if not writers:
-            writers.append(service.SummaryWriter(os.fspath(folder)))
-        for name, value in moment.row.items():
+    def write(writer: Any, moment: Moment, row: Row) -> None:
+        for name, value in row.items():
             if name == "step":
                 continue
             if isinstance(value, int | float):
-                writers[0].add_scalar(name, value, moment.step)
+                writer.add_scalar(name, value, moment.step)
             elif isinstance(value, np.ndarray):
-                writers[0].add_histogram(name, value, moment.step)
-        writers[0].flush()  # a run that is killed has its rows
+                writer.add_histogram(name, value, moment.step)
 
-    def close() -> None:
-        while writers:
-            writers.pop().close()
-
-    return Callback(on_row=on_row, close=close, logs=())
+    # A run that is killed has its rows but for the last second's: the writer's thread flushes as often, and its `flush` does
+    # not wait for that thread.
+    return _logging(
+        lambda: service.SummaryWriter(os.fspath(folder), flush_secs=1), write, lambda writer: writer.close()
+    )
 
 
 def wandb(**options: Any) -> Callback:
@@ -69,20 +65,29 @@ def wandb(**options: Any) -> Callback:
         service = importlib.import_module("wandb")
     except ModuleNotFoundError as exc:
         raise ConfigError("wandb: it is not installed: pip install 'jdist[wandb]'") from exc
-    runs: list[Any] = []
+
+    def write(run: Any, moment: Moment, row: Row) -> None:
+        values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+        run.log(values, step=moment.step)
+
+    return _logging(lambda: service.init(**options), write, lambda run: run.finish())
+
+
+def _logging(
+    begin: Callable[[], Any], write: Callable[[Any, Moment, Row], None], end: Callable[[Any], None]
+) -> Callback:
+    """Makes a callback of the chief that begins a log at the first row, and ends it with the run."""
+    begun: list[Any] = []
 
     def on_row(moment: Moment) -> None:
         if not moment.is_chief or moment.row is None:
             return
-        if not runs:
-            runs.append(service.init(**options))
-        values = {
-            name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in moment.row.items()
-        }
-        runs[0].log(values, step=moment.step)
+        if not begun:
+            begun.append(begin())
+        write(begun[0], moment, moment.row)
 
     def close() -> None:
-        while runs:
-            runs.pop().finish()
+        while begun:
+            end(begun.pop())
 
     return Callback(on_row=on_row, close=close, logs=())

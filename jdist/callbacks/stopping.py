@@ -1,4 +1,4 @@
-"""Ending a run that gets no better, or whose metrics are no numbers any more."""
+"""The end of a run that gets no better, or whose metrics are not finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def early_stopping(
     Args:
         metric: "eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.
         patience: how many of these may pass without improvement before the run ends.
-        min_delta: what is less than that is no improvement; in the metric's unit.
+        min_delta: the least change that is an improvement, in the metric's unit.
         mode: whether less ("min") or more ("max") is better; None: as the name says ("loss", "error", "accuracy", "auc", ...).
             NaN is never better.
 

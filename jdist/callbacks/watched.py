@@ -1,24 +1,19 @@
-"""A metric that a callback looks at, by its name in a row."""
+"""Metrics that callbacks look at, by their names in rows."""
 
 from __future__ import annotations
 
 from jdist.callbacks.callback import Moment
 from jdist.errors import StepError
-from jdist.report.history import OF_ROWS
 from jdist.report.metric_direction import Mode, better
+from jdist.report.metrics_file import OF_ROWS
 from jdist.support.suggest import did_you_mean
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
-    """Says whether less or more of a metric is better: as asked for, or as its name says.
-
-    Args:
-        callback: who asks, for errors.
-        metric: its name in the row, such as "eval/loss".
-        mode: "min", "max", or None.
+    """Finds whether less or more of a metric is better: by `mode` ("min", "max"), or by its name where that is None.
 
     Raises:
-        StepError: it is none of these, or None where the name says nothing.
+        StepError: `mode` is something else, or the name does not say it. Errors name the `callback`.
     """
     if mode in ("min", "max"):
         return mode
@@ -34,12 +29,7 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
 
 
 def value_of(callback: str, metric: str, moment: Moment) -> float:
-    """The value that this moment's row has of a metric.
-
-    Args:
-        callback: who asks, for errors.
-        metric: its name in the row, such as "eval/loss".
-        moment: of an evaluation, an epoch or a row.
+    """Reads a metric from the row of an evaluation, an epoch or a logged step.
 
     Raises:
         StepError: it was not measured, or is no single number.
@@ -57,11 +47,7 @@ def value_of(callback: str, metric: str, moment: Moment) -> float:
 
 
 def check_evaluated(callback: str, argument: str, metric: str, prefixes: tuple[str, ...]) -> None:
-    """Refuses the name of a metric that does not begin as those of a row do.
-
-    Raises:
-        StepError: says the name that was probably meant: Keras has "val_loss".
-    """
+    """Raises a `StepError` for a metric whose name has none of the prefixes, as Keras' "val_loss"."""
     if not isinstance(metric, str) or not metric.startswith(prefixes):
         allowed = " or ".join(map(repr, prefixes))
         name = metric.removeprefix("epoch/").removeprefix("val_") if isinstance(metric, str) else "loss"

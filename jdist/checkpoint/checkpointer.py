@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background, whole or not at all, and restores the newest that can be read.
+"""Checkpoints, saved in the background, whole or not at all; the newest that can be read is restored.
 
     DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf, its pieces and their crc32
     DIRECTORY/step_00000500_save_00003/pieces_0.bin     what process 0 wrote of the leaves; pieces.py says how
@@ -36,7 +36,7 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
 from jdist.core.host_sharded import is_spread
 from jdist.core.remote import fetched, shapes_of
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 
 PyTree = Any
@@ -45,19 +45,19 @@ _CLAIM_S = 10.0  # an earlier run may be about to end
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over, or a folder left alone that looks like one."""
+    """Something that was saved, or looks like it, is passed over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint, as they were saved.
 
     Attributes:
-        step: the step it was saved at.
+        step: the number of updates in `state`.
         state: the state, laid out as `like` was.
-        data: the data position it was saved with.
-        metrics: the metrics it was saved with.
-        metadata: other facts that it was saved with.
+        data: the position in the data.
+        metrics: scalars by name.
+        metadata: other facts.
     """
 
     step: int
@@ -69,10 +69,11 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Read:
-    path: Path
+    """A checkpoint on the host: each wanted leaf's value and PRNG kind (None: the leaf begins anew), and why others failed."""
+
+    name: str
     body: dict[str, Any]
-    order: list[int | None]
-    arrays: list[np.ndarray]
+    values: list[tuple[np.ndarray, str | None] | None]
     problems: list[str]
 
 
@@ -138,7 +139,7 @@ class Checkpointer:
         self._closed = False
         self._let_go: Callable[[], None] | None = None
         self._cluster = cluster or alone()
-        # Names the values that the processes exchange: their paths may differ, and several may save at the same time.
+        # Of the values that processes exchange: their paths may differ, and several may save at once.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
         strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
         if strangers:
@@ -166,7 +167,7 @@ class Checkpointer:
         Args:
             step: the number of updates in `state`. A step saved before is saved anew, then the old one removed.
             state: any pytree of arrays, PRNG keys and numbers.
-            data: where the data is, as `dataset.state()` gives it: plain JSON values.
+            data: the position in the data, as of `dataset.state()`: plain JSON values.
             metrics: scalars by name, among them `best_metric` where it was measured; NaN is never the best.
             metadata: other facts to keep with the state: plain JSON values.
             wait: return only when the checkpoint is committed.
@@ -196,7 +197,7 @@ class Checkpointer:
         with self._cluster.blocked():
             if self._check is not None:
                 self._check(state)
-            # Here, not on the thread: all processes have to run these computations in the same order.
+            # Not on the thread: all processes have to run these computations in the same order.
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
             copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
             copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
@@ -245,7 +246,7 @@ class Checkpointer:
                 self._let_go()
 
     def steps(self) -> list[int]:
-        """Lists the steps that are saved whole, ascending; the arrays are not read for it."""
+        """Lists the steps that are saved whole, ascending, without reading their arrays."""
         return sorted({body["step"] for _, body in self._whole()})
 
     @property
@@ -258,9 +259,9 @@ class Checkpointer:
         """Reads the checkpoint saved last; a damaged one is passed over, with a warning, for the one before.
 
         Args:
-            like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes
-                and shardings, on any number of devices. Its values are not read, but for residuals of compressed
-                gradients that the checkpoint does not have for as many replicas.
+            like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes and
+                shardings, on any number of devices. Its values are not read, but for residuals of compressed gradients that
+                the checkpoint does not have for as many replicas.
             step: read this step and no other.
 
         Returns:
@@ -273,21 +274,18 @@ class Checkpointer:
         self.wait()
         like = pack(shapes_of(like))
         wanted = codec.flatten(like)
-        # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
+        # First, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.describe_leaf(path, leaf) for path, leaf in wanted.items()]
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
             there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
-            # Process 0 says which there are: what others see of a shared folder may be older.
+            # By process 0: what others see of a shared folder may be older.
             there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
             with together(f"{self._name}: reading", self._timeout_s, self._cluster):
                 read = self._read([self._directory / name for name in there], described, step)
             failpoints.reached(Point.IN_RESTORE)
-            names = self._cluster.exchange(
-                f"{self._name}: which was read",
-                None if read is None else read.path.name,
-                self._timeout_s,
-            )
+            name = None if read is None else read.name
+            names = self._cluster.exchange(f"{self._name}: which was read", name, self._timeout_s)
         if len(set(names)) > 1:
             listed = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
             raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({listed})")
@@ -299,20 +297,17 @@ class Checkpointer:
                     "that this gives, `strategy.init(lambda: state)`."
                 )
             return None
-        values = [
-            leaf if i is None else codec.place(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
-            for i, (name, leaf) in zip(read.order, wanted.items(), strict=True)
+        leaves = [
+            leaf if value is None else codec.place(path, *value, leaf)
+            for value, (path, leaf) in zip(read.values, wanted.items(), strict=True)
         ]
         failpoints.reached(Point.AFTER_RESTORE)
         for problem in read.problems:
             text = f"{problem}. Going on from step {read.body['step']} instead."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         return Restored(
-            step=read.body["step"],
-            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values)),
-            data=read.body["data"],
-            metrics=read.body["metrics"],
-            metadata=read.body["metadata"],
+            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), leaves)),
+            **{name: read.body[name] for name in ("step", "data", "metrics", "metadata")},
         )
 
     def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
@@ -328,7 +323,9 @@ class Checkpointer:
                 body = disk.read_manifest(path)
                 order = codec.fit(path, body["leaves"], described)
                 reading = Job(lambda path=path, body=body: read_leaves(path, body))
-                return _Read(path, body, order, reading.result(self._timeout_s, f"reading {path}"), problems)
+                arrays = reading.result(self._timeout_s, f"reading {path}")
+                values = [None if i is None else (arrays[i], body["leaves"][i].get("key")) for i in order]
+                return _Read(path.name, body, values, problems)
             except Damaged as error:
                 problems.append(str(error))
                 self._damaged.add(path.name)
@@ -337,7 +334,6 @@ class Checkpointer:
         return None
 
     def _write(self, body: dict[str, Any], leaves: list[LocalLeaf]) -> None:
-        """Does the background part of a save."""
         save_together(
             self._directory,
             body,
@@ -365,7 +361,7 @@ class Checkpointer:
         return max(scored, key=lambda body: (sign * self._measured(body), -body["step"]), default=None)
 
     def _measured(self, body: dict[str, Any]) -> float:
-        """What a checkpoint has of `best_metric`, also under the name without "eval/" that `jdist run` once saved it by."""
+        """Looks `best_metric` up, also by the name without "eval/" that `jdist run` once saved it under; else NaN."""
         metrics = {name.removeprefix("eval/"): value for name, value in body["metrics"].items()} | body["metrics"]
         name = self._best_metric or ""
         return metrics.get(name, metrics.get(name.removeprefix("eval/"), math.nan))

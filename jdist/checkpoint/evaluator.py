@@ -32,13 +32,13 @@ def train_and_evaluate(
 ) -> Any:
     """Trains in the chief and the workers; in the evaluator, evaluates each checkpoint that they save.
 
-    The same script runs as every task of TF_CONFIG. The evaluator reads checkpoints in the order of saving, each once; those
-    that were deleted before it came to them are left out. It ends when it has evaluated the one of `final_step`, when it is
-    asked to (SIGTERM, SIGINT), or when the job has been gone for `timeout_s`.
+    The same script runs as every task of TF_CONFIG. The evaluator reads checkpoints in the order of saving, each once, and
+    leaves out those that are deleted before it comes to them. It ends after the one of `final_step`, on SIGTERM or SIGINT, or
+    when the job has been gone for `timeout_s`.
 
     Args:
         train: called without arguments in the chief and the workers; saves by a `jdist.train.Checkpointer`.
-        evaluate: called in the evaluator with each checkpoint; what it returns is handed back in the end.
+        evaluate: called in the evaluator with each checkpoint; its last result is returned.
         checkpoints: the directory that `train` saves in, shared by all.
         like: called in the evaluator; makes the tree to restore into, on its devices.
         final_step: the last step of the job.
@@ -47,7 +47,7 @@ def train_and_evaluate(
         poll_s: seconds between two looks for a new checkpoint.
 
     Returns:
-        What `train` returned; in the evaluator what `evaluate` returned last, None if it was not called.
+        The result of `train`; in the evaluator the last one of `evaluate`, None if it was not called.
 
     Raises:
         ClusterError: the job was gone for `timeout_s` before its end, or this is a parameter server.
@@ -73,7 +73,7 @@ def train_and_evaluate(
 
     Source: `tf.estimator.train_and_evaluate`
     """
-    # An allocation of which this is no task is the strategy's matter.
+    # An allocation that this process is no task of is for the strategy to refuse.
     spec = resolve(os.environ, resolvers=STARTED) if cluster is None else cluster
     directory = Path(checkpoints).expanduser().absolute()
     if spec.task_type == "ps":
@@ -118,15 +118,16 @@ def new_checkpoints(
 ) -> Iterator[Restored]:
     """Restores the checkpoints of a running job, each once, in the order of saving; the last is that of `final_step`.
 
+    See `train_and_evaluate` for errors, and for the other arguments.
+
     Args:
         is_alive: whether the job runs now.
         is_over: whether to end although the job does not.
         known: steps to leave out.
-        others: see `train_and_evaluate`, for the errors as well.
     """
     seen, alive_s = set(known), time.monotonic()
     while not is_over() and max(seen, default=-1) < final_step:
-        if is_alive():  # looked at first: a job that ends now has saved before
+        if is_alive():  # before looking for steps: a job that ends now has saved
             alive_s = time.monotonic()
         step = next((step for step in _saved(directory) if step not in seen), None)
         if step is not None:

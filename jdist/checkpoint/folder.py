@@ -1,4 +1,4 @@
-"""Names, commits, checks and removes the folders of checkpoints, and locks the directory that they are in."""
+"""Folders of checkpoints: their names, commit, checks and removal, and the locks of the directory that they are in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jdist.support.file_lock import hold
 
 FORMAT = 2  # 1 is read as well, see pieces.py
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # all that a checkpoint's folder may hold
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # the files of a checkpoint
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 
@@ -60,7 +60,7 @@ def is_ours_alone(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; it loses its name first, so that a kill leaves no half checkpoint."""
+    """Removes a checkpoint: first its name, so that a kill leaves no half checkpoint."""
     if is_ours_alone(path):
         shutil.rmtree(path.rename(path.with_name(f".deleting_{path.name}")))
 
@@ -68,7 +68,7 @@ def remove(path: Path) -> None:
 def sweep(directory: Path) -> list[Path]:
     """Removes what killed processes left; returns folders with such a name that hold something else."""
     strangers: list[Path] = []
-    # Another process may be saving right now, or the disk be read-only: either way there is nothing to clean up.
+    # Another process may be saving, or the disk be read-only: then there is nothing to clean up.
     with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
         for path in sorted(directory.iterdir()):
             if UNFINISHED.fullmatch(path.name):
@@ -91,15 +91,15 @@ def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-# Of this process, by directory: the open lock, and how many Checkpointers hold it.
+# The locks of this process by directory, and how many Checkpointers hold each.
 _claims: dict[str, tuple[IO[str], int]] = {}
 _claiming = threading.Lock()
 
 
 def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
-    """Holds a directory for the saves of this process; returns what lets go. The system does at the process's end.
+    """Holds a directory for the saves of this process; returns a function that lets go, as the end of the process does.
 
-    Several of one process hold it together. A forked child does not hold it, so it does not keep it when its parent is gone.
+    Several callers of one process hold it together. A forked child does not hold it, so it outlives no parent.
 
     Raises:
         CheckpointError: another process holds it, and still does after `timeout_s`; says which.
@@ -139,7 +139,9 @@ def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                _warn_of_no_locks(directory, error)
+                why = f"its file system has no locks ({describe_error(error)})"
+                text = f"{directory}: {why}, so nothing keeps a second job from saving here"
+                warnings.warn(text, stacklevel=2)
                 break
             if time.monotonic() >= deadline_s:
                 handle.seek(0)
@@ -155,11 +157,6 @@ def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
         handle.write(f"process {os.getpid()} on {socket.gethostname()}")
         handle.flush()
     return handle
-
-
-def _warn_of_no_locks(directory: Path, error: OSError) -> None:
-    why = f"its file system has no locks ({describe_error(error)})"
-    warnings.warn(f"{directory}: {why}, so nothing keeps a second job from saving here", stacklevel=2)
 
 
 _FOREIGN_FILES = re.compile(
@@ -197,7 +194,7 @@ def file_crc32(path: Path) -> int:
 
 
 def fsync(path: Path) -> None:
-    """Has the disk hold a file, or the names in a folder."""
+    """Flushes a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -234,20 +231,19 @@ def to_plain_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return same
 
 
-def digest_of(body: dict[str, Any]) -> str:
-    """Computes the sha256 of a manifest's body."""
+def _digest_of(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file that the disk holds when this returns."""
+    """Writes a file and flushes it to the disk."""
     path.write_text(json.dumps(value), encoding="ascii")
     fsync(path)
 
 
 def write_manifest(part: Path, body: dict[str, Any]) -> None:
-    """Writes what is in a checkpoint, last of all its files."""
-    write_json(part / "manifest.json", {"format": FORMAT, "sha256": digest_of(body), "body": body})
+    """Writes the manifest of a checkpoint, the last of its files."""
+    write_json(part / "manifest.json", {"format": FORMAT, "sha256": _digest_of(body), "body": body})
     fsync(part)
 
 
@@ -263,7 +259,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file}: has format {version!r}; this jdist reads 1 to {FORMAT}. Use the jdist that saved it"
         )
-    if digest != digest_of(body):
+    if digest != _digest_of(body):
         raise Damaged(f"{file}: its checksum does not match")
     for name, facts in body["files"].items():
         size_bytes = facts[0] if version == 1 else facts  # in format 1 with the file's crc32

@@ -1,4 +1,4 @@
-"""Describes the leaves of a state for a checkpoint, copies them to the host, compares them, and places them again."""
+"""Leaves of a state in a checkpoint: their description, copy to the host, comparison and placement."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
 
 PyTree = Any
-_RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
+_BESIDE = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """Gives the leaves of a tree by their paths; those of a user's state without what steps keep beside it."""
+    """Lists the leaves of a tree by path; those of a `StepState` as of the user's state, with the others beside them."""
     if isinstance(tree, StepState):
         carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
         beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
@@ -34,7 +34,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
-    """Describes a leaf for the manifest and for comparing; the dtype of a Python number is "python int" or the like."""
+    """Describes a leaf as the manifest does; the dtype of a Python number is "python int" or the like."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
     if isinstance(leaf, (jax.Array, HostSharded, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -49,7 +49,7 @@ def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
 
 
 def check_savable(path: str, leaf: Any, num_processes: int) -> None:
-    """Refuses a leaf that cannot be saved, by name."""
+    """Raises a `CheckpointError`, or a `DonatedStateError`, for a leaf that cannot be saved."""
     describe_leaf(path, leaf)
     if is_spread(leaf):
         leaf = leaf.stored
@@ -110,68 +110,73 @@ def _host_copy(leaf: Any) -> np.ndarray:
     return copy
 
 
-def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
-    """Finds each wanted leaf among the saved ones; refuses a tree that is not the saved one.
+def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
+    """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
-    Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
-    another all-reduce or on another number of devices. So do a loss scale, after a run in another precision, and values
-    kept beside the state, where they were not saved.
+    None stands for what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
+    with another all-reduce or on other devices; a loss scale, after a run in another precision; and values kept beside the
+    state, where they were not saved.
     """
-    places = {leaf["path"]: i for i, leaf in enumerate(saved)}
-    names = {leaf["path"] for leaf in wanted}
-    anew = {x["path"] for x in wanted if _may_begin_anew(x["path"]) and x["shape"] != _saved_shape(saved, places, x)}
-    required = [leaf for leaf in wanted if leaf["path"] not in anew]
-    problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in required if leaf["path"] not in places]
-    unasked = [name for name in places if name not in names and not _may_begin_anew(name)]
-    problems += [f"leaf {name}: in the checkpoint, not in the state" for name in unasked]
-    for leaf in required:
-        there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
-        shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
-        # A counter that starts as Python's 0 comes back from the first step as an array: `place` converts it.
-        number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
-        if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
-            problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
+    numbers = {leaf["path"]: i for i, leaf in enumerate(saved)}
+    order: list[int | None] = []
+    missing, unlike = [], []
+    for leaf in wanted:
+        path, number = leaf["path"], numbers.get(leaf["path"])
+        there = None if number is None else saved[number]
+        if path.startswith(_BESIDE) and (there is None or there["shape"] != leaf["shape"]):
+            number = None
+        elif there is None:
+            missing.append(f"leaf {path}: not in the checkpoint")
+        elif not _fits(there, leaf):
+            described = f"saved {there['dtype']}{there['shape']}, the state has {leaf['dtype']}{leaf['shape']}"
+            unlike.append(f"leaf {path}: {described}")
+        order.append(number)
+    unasked = numbers.keys() - {leaf["path"] for leaf in wanted}
+    extra = [path for path in numbers if path in unasked and not path.startswith(_BESIDE)]
+    problems = [*missing, *(f"leaf {path}: in the checkpoint, not in the state" for path in extra), *unlike]
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         text = "\n  ".join([*problems[:5], *more])
         raise CheckpointError(
-            f"{path}: does not fit the state, which is left as it is. Make it as it was when that was saved, or save in "
-            f"another directory:\n  {text}"
+            f"{checkpoint}: does not fit the state, which is left as it is. Make it as it was when that was saved, or "
+            f"save in another directory:\n  {text}"
         )
-    return [None if leaf["path"] in anew else places[leaf["path"]] for leaf in wanted]
+    return order
 
 
-def _may_begin_anew(path: str) -> bool:
-    return path.startswith((_RESIDUALS, _LOSS_SCALE, _KEPT))
+def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether shapes and dtypes are the same, or a number is Python's in one of them, which `place` converts.
 
-
-def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict[str, Any]) -> list[int] | None:
-    return saved[places[leaf["path"]]]["shape"] if leaf["path"] in places else None
+    A counter that starts as Python's 0 is an array after the first step.
+    """
+    dtypes = (saved["dtype"], wanted["dtype"])
+    is_number = saved["shape"] == [] and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
+    return saved["shape"] == wanted["shape"] and (dtypes[0] == dtypes[1] or is_number)
 
 
 def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
-    """Makes a leaf like `like` of the saved value."""
+    """Makes a leaf like `like` of a saved value; `key` is its kind, of a PRNG key."""
     if type(like) in SCALARS:
-        return type(like)(cast(path, array, np.array(like).dtype).item())
+        return type(like)(_cast(path, array, np.array(like).dtype).item())
     if is_spread(like):
-        return spread_like(cast(path, array, like.dtype), like)
+        return spread_like(_cast(path, array, like.dtype), like)
     # A leaf that JAX may place stays so: on a fixed device the first two steps would compile.
     is_free = isinstance(like, jax.Array) and not like.committed
     sharding = None if is_free or isinstance(like, np.ndarray | np.generic) else like.sharding
     if key is not None:
         return put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), sharding)
-    array = cast(path, array, like.dtype)
+    array = _cast(path, array, like.dtype)
     if isinstance(like, (np.ndarray, np.generic)):
         return array if isinstance(like, np.ndarray) else array[()]
     if like.weak_type and array.shape == ():
-        # A Python number is the public way to a weak type; without it the resumed step compiles a second time.
+        # A Python number has a weak type; without one the resumed step compiles a second time.
         weak = put(array.item(), sharding)
         if weak.dtype == like.dtype:
             return weak
     return put(array, sharding)
 
 
-def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+def _cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     """Converts a saved Python number, or the value for one; a float is rounded, as JAX does with one."""
     converted = array.astype(dtype, copy=False)
     rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)

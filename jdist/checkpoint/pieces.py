@@ -1,8 +1,8 @@
-"""Writes and reads the values of a checkpoint: raw bytes in row-major order, each process's in one file of its own.
+"""The values of a checkpoint on disk: raw bytes in row-major order, each process's in one file of its own.
 
-A piece is a box of a leaf. Process 0 writes leaves that it has whole as one piece each; of a leaf that is spread over
-processes each writes the boxes that it has. Checkpoints of format 1 hold whole leaves as an Orbax checkpoint in
-`arrays/`, and each piece in a file; they are read, and no longer written.
+A piece is a box of a leaf. Process 0 writes a leaf that it has whole as one piece; of a leaf that is spread over processes
+each writes the boxes that it has. Checkpoints of format 1 hold whole leaves as an Orbax checkpoint in `arrays/`, and each
+piece in a file; they are read, and no longer written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalLeaf:
-    """The part of a leaf that this process writes.
-
-    Attributes:
-        shape: of the whole leaf.
-        dtype: of its elements.
-        boxes: what this process writes; none where other processes write it all.
-    """
+    """The boxes of a leaf that this process writes, if any, and the shape of the whole leaf."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -50,10 +44,10 @@ class Piece:
     """A box of a leaf in a file, as a manifest describes it.
 
     Attributes:
-        file: where its bytes are; a path in the checkpoint.
+        file: a path in the checkpoint.
         offset: of its first byte in the file.
         start: the index of its first element in the leaf.
-        shape: its shape.
+        shape: of the box.
         crc32: of its bytes.
     """
 
@@ -63,7 +57,7 @@ class Piece:
     shape: Sequence[int]
     crc32: int
 
-    def box_of(self, leaf: np.ndarray) -> np.ndarray:
+    def view(self, leaf: np.ndarray) -> np.ndarray:
         """Views the piece's elements in the whole leaf."""
         slices = [slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
         return leaf[(*slices, ...)]  # with `...` a view of a scalar as well
@@ -75,11 +69,7 @@ def _as_bytes(array: np.ndarray) -> memoryview:
 
 
 def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
-    """Writes this process's pieces of all leaves, and has the disk hold them; makes no file if it has none.
-
-    Returns:
-        The pieces of each leaf.
-    """
+    """Writes and flushes this process's pieces, and returns them by leaf; makes no file if there are none."""
     if not any(leaf.boxes for leaf in leaves):
         return [[] for _ in leaves]
     pieces: list[list[Piece]] = []
@@ -88,7 +78,7 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
             pieces.append([])
             for start, values in leaf.boxes:
                 data = _as_bytes(values)
-                # Of the values in memory, before they are written: what happens to them on the way is noticed.
+                # Of the values in memory, so that damage on their way to the disk is noticed.
                 crc32 = zlib.crc32(data)
                 name, offset = file.name, handle.tell()
                 pieces[-1].append(Piece(file=name, offset=offset, start=start, shape=values.shape, crc32=crc32))
@@ -99,11 +89,7 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
 
 
 def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
-    """Reads the saved leaves in the manifest's order, each as it was saved to the bit.
-
-    Args:
-        checkpoint: the folder.
-        body: of its manifest.
+    """Reads all leaves of a checkpoint, in the order of its manifest, each as it was saved to the bit.
 
     Raises:
         Damaged: a file is not as it was written.
@@ -117,7 +103,7 @@ def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
     pieces.sort(key=lambda each: (each[0].file, each[0].offset))
     for name, group in itertools.groupby(pieces, key=lambda each: each[0].file):
         try:
-            _read_file(checkpoint / name, ((piece, leaves[i]["path"], piece.box_of(arrays[i])) for piece, i in group))
+            _read_file(checkpoint / name, ((piece, leaves[i]["path"], piece.view(arrays[i])) for piece, i in group))
         except OSError as error:
             raise Damaged(f"{checkpoint / name}: cannot be read: {describe_error(error)}") from error
     return arrays
@@ -128,10 +114,10 @@ def _empty(leaf: dict[str, Any]) -> np.ndarray:
 
 
 def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
-    """Reads pieces of one file into their boxes; each comes with the path of its leaf, and its box."""
+    """Reads pieces of one file; each comes with the path of its leaf, and the elements to fill."""
     with file.open("rb") as handle:
         for piece, path, box in pieces:
-            # Straight into the leaf where the box is contiguous there, as whole leaves and blocks of rows are.
+            # Straight into the leaf where the box is contiguous there: whole leaves, blocks of rows.
             values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
             data = _as_bytes(values)
             handle.seek(piece.offset)
@@ -144,7 +130,7 @@ def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> N
 def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
     """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
     folder, leaves = checkpoint / "arrays", body["leaves"]
-    # Before Orbax sees them: it may read garbage as lengths, and fails in threads that nobody listens to.
+    # Before Orbax reads them: it may take garbage for lengths, and fail in its own threads.
     for name, (_, crc32) in body["files"].items():
         if file_crc32(checkpoint / name) != crc32:
             raise Damaged(f"{checkpoint / name}: its checksum does not match")
@@ -159,7 +145,7 @@ def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int
         ) from error
     if stored:
         wanted = {str(i): ocp.RestoreArgs(restore_type=np.ndarray) for i in stored}
-        orbax: Any = ocp.PyTreeCheckpointHandler()  # Any: it is annotated with etils' Path; pathlib's does as well
+        orbax: Any = ocp.PyTreeCheckpointHandler()  # Any: annotated with etils' Path
         try:
             with contextlib.closing(orbax) as handler:
                 tree = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))

@@ -1,4 +1,4 @@
-"""Saves a checkpoint by all processes of a job: each writes its pieces, and process 0 commits what all have written."""
+"""The save of a checkpoint by all processes of a job: each writes its pieces, and process 0 commits them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,16 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jdist.checkpoint import folder as disk
-from jdist.checkpoint.pieces import LocalLeaf, Piece, write_pieces
+from jdist.checkpoint.pieces import LocalLeaf, write_pieces
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, together
 from jdist.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class WrittenPieces:
-    """What a process has written.
-
-    Attributes:
-        pieces: of each leaf, those that it wrote.
-        files: the size of each file in bytes.
-    """
-
-    pieces: list[list[Piece]]
-    files: dict[str, int]
 
 
 def save_together(
@@ -43,10 +30,10 @@ def save_together(
     timeout_s: float,
     prune: Callable[[], None],
 ) -> None:
-    """Writes a checkpoint; every process calls this, and none has it before all have written their part.
+    """Writes a checkpoint, which is committed once all processes, each of which calls this, have written their part.
 
     Args:
-        directory: where checkpoints are.
+        directory: of the checkpoints.
         body: of the manifest, without the leaves' pieces; the same on all.
         leaves: what this process writes of each.
         cluster: the processes.
@@ -74,7 +61,7 @@ def save_together(
             with together(f"{name}: writing", timeout_s, cluster):
                 local = _write_local(hidden, leaves, cluster.process_index)
             failpoints.reached(Point.IN_SAVE)
-            wrote = cluster.exchange(f"{name}: who wrote", bool(local.files), timeout_s)
+            wrote = cluster.exchange(f"{name}: who wrote", bool(local["files"]), timeout_s)
             with together(f"{name}: committing", timeout_s, cluster):
                 if cluster.is_chief:
                     others = [process for process, has_written in enumerate(wrote) if has_written and process]
@@ -90,18 +77,22 @@ def save_together(
         if committed:
             text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
         elif part is not None:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
+            shutil.rmtree(part, ignore_errors=True)  # else the next process removes it
         raise CheckpointError(f"{path}: {text}: {disk.describe_error(error)}. Free or mend the disk.") from error
 
 
-def _write_local(part: Path, leaves: list[LocalLeaf], process: int) -> WrittenPieces:
-    """Writes what this process has; processes other than 0 leave a note of it for process 0."""
+def _write_local(part: Path, leaves: list[LocalLeaf], process: int) -> dict[str, Any]:
+    """Writes this process's pieces; of processes other than 0 also a note for process 0.
+
+    Returns:
+        As JSON holds it: the pieces of each leaf, and the size of each file in bytes.
+    """
     disk.check_room(part, sum(box.values.nbytes for leaf in leaves for box in leaf.boxes))
     file = part / f"pieces_{process}.bin"
-    pieces = write_pieces(file, leaves)
-    written = WrittenPieces(pieces, {file.name: file.stat().st_size} if any(pieces) else {})
-    if process and written.files:
-        disk.write_json(_note(part, process), asdict(written))
+    pieces = [[asdict(piece) for piece in each] for each in write_pieces(file, leaves)]
+    written = {"pieces": pieces, "files": {file.name: file.stat().st_size} if any(pieces) else {}}
+    if process and written["files"]:
+        disk.write_json(_note(part, process), written)
     return written
 
 
@@ -110,10 +101,10 @@ def _note(part: Path, process: int) -> Path:
 
 
 def _complete(
-    part: Path, body: dict[str, Any], leaves: list[LocalLeaf], local: WrittenPieces, others: list[int]
+    part: Path, body: dict[str, Any], leaves: list[LocalLeaf], local: dict[str, Any], others: list[int]
 ) -> dict[str, Any]:
     """Completes the manifest's body by what all processes have written."""
-    written = [asdict(local)]
+    written = [local]
     for process in others:  # by name: a listing of a shared folder may be old
         written.append(json.loads(_note(part, process).read_text()))
         _note(part, process).unlink()
@@ -125,7 +116,7 @@ def _complete(
 
 
 class Job:
-    """A function on a thread of its own, so that a wait for it ends in time and runs in no event loop.
+    """A function on a thread of its own, so that a wait for it is bounded and runs in no event loop.
 
     The thread is a daemon: a disk that never answers must not keep the process from ending.
     """

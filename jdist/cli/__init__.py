@@ -1,4 +1,4 @@
-"""The command line: a function for each subcommand, whose imports wait until it is called.
+"""The command line: a function for each subcommand, which imports what it needs when it is called.
 
 Start at `main`.
 

@@ -176,12 +176,13 @@ def plan(
 
     Its real step is compiled, and nothing is run. Printed are: what each device needs of memory and whether
     that fits, what the devices exchange, and a model of the step's time. On cpu and gpu one real step is then
-    made, to compare the memory with. For a TPU it needs libtpu, which holds the compiler: pip install
-    'jdist[plan-tpu]'.
+    made, to compare the memory with. For a TPU that is not here it needs libtpu, which holds the compiler
+    (pip install 'jdist[plan-tpu]'), and for GPUs JAX's CUDA plugin (pip install 'jdist[plan-gpu]').
 
     For example:
       jdist plan configs/digits.yaml --topology v5p:8x8x8
       jdist plan configs/text.yaml train.global_batch=256 --topology v5e:2x4 --json
+      jdist plan configs/digits.yaml --topology h100:4x8
       jdist plan configs/digits.yaml --topology cpu:8
       jdist plan configs/text.yaml --topology v5e:2x4 --sweep global_batch=256..65536
 
@@ -191,13 +192,17 @@ def plan(
     Args:
         config: the YAML file, as for `jdist run`.
         overrides: values that replace those of the file, the key written with dots.
-        topology: a TPU as CHIP:SHAPE (v5e:2x4, v6e:16x16, or v5p:8x8x8,slices=2) or CHIP-SIZE (v5e-16), cpu:8, gpu or gpu:4.
+        topology: a TPU as CHIP:SHAPE (v5e:2x4, v6e:16x16, or v5p:8x8x8,slices=2) or CHIP-SIZE (v5e-16); GPUs as CHIP:GPUS or
+            CHIP:HOSTSxGPUS (h100:8, a100-80gb:4x8); cpu:8; gpu or gpu:4 for those that are here.
         json: print one JSON object instead of the table; of a sweep, a list.
         sweep: try these global batches (128,256,384, or 128..4096 for doublings) and name the largest that fits.
         no_check: on cpu and gpu, do not make a real step to compare the memory with.
     """
     from jdist.experiment.load import load
     from jdist.experiment.validate import validate
+    from jdist.strategies import cuda
+
+    cuda.import_jax()  # whole: it may be asked for GPUs' kernels
     from jdist.plan.sweep import parse_sweep
     from jdist.plan.target import configure_platform, parse_target
 

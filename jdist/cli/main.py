@@ -1,4 +1,4 @@
-"""The command `jdist`: finds the subcommand, and turns its errors into a line and an exit code."""
+"""The command `jdist`: calls the subcommand, and turns its errors into a line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jdist.cli.configs import plan, run, runs, sweep
 from jdist.cli.processes import doctor, launch, serve
 from jdist.cluster import exit_status
 from jdist.errors import ConfigError, JDistError
+from jdist.strategies import cuda
 from jdist.support.suggest import did_you_mean
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -49,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Calls a known subcommand; refuses an unknown one; lists the subcommands without one."""
+    """Calls a known subcommand, refuses an unknown one, and lists all where none is given."""
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
+        if name != "plan":  # which may be asked for GPUs' kernels
+            cuda.pass_over_plugin()
         if name in _FLAGS_ANYWHERE:
             rest = flags_last(rest, COMMANDS[name])
         return tyro.cli(COMMANDS[name], prog=f"jdist {name}", args=rest)
@@ -69,9 +72,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def flags_last(arguments: Sequence[str], command: Callable[..., int]) -> list[str]:
-    """Sorts arguments for argparse: first all without a name, in one piece, then the flags, each with its value.
+    """Sorts arguments for argparse: first those without a name, in one piece, then the flags, each with its value.
 
-    By the signature of `command` a flag that is true or false has no value, and any other has one.
+    By the signature of `command` a flag that is true or false has no value; any other has one.
 
     Example:
         >>> def plan(config, overrides, *, topology, json=False): ...

@@ -43,15 +43,14 @@ def launch(
       jdist launch --processes 1:4 -- -m my_package.train
       jdist launch --workers 2 --ps 2 -- train.py
 
-    When a process fails, the others are ended. With restarts left all are then started again, each time after
-    a longer wait, and go on from their last checkpoint; an exception (exit code 1) counts, as a lost peer
-    ends in one, too. Only exit codes 2 and 74 do not. With MIN:MAX the next attempt does without the process
-    that failed, and those killed with it; after --regrow-s all are asked to save and leave, and MAX go on. If
-    that fails within --regrow-s, the job goes back to fewer, uses up no restart, and waits twice as long
-    before it tries again.
+    When a process fails, the others are ended. With restarts left all are then started again, each time after a
+    longer wait, and go on from their last checkpoint; after exit codes 2 and 74 they are not, as that would not
+    help. With MIN:MAX the next attempt does without the process that failed, and those killed with it; after
+    --regrow-s all are asked to save and leave, and MAX go on. If that fails within --regrow-s, the job goes back
+    to fewer, uses up no restart, and waits twice as long before it tries again.
 
     With --workers and --ps COMMAND runs once, as the chief of a parameter server; workers and servers run `jdist
-    serve`. One of these that dies is started again alone, at the same port; all end with the chief. --max-restarts
+    serve`. One of these that dies is restarted alone, at the same port; all end with the chief. --max-restarts
     then counts the chief's.
 
     Ctrl-C and SIGTERM are passed on once: all save and leave. A second one kills them.
@@ -65,14 +64,14 @@ def launch(
         processes: how many; MIN:MAX to start with MAX and go on with fewer, down to MIN, after failures.
         workers: how many workers of a parameter server; goes with --ps.
         ps: how many processes keep its parameters.
-        devices_per_process: run on so many virtual CPU devices each.
+        devices_per_process: run on this many virtual CPU devices each.
         evaluator: start one more process, of task type evaluator. It ends with the job, and its failure does not
             stop the others.
         max_restarts: how often to start all again after a failure; 0 if not given, 3 with MIN:MAX.
-        log_dir: where logs go; runs/launch-TIME if not given.
-        grace_s: seconds that others get to end by themselves after a failure, then to end after SIGTERM.
+        log_dir: folder of the logs; runs/launch-TIME if not given.
+        grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM.
         stop_timeout_s: seconds to save and leave when asked to stop, before SIGKILL.
-        regrow_s: seconds to go on with fewer than MAX before trying to grow.
+        regrow_s: seconds to run with fewer than MAX before trying to grow.
     """
     from jdist.launcher.launch import launch as start
 
@@ -111,9 +110,9 @@ def serve(
 ) -> int:
     """Be a worker, or a parameter server, of an asynchronous job.
 
-    It holds no code of the job's: what it runs, the coordinator sends. TF_CONFIG says what it is and where it
-    listens. It serves those who show the secret in JDIST_TOKEN and, with TLS, a certificate of the authority in
-    JDIST_TLS_CA; beyond loopback it wants both.
+    It has none of the job's code: the coordinator sends what it runs. TF_CONFIG says what it is and where it
+    listens. It serves clients that have the secret in JDIST_TOKEN and, with TLS, a certificate of the authority in
+    JDIST_TLS_CA; beyond loopback it needs both.
 
     For example:
       jdist serve
@@ -122,21 +121,22 @@ def serve(
 
     Probes may ask grpc.health.v1.Health at the same address, without a token.
 
-    Exit codes: 0 when the coordinator says that it is over; 75 when nobody asked for anything for --grace-s, or the
-    port is taken; 143 after SIGTERM; 2 what was asked for is not right.
+    Exit codes: 0 the coordinator has ended it; 75 nobody called for --grace-s, or the port is taken; 143 after
+    SIGTERM; 2 what was asked for is not right.
 
     Args:
-        role: worker or ps, whatever TF_CONFIG says.
-        address: where to listen, whatever TF_CONFIG says; without both, a free port of loopback, which is printed.
+        role: worker or ps, instead of what TF_CONFIG says.
+        address: where to listen, instead of what TF_CONFIG says; without both, a free port of loopback, which is
+            printed.
         grace_s: seconds without a call after which it ends.
         tls_cert: its certificate, PEM; else JDIST_TLS_CERT.
         tls_key: its private key, PEM; else JDIST_TLS_KEY.
         tls_ca: certificates of the authority that signed all others', PEM; else JDIST_TLS_CA.
-        health_address: answer probes here, too: without TLS, and nothing else.
-        allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
-        script: the program, of which a worker may be asked to make datasets by functions that are defined in it.
+        health_address: answer probes here as well, without TLS, and nothing else.
+        allow_custom_call: custom calls that received functions may make, beside those of XLA's own operations.
+        script: the program, whose functions may make datasets on a worker.
         insecure: listen beyond loopback without TLS or token.
-        with_parent: end when standard input is closed, or the parent process is gone, and not for lack of calls.
+        with_parent: end when standard input is closed or the parent process is gone, and not for lack of calls.
     """
     from jdist.ps.serve import place
     from jdist.ps.serve import serve as start

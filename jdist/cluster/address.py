@@ -48,7 +48,7 @@ def normalized(address: str) -> tuple[str, int]:
 
 
 def problem(address: str) -> str | None:
-    """Says how to mend a text that is not an address `host:port`; None if it is one.
+    """Finds the remedy for a text that is not an address `host:port`; None if it is one.
 
     Example:
         >>> problem("n1:2222"), problem("grpc://n1:2222")
@@ -68,7 +68,7 @@ def problem(address: str) -> str | None:
 
 
 def host_problem(host: str) -> str | None:
-    """Says what keeps a text from being a host: a name, an IPv4 address or an IPv6 address without brackets."""
+    """Finds what is wrong with a host: a name, an IPv4 address, or an IPv6 address without brackets."""
     if ":" in host:
         try:
             ipaddress.IPv6Address(host)
@@ -84,11 +84,11 @@ def refused(variable: str, value: object, allowed: str, mend: str, *, field: str
     """Makes the error for a value that is not allowed.
 
     Args:
-        variable: the environment variable or argument that holds the value.
-        value: the value; None if it is not set.
+        variable: the environment variable or argument.
+        value: its value; None if it is not set.
         allowed: what it must be, as the end of a sentence.
-        mend: what to do, a sentence.
-        field: the part of the variable that holds the value; None if it is the variable itself.
+        mend: the remedy, a sentence.
+        field: the part of the variable that holds the value; None for all of it.
 
     Example:
         >>> str(refused("SLURM_PROCID", "x", "a whole number", "Set it by srun."))

@@ -1,4 +1,4 @@
-"""`CommunicationOptions`: all-reduce between processes, and the limits of their silence."""
+"""`CommunicationOptions`: how processes all-reduce, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class CommunicationOptions:
     """Sets how gradients are all-reduced between processes, and how long a process may be silent.
 
     Attributes:
-        bytes_per_pack: gradients are sent in packs of at least so many bytes, so that the first may go while the last
-            is still computed; 0: in one.
-        timeout_s: a process that was not heard of for so long is lost, and all others end, with exit code 75; also how long
-            others may wait for a process whose program has ended. Python code must not hold the interpreter's lock so long.
-        start_timeout_s: how long to wait until all processes have come.
-        progress_timeout_s: how long processes wait for one that is alive and does not come to the same step, as its data loader
-            or a collective is stuck; then all end with exit code 75, and say where each was. Not counted is while it compiles,
-            saves, evaluates, or is `strategy.cluster.busy(...)`. "auto": ten times as long as 95 of 100 calls of a step take,
-            at least a minute; half an hour for the first 20 calls. None: without end.
+        bytes_per_pack: gradients are sent in packs of at least this many bytes, so that the first may leave while the
+            last is computed; 0: in one.
+        timeout_s: seconds of silence after which a process is lost, and all others end with exit code 75; also how long
+            others wait for a process whose program has ended. Python code must not hold the interpreter's lock as long.
+        start_timeout_s: seconds to wait until all processes have come.
+        progress_timeout_s: seconds to wait for a process that is alive and does not come to the same step, as where its
+            data loader or a collective is stuck. Then all end with exit code 75, and say where each was. Time in which it
+            compiles, saves, evaluates or is `strategy.cluster.busy(...)` does not count. "auto": ten times as long as 95
+            of 100 calls of a step take, at least a minute; half an hour for the first 20 calls. None: no limit.
         implementation: "auto" leaves it to JAX (NCCL on GPU, the interconnect on TPU, gloo on CPU); "nccl" insists on NCCL;
             "ring" passes gradients round a ring of replicas, step by step.
 

@@ -7,15 +7,19 @@ from collections.abc import Mapping
 
 from jdist.cluster.address import ALLOWED, problem, refused
 
-TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in nobody without it
-ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # attempts of `jdist launch` before this one
-RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another
+TOKEN = "JDIST_TOKEN"  # a job's secret: process 0 takes in nobody without it
+ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # number of attempts of `jdist launch` before this one
+RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process writes the record of a lost one
 _DIGITS = re.compile(r"[0-9]{1,18}")
+# libtpu sets TPU_WORKER_ID and others of its process to this where it finds no TPU; children
+# inherit it.
+_LIBTPU_NOTE = "WARNING: could not determine TPU "
 
 
 def text(environ: Mapping[str, str], variable: str) -> str | None:
-    """Reads a variable, without the white space round it; None if it is not set or blank."""
-    return environ.get(variable, "").strip() or None
+    """Reads a variable, without the white space round it; None if it is not set, blank, or libtpu's note of no TPU."""
+    value = environ.get(variable, "").strip()
+    return None if not value or value.startswith(_LIBTPU_NOTE) else value
 
 
 def whole_number(digits: str) -> int | None:
@@ -52,7 +56,7 @@ def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
 
 
 def index(environ: Mapping[str, str], variable: str, count: int, count_from: str, mend: str) -> int:
-    """Reads the number from 0 to `count` - 1 in a variable that must be set; `count_from` is the variable of `count`."""
+    """Reads a number below `count`, the value of `count_from`, from a variable that must be set."""
     value = needed(environ, variable, mend)
     if value >= count:
         raise refused(variable, value, f"from 0 to {count - 1}, as {count_from} says that there are {count}", mend)

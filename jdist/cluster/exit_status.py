@@ -1,4 +1,4 @@
-"""The end of a process: its exit code, by which launchers and schedulers learn how it ended, and ways to end it at once."""
+"""Exit codes, by which launchers and schedulers learn how a process ended, and ways to end it at once."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from jdist.errors import (
     ReplicaDivergenceError,
     ShardLostError,
 )
+from jdist.support.tracebacks import causes
 
 FINISHED = 0
 FAILED = 1  # training failed: a NaN, replicas that differ, an exception
@@ -34,6 +35,7 @@ PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h: another process was lost, failed or
 INTERRUPTED = 130  # 128 + SIGINT: saved and left
 PREEMPTED = 143  # 128 + SIGTERM: saved and left
 _LAST_WORDS_S = 2.0  # then a process ends without them: nobody reads the pipe, or the disk is gone
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LOST = (PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError)
 
 
@@ -48,7 +50,7 @@ def of(error: BaseException) -> int:
     """
     if isinstance(error, PeerFailedError) and error.exit_code in (USAGE, CANNOT_WRITE):
         return error.exit_code  # then starting again helps nowhere
-    if _cannot_write(error):
+    if any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in causes(error)):
         return CANNOT_WRITE
     if isinstance(error, _LOST):
         return PEER_LOST
@@ -60,25 +62,16 @@ def of(error: BaseException) -> int:
 
 
 def of_uncaught(error: BaseException) -> int:
-    """Maps an uncaught exception to an exit code: `USAGE` is 1 here, as Python itself gives no other code."""
+    """Maps an uncaught exception to an exit code, as `of` but with 1, which is Python's own, in place of `USAGE`."""
     code = of(error)
     return FAILED if code == USAGE else code
-
-
-def _cannot_write(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, says that a disk takes nothing more."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 _notes: list[str] = []
 
 
 def unfinished(why: str) -> None:
-    """Notes that the program ends before its work is done; `why` is a clause."""
+    """Notes, as a clause, why the program ends before its work is done."""
     _notes.append(why)
 
 
@@ -91,7 +84,7 @@ def failed(code: int) -> None:
 
 
 def is_finished() -> bool:
-    """Whether there is no note, and no exception has reached the interpreter."""
+    """Whether the program's work is done: no note, and no exception has reached the interpreter."""
     return not _notes and getattr(sys, "last_value", None) is None
 
 
@@ -101,7 +94,7 @@ def is_interactive() -> bool:
 
 
 def exit_if_uncaught(error: BaseException | None, code: int) -> None:
-    """Ends the process with `code` if that error has ended the program; for `atexit`, where Python itself exits with 1."""
+    """Ends the process with `code` if `error` has ended the program, where Python itself would exit with 1; for `atexit`."""
     if error is not None and getattr(sys, "last_value", None) is error and not is_interactive():
         logging.shutdown()
         sys.stdout.flush()
@@ -112,7 +105,7 @@ def exit_if_uncaught(error: BaseException | None, code: int) -> None:
 class HardExit:
     """Ends the process from any thread, whatever the others hold or wait for.
 
-    Its own thread writes the last words, and is started at once: at the end of a program, Python starts no more.
+    A thread of its own writes the last words. It is started at once, as Python starts none at the end of a program.
     """
 
     def __init__(self) -> None:
@@ -120,10 +113,7 @@ class HardExit:
         threading.Thread(target=self._write, name="jdist-last-words", daemon=True).start()
 
     def exit(self, code: int, *last_words: Callable[[], object]) -> NoReturn:
-        """Ends the process with `code` after `last_words`, which get 2 s.
-
-        JAX's own shutdown, which would wait for the other processes, is left out.
-        """
+        """Ends the process after `last_words`, which get 2 s; without JAX's shutdown, which would wait for others."""
         written = threading.Event()
         for words in (*last_words, sys.stdout.flush, sys.stderr.flush, written.set):
             self._words.put(words)
@@ -131,7 +121,7 @@ class HardExit:
         os._exit(code)
 
     def close(self) -> None:
-        """Ends the thread, where nothing is left to be ended."""
+        """Ends the thread."""
         self._words.put(None)
 
     def _write(self) -> None:

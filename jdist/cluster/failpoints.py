@@ -1,10 +1,10 @@
-"""Failpoints: named points at which a test kills or stops a process, by an environment variable.
+"""Failpoints: named points at which JDIST_FAILPOINTS kills or stops a process, for tests.
 
     JDIST_FAILPOINTS="process=1:step=after:kill@3; process=0:save=in:stop; process=1:attempt=1:restore=before:kill"
 
-That is: process 1 kills itself (SIGKILL) when it is past its third step, process 0 stops (SIGSTOP) in its first save, and
-process 1 of the job's second attempt dies before it restores. Without `attempt` the first attempt is
-meant. The third action is term (SIGTERM). A server (`jdist serve`) is process 0 of its own.
+Process 1 kills itself (SIGKILL) after its third step, process 0 stops (SIGSTOP) in its first save, and process 1 of the
+job's second attempt dies before it restores. The default is the first attempt. The third action is term (SIGTERM). A server
+(`jdist serve`) is process 0 of its own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _FORM = re.compile(r"process=(\d+):(?:attempt=(\d+):)?([a-z]+=[a-z]+):([a-z]+)(?
 
 
 class Point(enum.Enum):
-    """A point that a process comes past."""
+    """A point in a process's work."""
 
     BEFORE_CONNECT = "connect=before"  # to process 0
     IN_CONNECT = "connect=in"  # connected, no hello sent yet
     AFTER_CONNECT = "connect=after"  # all have come
     BEFORE_INIT = "init=before"  # of JAX's runtime
-    IN_INIT = "init=in"  # JAX's processes know each other, their devices are not there yet
+    IN_INIT = "init=in"  # JAX's processes have met, their devices are not there yet
     AFTER_INIT = "init=after"
     BEFORE_STEP = "step=before"
     IN_STEP = "step=in"  # dispatched, and perhaps still computing
@@ -46,18 +46,18 @@ class Point(enum.Enum):
     AT_END = "end=before"  # the program is at its end, the others do not know yet
     IN_END = "end=in"  # all have come to their end
     # Of a parameter server's worker:
-    BEFORE_PUSH = "push=before"  # computed, and nothing sent
-    IN_PUSH = "push=in"  # a part sent to one server; the next time, to the next
-    AFTER_PUSH = "push=after"  # staged on all servers, and committed on none
-    AFTER_COMMIT = "commit=after"  # committed on all servers, and not reported
+    BEFORE_PUSH = "push=before"  # computed, nothing sent
+    IN_PUSH = "push=in"  # sent to one server; the next time, to the next
+    AFTER_PUSH = "push=after"  # staged on all servers, committed on none
+    AFTER_COMMIT = "commit=after"  # committed on all servers, not reported
     # Of a parameter server:
-    IN_SNAPSHOT = "snapshot=in"  # it has taken its part, and nobody has read it
-    IN_REPLACE = "replace=in"  # asked to begin anew, and has not
+    IN_SNAPSHOT = "snapshot=in"  # its part is taken, and nobody has read it
+    IN_REPLACE = "replace=in"  # asked to start anew, and has not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A signal that a process sends to itself when it comes to a point for the `nth` time, from 1."""
+    """A signal that a process sends itself when it reaches a point for the `nth` time, from 1."""
 
     process: int
     attempt: int
@@ -71,10 +71,10 @@ _times: dict[Point, int] = {}
 
 
 def parse(text: str) -> tuple[Failure, ...]:
-    """Parses failures, divided by ";".
+    """Parses failures with ";" between them.
 
     Raises:
-        ClusterConfigError: a part has another form, or names an unknown point.
+        ClusterConfigError: one has another form, or names an unknown point.
 
     Example:
         >>> parse("process=1:step=after:kill@3")[0].point
@@ -84,11 +84,7 @@ def parse(text: str) -> tuple[Failure, ...]:
 
 
 def arm(process: int, environ: Mapping[str, str]) -> None:
-    """Arms the failures of this process and attempt.
-
-    Raises:
-        ClusterConfigError: it cannot be understood.
-    """
+    """Arms the failures of this process and attempt; see `parse`."""
     global _armed
     text = environ.get(VARIABLE)
     attempt = environ.get(ATTEMPT, "0")
@@ -97,23 +93,20 @@ def arm(process: int, environ: Mapping[str, str]) -> None:
     _times.clear()
 
 
-def reached(point: Point) -> None:
-    """Fires the failures that are armed for this point."""
-    if _armed:
-        _fire(point)
-
-
 def armed() -> bool:
     """Whether any failure is armed in this process."""
     return bool(_armed)
 
 
-def _fire(point: Point) -> None:
+def reached(point: Point) -> None:
+    """Fires the failures that are armed for this point."""
+    if not _armed:
+        return
     _times[point] = _times.get(point, 0) + 1
     for failure in _armed:
         if failure.point is point and failure.nth == _times[point]:
             os.write(2, f"jdist: failpoint {point.value}, {failure.signal.name}\n".encode())
-            signal.pthread_kill(threading.get_ident(), failure.signal)  # this thread goes no further, whichever it is
+            signal.pthread_kill(threading.get_ident(), failure.signal)  # stops this thread, whichever it is
 
 
 def _parse(part: str) -> Failure:

@@ -1,4 +1,4 @@
-"""Launched processes that a strategy leaves idle: each trains by itself, as if it were alone."""
+"""Launched processes that a strategy does not use: each trains by itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _coordinates = False
 
 
 def note_coordinator() -> None:
-    """This process has become the coordinator of parameter servers."""
+    """Notes that this process coordinates parameter servers, and so uses the others."""
     global _coordinates
     _coordinates = True
 
 
 def unused_job(environ: Mapping[str, str]) -> str | None:
-    """Says which launched processes this one leaves idle, and which strategy would use them; None if it leaves none.
+    """Names the launched processes that this one does not use, and the strategy that would; None if there are none.
 
-    An allocation in which this process was not started as one of several does not count: a notebook may run there.
+    An allocation with room for several processes does not count: a notebook may run there.
     """
     if _coordinates or started() is not None:
         return None

@@ -1,4 +1,4 @@
-"""JAX's own distributed runtime: whether it may be started, its start, and its errors."""
+"""JAX's distributed runtime: checks before it starts, its start, and its errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import jax
 
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, DeviceError
+from jdist.support.tracebacks import causes
 
-# A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
+# Only its text tells the ValueError of a collective that fails while it is dispatched from others.
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
 
 
 def check_unused() -> None:
-    """Refuses a process in which JAX runs already, before it keeps the others waiting.
+    """Refuses a process in which JAX runs already, before others wait for it.
 
     Raises:
         ClusterError: JAX, or its distributed runtime, has been started.
@@ -40,7 +41,7 @@ def is_started() -> bool:
     """Whether JAX has started its devices in this process."""
     minutes = "jax_cpu_get_global_topology_timeout_minutes"
     try:
-        # The only public sign that the devices are there: JAX refuses to change how they are started.
+        # The only public sign of started devices: JAX refuses to change how they are started.
         jax.config.update(minutes, 1 + jax.config.values[minutes])
     except RuntimeError:
         return True
@@ -48,22 +49,22 @@ def is_started() -> bool:
 
 
 def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
-    """Starts JAX's runtime in this process of a cluster; returns once all have.
+    """Starts JAX's runtime in this process, and waits until all have.
 
-    `bind_address` is the coordinator's numeric address on process 0, and None on others.
+    `bind_address` is where the coordinator listens on process 0; None on the others.
 
     Raises:
         jax.errors.JaxRuntimeError: not all came in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.
+    # It catches SIGTERM for an agreement of its own; a program that does not ask for that never ends.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=spec.coordinator_address,
         num_processes=spec.num_processes,
         process_id=spec.process_index,
         local_device_ids=None if spec.local_device_ids is None else list(spec.local_device_ids),
-        # Else JAX looks at Slurm's variables again, and takes one of a task's GPUs.
+        # Else JAX reads Slurm's variables again, and takes only one of a task's GPUs.
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=bind_address,
@@ -71,11 +72,7 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
 
 
 def check_devices(devices: Sequence[Any]) -> None:
-    """Refuses processes with different numbers of devices, as rows are shared out by process.
-
-    Raises:
-        DeviceError: they have.
-    """
+    """Refuses, by a DeviceError, processes with different numbers of devices: each gets as many rows as any other."""
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"process {i} has {counts[i]}" for i in sorted(counts))
@@ -85,10 +82,6 @@ def check_devices(devices: Sequence[Any]) -> None:
         )
 
 
-def is_error_of_jax(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, came from JAX's runtime, as a broken collective's does."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def is_error_of_jax(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, came from JAX's runtime, as a broken collective's does."""
+    return any(isinstance(each, jax.errors.JaxRuntimeError) or _STATUS.match(str(each)) for each in causes(error))

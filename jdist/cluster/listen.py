@@ -1,4 +1,4 @@
-"""The ports of process 0, on one address of its machine, never on every interface."""
+"""The two ports of process 0, on one address of its machine, never on every interface."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jdist.cluster.address import join, refused, split
 from jdist.errors import ClusterError, PortInUseError
 
 WATCH_PORT = "JDIST_WATCH_PORT"
-_POD_S = 30.0  # a pod may start before its name is known to the cluster's DNS
+_POD_S = 30.0  # a pod may start before the cluster's DNS knows its name
 _RETRY_S = 0.5
 
 
 def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
-    """Finds the port of the watch: the one after JAX's coordinator's, or that in JDIST_WATCH_PORT.
+    """Finds the port of the watch: JDIST_WATCH_PORT, or the one after the coordinator's.
 
     Raises:
-        ClusterConfigError: it is not a port, or it is the coordinator's.
+        ClusterConfigError: it is no port, or the coordinator's.
 
     Example:
         >>> watch_port({}, 2222)
@@ -38,7 +38,7 @@ def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
 
 
 def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "process 0") -> str:
-    """Finds the numeric address of a host; waits for it in a Kubernetes pod, whose name may not be known yet.
+    """Looks up the numeric address of a host; in a Kubernetes pod it waits for the name to become known.
 
     Raises:
         ClusterError: there is no such host; the message names the process, `whose`.
@@ -54,14 +54,14 @@ def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "proc
 
 
 def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) -> str | None:
-    """Checks that process 0's name is not a loopback address, which other machines cannot reach.
+    """Checks that the name of process 0's host is no loopback address, which other machines cannot reach.
 
     Debian and Ubuntu write such a line into /etc/hosts, "127.0.1.1 node1".
 
     Args:
-        host: process 0's name.
-        numeric: its address on process 0's machine.
-        processes: the addresses of all processes, as far as they are known.
+        host: the name.
+        numeric: what it stands for on that host.
+        processes: the addresses of all processes; None for those not known.
 
     Returns:
         A warning where it is not known whether the others are on other machines; else None.
@@ -100,10 +100,10 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def check_free(address: str, port: int) -> None:
-    """Tries the coordinator's port, as JAX itself would share one with another JAX job.
+    """Checks that the coordinator's port is free: JAX itself would share it with another JAX job.
 
     Raises:
-        PortInUseError: it is taken, perhaps because another process claims to be process 0, too.
+        PortInUseError: it is taken.
         ClusterError: the address is not this machine's.
     """
     try:
@@ -117,7 +117,7 @@ def check_free(address: str, port: int) -> None:
 
 
 def _refusal(exc: OSError) -> type[ClusterError]:
-    """A port that is taken may be free soon; an address that is not this machine's stays so."""
+    """Chooses the error: a port that is taken may be free soon, an address of another machine stays one."""
     return PortInUseError if exc.errno == errno.EADDRINUSE else ClusterError
 
 

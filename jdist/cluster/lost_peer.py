@@ -1,4 +1,4 @@
-"""The record of a lost process: lines on standard error, and a file."""
+"""The record of a lost process, on standard error and in a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jdist.cluster.address import refused
 from jdist.cluster.environment import RECORD_FOLDER
 from jdist.errors import PeerLostError
 
-RECORD = "jdist: peer lost "  # how the line begins that programs read, the launcher among them
+RECORD = "jdist: peer lost "  # begins the line that programs read, the launcher among them
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:
-    """Makes the folder for records; None if JDIST_RECORD_DIR is not set.
+    """Makes the folder for records, JDIST_RECORD_DIR; None if that is not set.
 
     Raises:
         ClusterConfigError: it cannot be made.
@@ -31,17 +31,17 @@ def folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def print_record(lost: PeerLostError, noticed_by: int) -> None:
-    """Writes lines to standard error, for people and programs: not by `print`, whose lock a blocked thread may hold."""
+    """Writes the record to standard error, for people and programs."""
     lines = [f"jdist: PeerLostError: {lost}"]
     for place in lost.places:
         lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
         lines += [f"jdist:     {frame}" for frame in place["stack"]]
     lines.append(f"{RECORD}{json.dumps(_record(lost, noticed_by))}")
-    os.write(2, ("\n".join(lines) + "\n").encode())
+    os.write(2, ("\n".join(lines) + "\n").encode())  # `print` has a lock, which a blocked thread may hold
 
 
 def write_record(lost: PeerLostError, noticed_by: int, where: Path) -> None:
-    """Writes a file into the folder for records.
+    """Writes the record to a file in the folder for records.
 
     Raises:
         OSError: it cannot be written.

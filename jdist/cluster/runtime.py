@@ -1,4 +1,4 @@
-"""This process in its cluster: joins it, watches the other processes, agrees with them, and ends with them."""
+"""`Runtime`: this process's part in its cluster, from joining the others to ending with them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from jdist.cluster.watch.server import WatchServer
 from jdist.cluster.watch.stacks import is_exchanging, whereabouts
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerFailedError, PeerLostError
 
-_SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
+_SAME_ERROR_S = 2.0  # processes that meet the same error end at most this far apart
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
-_CALLS, _ENOUGH_CALLS = 200, 20  # of a step, from which it is known how long one takes
+_CALLS, _ENOUGH_CALLS = 200, 20  # calls of a step: how many are measured, and how many are enough to know its time
 _LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 60.0, 1800.0
-_PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
-_MOST_LETTERS = 2000  # of an error that goes to the others
+_PARTING_S = 1.0  # for the others to hear of a loss from process 0 before it ends
+_MOST_LETTERS = 2000  # of an error that is sent to the others
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ class Runtime:
 
     Attributes:
         spec: the cluster.
-        timeout_s: a process that is not heard of for so long is lost.
+        timeout_s: seconds of silence after which a process is lost.
     """
 
     def __init__(self, spec: ClusterSpec, timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"):
@@ -61,7 +61,7 @@ class Runtime:
         self._pid = os.getpid()
         self._step = 0
         self._exchanges: Counter[str] = Counter()  # how many there were of each name
-        self._stopping: str | None = None  # with one process
+        self._stopping: str | None = None  # of one process alone; else the watch knows it
         self._blocked: list[None] = []
         self._newest: jax.Array | None = None
         self._failed: int | None = None
@@ -70,12 +70,12 @@ class Runtime:
 
     @property
     def process_index(self) -> int:
-        """The number of this process."""
+        """This process's index, from 0."""
         return self.spec.process_index
 
     @property
     def num_processes(self) -> int:
-        """How many processes take part."""
+        """The number of processes that take part."""
         return self.spec.num_processes
 
     @property
@@ -84,23 +84,28 @@ class Runtime:
         return self.process_index == 0
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other process hears of this one."""
+        return self._watch is None
+
+    @property
     def stopping(self) -> str | None:
-        """Why all processes are to stop soon; None if nobody wished it."""
+        """Why all processes are to stop; None if nobody has asked."""
         return self._stopping if self._watch is None else self._watch.stopping
 
     def at_step(self, step: int) -> None:
-        """Notes which step the run is at, for the record of a loss."""
+        """Sets the number of the run's step, which the record of a loss names."""
         self._step = step
         if self._watch is not None:
             self._watch.progress(step)
 
     def advance(self, steps: int, result: jax.Array | None = None) -> None:
-        """Notes that `steps` more steps were started.
+        """Counts steps that were dispatched.
 
         Args:
             steps: how many.
-            result: an array that they compute and that is never donated; until it is ready this process may be waiting for
-                others.
+            result: an array that they compute and that is never donated. Until it is ready, this process may be waiting
+                for others.
         """
         now_s = time.monotonic()
         if self._called_s is not None:
@@ -110,11 +115,11 @@ class Runtime:
         self.at_step(self._step + steps)
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]:
-        """Gathers a value of every process, by index.
+        """Gathers a value from every process, by index.
 
         Args:
-            what: its name in errors; the same on all. All make exchanges of one name in the same order.
-            value: of this process; what JSON can hold.
+            what: its name in errors, the same on all; exchanges of one name are made in the same order by all.
+            value: this process's value, which JSON can hold.
             timeout_s: how long to wait for the others.
 
         Raises:
@@ -130,7 +135,7 @@ class Runtime:
 
     @property
     def exchanges(self) -> Exchanges | None:
-        """The exchanges themselves, for callers that wait in their own way; None with one process."""
+        """The exchanges, for callers that wait in their own way; None with one process."""
         return None if self._watch is None else self._watch.exchanges
 
     def wish_to_stop(self, reason: str) -> None:
@@ -150,7 +155,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Marks a wait for other processes, and raises the loss of one instead of the runtime's error that it caused."""
+        """Marks a wait for other processes; a loss is raised in place of JAX's error that it caused."""
         if self._watch is None:
             yield
             return
@@ -172,7 +177,7 @@ class Runtime:
         """Marks long work of this process alone, for which the others wait as long as it takes.
 
         Args:
-            what: a phrase for messages: "downloading".
+            what: a phrase for messages, such as "downloading".
 
         Example:
             >>> import jdist
@@ -186,7 +191,7 @@ class Runtime:
             self._busy.pop()
 
     def failed(self, code: int) -> None:
-        """Notes that this program ends with an error that it has reported itself, by `sys.exit(code)` for instance."""
+        """Notes that this program ends with an error that it has reported itself, as by `sys.exit(code)`."""
         self._failed = code
 
     def end(self) -> None:
@@ -206,7 +211,7 @@ class Runtime:
             if error is not None and error is not self._not_a_loss and is_error_of_jax(error):
                 watch.wait_for_loss(2 * self.timeout_s)
             self._wait_for_the_end(watch)
-            # The others learn at once that this process is gone. JAX would wait minutes for them here.
+            # The others learn at once that this process is gone. JAX would wait minutes for them.
             watch.close()
             self._hard_exit.exit(code, logging.shutdown)
         failpoints.reached(Point.AT_END)
@@ -228,7 +233,7 @@ class Runtime:
             self._hard_exit.exit(code, logging.shutdown)
 
     def _all_failed(self, code: int) -> bool:
-        """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
+        """Whether all others end with an error as well, often the same one; then none of them is lost."""
         try:
             self.exchange("an end with an error", code, min(_SAME_ERROR_S, self.timeout_s / 5))
         except ClusterError:
@@ -252,7 +257,7 @@ class Runtime:
         return whereabouts(self._thread, self._busy[-1] if self._busy else None, waits=self._waits())
 
     def _wait_for_the_end(self, watch: Watch) -> None:
-        """Keeps this thread from doing anything more once a process is lost: the watch's thread ends the process."""
+        """Blocks this thread once a process is lost: the watch's thread ends this process."""
         if watch.lost is not None and self._hard_exit is not None:
             threading.Event().wait(_ENDING_S)
             self._hard_exit.exit(exit_status.PEER_LOST)
@@ -278,9 +283,9 @@ _started: Runtime | None = None
 def start(
     spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"
 ) -> Runtime:
-    """Joins this process to its cluster; a second call with the same cluster returns the same, with the times of the first.
+    """Joins this process to its cluster; for the times see `CommunicationOptions`.
 
-    For the times see `CommunicationOptions`.
+    A second call with the same cluster returns the runtime of the first, with its times.
 
     Raises:
         ClusterTimeoutError: not all came in time.
@@ -303,20 +308,13 @@ def start(
         return runtime
 
 
-class Alone(Runtime):
-    """A job of this process alone, which belongs to no cluster: nobody hears of its steps."""
-
-    def __init__(self) -> None:
-        super().__init__(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
-
-
 def alone() -> Runtime:
-    """Makes the runtime of a process alone, which belongs to no cluster."""
-    return Alone()
+    """Makes the runtime of a process that belongs to no cluster."""
+    return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
 
 
 def started() -> Runtime | None:
-    """Returns the cluster that this process is in; None before `start`, and with one process."""
+    """Returns the cluster that this process has joined; None before `start`, and with one process."""
     return _started
 
 

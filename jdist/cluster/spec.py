@@ -24,14 +24,13 @@ class ClusterSpec:
     these are JAX's process indices. Parameter servers (ps) and the evaluator take no part in it.
 
     Args:
-        jobs: for each of "chief", "worker", "ps", "evaluator" the tasks' addresses, "host:port"; an IPv6 address in
-            brackets. None stands for an address that is not known. That is common, as only process 0 and the
-            parameter servers must be found by others.
-        task_type: the job that this process belongs to.
+        jobs: for each of "chief", "worker", "ps", "evaluator" the tasks' addresses, "host:port", an IPv6 address in
+            brackets. None: not known, which is common, as others must find only process 0 and the parameter servers.
+        task_type: this process's job.
         task_index: its place in that job, from 0.
-        resolver: what made the spec, "slurm".
-        origins: for each field the environment variable or the argument that its value came from.
-        local_device_ids: which of the visible GPUs of the host this process takes; None: all.
+        resolver: what made the spec, such as "slurm".
+        origins: the environment variable or argument that each field's value came from.
+        local_device_ids: which of the host's visible GPUs this process takes; None: all.
 
     Raises:
         ClusterConfigError: an address is not valid or given twice; two chiefs or two evaluators; this task is not in
@@ -74,17 +73,17 @@ class ClusterSpec:
 
     @property
     def num_processes(self) -> int:
-        """How many processes the synchronous job has: the chief and the workers."""
+        """The number of processes of the synchronous job."""
         return len(self.processes)
 
     @property
     def num_ps(self) -> int:
-        """How many parameter servers there are."""
+        """The number of parameter servers."""
         return len(self.jobs.get("ps", ()))
 
     @property
     def process_index(self) -> int:
-        """The number of this process in the synchronous job: the chief is 0, or worker 0 where there is no chief.
+        """This process's index in the synchronous job: 0 is the chief, or worker 0 where there is no chief.
 
         Raises:
             ClusterConfigError: this is a parameter server or an evaluator.
@@ -115,7 +114,7 @@ class ClusterSpec:
         """The address of process 0, where JAX's coordinator listens.
 
         Raises:
-            ClusterConfigError: there is none, as one process alone needs none, or there are only ps and evaluator.
+            ClusterConfigError: there is none, as for one process alone, or where there are only ps and evaluator.
         """
         if not self.processes or self.processes[0] is None:
             raise ClusterConfigError(
@@ -169,7 +168,7 @@ class ClusterSpec:
 
 
 def _listed(addresses: tuple[str | None, ...]) -> str:
-    """Lists the first addresses and the last, with their number where some are left out."""
+    """Lists addresses: of many the first, the last, and how many there are."""
     names = [address or "(address not known)" for address in addresses]
     if len(names) <= 6:
         return ", ".join(names)
@@ -181,6 +180,7 @@ def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str 
     if not isinstance(jobs, Mapping):
         raise refused(origin, jobs, "a mapping from job to addresses", 'Write {"worker": [...]}.', field="jobs")
     checked: dict[str, tuple[str | None, ...]] = {}
+    tasks: dict[tuple[str, int], str] = {}  # by address
     for name, addresses in jobs.items():
         if name not in JOBS:
             rename = f"Rename the job.{did_you_mean(name, JOBS)}"
@@ -189,7 +189,11 @@ def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str 
             write = f'Write ["{name}0:2222", ...].'
             raise refused(origin, addresses, f"a list of addresses {ALLOWED}", write, field=name)
         for i, address in enumerate(addresses):
-            _check_address(address, f"{name}[{i}]", origin)
+            task = f"{name}[{i}]"
+            _check_address(address, task, origin)
+            if address is not None and (other := tasks.setdefault(normalized(address), task)) != task:
+                allowed = f"an address of its own, and `{other}` has the same"
+                raise refused(origin, address, allowed, "Give each process another port or another host.", field=task)
         checked[name] = tuple(addresses)
     for name in ("chief", "evaluator"):
         if len(checked.get(name, ())) > 1:
@@ -198,7 +202,6 @@ def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str 
     if not any(checked.values()):
         raise refused(origin, dict(jobs), "a job with at least one address", "Name at least one worker.", field="jobs")
     _check_known(checked, origin)
-    _check_unique(checked, origin)
     return checked
 
 
@@ -212,7 +215,7 @@ def _check_address(address: object, field: str, origin: str) -> None:
 
 
 def _check_known(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> None:
-    """Checks that the addresses others must find are there: of process 0 and of the parameter servers."""
+    """Checks that the addresses of process 0 and of the parameter servers are known, as others must find them."""
     first = "chief" if jobs.get("chief") else "worker"
     alone = sum(len(addresses) for addresses in jobs.values()) == 1
     if jobs.get(first) and jobs[first][0] is None and not alone:
@@ -220,16 +223,6 @@ def _check_known(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> Non
     for i, address in enumerate(jobs.get("ps", ())):
         if address is None:
             raise refused(origin, None, ALLOWED, "The workers must find every ps.", field=f"ps[{i}]")
-
-
-def _check_unique(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> None:
-    seen: dict[tuple[str, int], str] = {}
-    for name, addresses in jobs.items():
-        for i, address in enumerate(addresses):
-            task = f"{name}[{i}]"
-            if address is not None and (before := seen.setdefault(normalized(address), task)) != task:
-                allowed = f"an address of its own, and `{before}` has the same"
-                raise refused(origin, address, allowed, "Give each process another port or another host.", field=task)
 
 
 def _check_task(
@@ -240,7 +233,7 @@ def _check_task(
     type_from: str,
     index_from: str,
 ) -> None:
-    """Checks that this process is one of the cluster's; an evaluator may be left out of it."""
+    """Checks that this process is in the cluster; an evaluator need not be."""
     if task_type not in JOBS:
         say = f"Say which job this process is.{did_you_mean(task_type, JOBS)}"
         raise refused(type_from, task_type, f"one of {', '.join(JOBS)}", say, field="task_type")

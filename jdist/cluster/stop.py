@@ -1,4 +1,4 @@
-"""Preemption: all processes stop after the same step, save, and leave with one exit code."""
+"""`preemption`: all processes stop after the same step, save, and leave with one exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from jdist.cluster import exit_status
-from jdist.cluster.runtime import Alone, Runtime, alone
+from jdist.cluster.runtime import Runtime, alone
 from jdist.errors import ClusterError
 from jdist.support.checks import as_int, as_real
 
@@ -25,7 +25,7 @@ _handlers: list[dict[signal.Signals, Any]] = []  # the handlers that each open b
 
 
 class Preemption:
-    """Whether this process, or another of its job, was asked to stop; `preemption` makes it."""
+    """The wish to stop of a job's processes, as one of them sees it; `preemption` makes it."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class Preemption:
 
     @property
     def reason(self) -> str | None:
-        """Who asked: "SIGTERM", "SIGINT" or "the watcher"; None as long as no process has wished to stop."""
+        """Who asked: "SIGTERM", "SIGINT" or "the watcher"; None as long as nobody has."""
         return self._cluster.stopping
 
     @property
     def exit_code(self) -> int:
-        """The code to leave with; 0 as long as nobody asked. The same on all processes."""
+        """The code to leave with, the same on all processes; 0 as long as nobody has asked."""
         if self.reason is None:
             return exit_status.FINISHED
         if self._exit_code is not None:
@@ -61,12 +61,12 @@ class Preemption:
         return exit_status.INTERRUPTED if self.reason == "SIGINT" else exit_status.PREEMPTED
 
     def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; `save` has been called then.
+        """Whether all processes stop now, after `step` steps; if so, it has called `save`.
 
-        All processes have to ask, after the same steps. Asking costs next to nothing while nobody wishes to stop.
+        All processes have to ask after the same steps. It costs next to nothing while nobody has asked to stop.
 
         Args:
-            step: steps done, rising; 0 before the first.
+            step: number of steps done, rising; 0 before the first.
 
         Raises:
             Exception: what the watcher or `save` raised.
@@ -83,7 +83,7 @@ class Preemption:
         return True
 
     def _listen(self, reader: int, forward: int) -> None:
-        """Takes in signals and the watcher's notice, and asks all to stop once the grace is over; in a thread."""
+        """Reads signals and the watcher's notice, and asks all to stop once the grace is over; in a thread."""
         has_asked = False
         while not self._closed.is_set():
             patience_s = None
@@ -102,7 +102,7 @@ class Preemption:
                         self._signalled(number)
 
     def _poll(self, watcher: Callable[[], bool], writer: int) -> None:
-        """Asks the watcher; in a thread of its own, as it may take long."""
+        """Polls the watcher, in a thread of its own, as a call may take long."""
         while not self._closed.wait(self._poll_s):
             try:
                 if not watcher():
@@ -124,7 +124,7 @@ class Preemption:
                 # Its handler may have run already.
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
         elif number != self._first[0] or now_s - self._first[1] > _SAME_SIGNAL_S:
-            # Python's own `signal.signal` is for the main thread alone, which may be waiting in XLA.
+            # Python's `signal.signal` is for the main thread alone, which may be waiting in XLA.
             ctypes.CDLL(None).signal(number, 0)
             os.kill(os.getpid(), number)
 
@@ -150,9 +150,9 @@ def preemption(
     poll_s: float = 1.0,
     second: Literal["end", "raise"] = "end",
 ) -> Iterator[Preemption]:
-    """Stops a training loop, saved and after the same step on all processes, once one of them is asked to stop.
+    """Stops a training loop after the same step on all processes, and saves, once one of them is asked to stop.
 
-    While the block runs, SIGTERM and SIGINT are wishes. The same signal again within a second counts once; a later one
+    While the block runs, SIGTERM and SIGINT ask to stop. The same signal again within a second counts once; a later one
     ends the process at once, or see `second`. Outside the main thread signals are left alone, and only the watcher counts.
 
     Args:
@@ -162,8 +162,8 @@ def preemption(
         save: called with the step on every process where all stop.
         exit_code: the code to leave with; None: 143 after SIGTERM or the watcher, 130 after SIGINT.
         poll_s: seconds between two calls of the watcher.
-        second: what a later SIGINT does: "end" the process at once, whatever it is at; or "raise" KeyboardInterrupt
-            there, as soon as Python gets to it, for where the process shall live on, as in a notebook.
+        second: what a later SIGINT does: "end" the process at once; or "raise" KeyboardInterrupt in it as soon as Python
+            can, for a process that lives on, such as a notebook's.
 
     Yields:
         A `Preemption`: ask it `stops_after(step)` after every step.
@@ -192,12 +192,12 @@ def preemption(
     if exit_code is not None and as_int(exit_code) not in range(256):
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
     # Of a process alone a wish to stop ends with this block: its strategy may train again.
-    runtime = alone() if cluster is None or isinstance(cluster, Alone) else cluster
+    runtime = alone() if cluster is None or cluster.is_alone else cluster
     stop = Preemption(runtime, watcher, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
-    # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
+    # The interpreter writes a signal's number at once; a Python handler waits for the main thread.
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
     before: dict[signal.Signals, Any] = {each: signal.signal(each, stop._handle) for each in _SIGNALS if in_main}
     _handlers.append(before)
@@ -230,7 +230,7 @@ def _wake(writer: int) -> None:
 
 
 def _forked() -> None:
-    """Restores the handlers in a forked child, such as a data loader's: its signals end it, and ask nothing of the job."""
+    """Restores the handlers in a forked child, such as a data loader's: signals end it, and the job goes on."""
     replaced = next(filter(None, _handlers), None)
     if replaced is not None:
         signal.set_wakeup_fd(-1)  # the pipe is its parent's

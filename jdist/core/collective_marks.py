@@ -23,7 +23,7 @@ Op = Literal["mean", "sum", "max", "min", "gather"]
 
 @dataclass(frozen=True)
 class Collective:
-    """Describes a collective.
+    """What a collective does.
 
     Attributes:
         kind: "gradient" where `jdist.value_and_grad` combines a loss and its gradient, else "value".
@@ -50,9 +50,8 @@ def emit(
 
     Args:
         collective: what it does.
-        body: does it; a result for each operand. None of the operands must be returned as it is, or JAX leaves the
-            equation out.
-        leaves: its operands.
+        body: returns a result for each operand, but never an operand itself, or JAX leaves the equation out.
+        leaves: the operands.
     """
     if not leaves:
         return []
@@ -65,12 +64,12 @@ def emit(
 
 
 def alone(*operands: jax.Array) -> Sequence[jax.Array]:
-    """The body of a collective of one replica: the identity, by barriers, which JAX leaves in the jaxpr."""
+    """Applies the identity, by barriers, which JAX leaves in the jaxpr: the body of a collective of one replica."""
     return [jax.lax.optimization_barrier(x) for x in operands]
 
 
 def collective_of(eqn: Any) -> Collective | None:
-    """The collective that an equation applies; None of any other."""
+    """Finds the collective that an equation applies; None for any other equation."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     match = _NAME.search(str(eqn.params.get("name", "")))
@@ -79,11 +78,7 @@ def collective_of(eqn: Any) -> Collective | None:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """The identity for maxima and minima over replicas, which have no derivative.
-
-    Raises:
-        StepError: it is differentiated.
-    """
+    """Returns a maximum or minimum over replicas as it is; raises StepError where it is differentiated."""
     return x
 
 
@@ -97,11 +92,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_batching.custom_vmap
 def gradient_of(value: jax.Array, parameter: jax.Array) -> jax.Array:
-    """Notes which parameters a loss is differentiated by, so that `jax.vmap` of it alone is refused.
-
-    Args:
-        value: the loss; scalar.
-        parameter: a leaf of what it is differentiated by.
+    """Notes that a scalar loss is differentiated by a parameter, so that `jax.vmap` over examples alone is refused.
 
     Raises:
         StepError: `jax.vmap` maps over examples and not over parameters.

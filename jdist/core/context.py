@@ -1,4 +1,4 @@
-"""Keeps the current strategy, and what is known while a step is traced under it.
+"""The current strategy, and what is known while a step is traced under it.
 
 Two kinds of context, and nothing else in jdist keeps any:
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -23,18 +23,10 @@ from jax.extend.core import get_opaque_trace_state
 from jdist.errors import StrategyError
 
 if TYPE_CHECKING:
-    from jdist.core.precision import InUse
+    from jdist.core.precision import Precision
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
-
-
-class Residuals(Protocol):
-    """Hands each gradient of a step what earlier all-reduces of it left out; see `step/error_feedback.py`."""
-
-    def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""
-        ...
 
 
 def _trace_level() -> Any:
@@ -52,8 +44,10 @@ class ReplicaTrace:
         finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
         looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
-        residuals: set where the strategy's all-reduce keeps something of each gradient.
+        sum_gradient: `(gradient, axes) -> its sum over the replicas`, where the strategy's all-reduce keeps something of
+            each gradient; see `step/error_feedback.py`.
         precision: set where the step computes in 16 bits.
+        loss_scale: what losses are multiplied by; None: nothing.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
     """
 
@@ -63,8 +57,9 @@ class ReplicaTrace:
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
     looks_at_parts: bool = False
     hidden: list[str] = field(default_factory=list)
-    residuals: Residuals | None = None
-    precision: InUse | None = None
+    sum_gradient: Callable[[PyTree, tuple[str, ...]], PyTree] | None = None
+    precision: Precision | None = None
+    loss_scale: jax.Array | None = None
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:
@@ -72,7 +67,7 @@ class ReplicaTrace:
         return self.level == _trace_level()
 
 
-# A weak reference, as JAX's caches keep every context that they have met, and would keep the strategy with it.
+# A weak reference, as JAX's caches keep every context that they meet, and would keep the strategy with it.
 _trace = jax.make_user_context(None)
 _scoped: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("jdist_strategy", default=None)
 _process_wide: list[Strategy] = []
@@ -86,7 +81,7 @@ def tracing(trace: ReplicaTrace) -> Iterator[ReplicaTrace]:
 
 
 def current_trace() -> ReplicaTrace | None:
-    """The replica trace under way, or None outside a step."""
+    """Returns the replica trace under way, or None outside a step."""
     reference = _trace.value
     return None if reference is None else reference()
 
@@ -117,11 +112,7 @@ def outside_scopes() -> Iterator[None]:
 
 
 def check_not_mixed(strategy: Strategy) -> None:
-    """Refuses to use `strategy` within the scope, or in a step, of another one.
-
-    Raises:
-        StrategyError: names both.
-    """
+    """Raises StrategyError for a strategy within the scope, or in a step, of another one."""
     outer = _scoped.get()
     if outer is None or outer is strategy or outer.name == "default":
         return
@@ -137,7 +128,7 @@ def set_process_wide(strategy: Strategy | None) -> None:
 
 
 def current_strategy() -> Strategy | None:
-    """The strategy of the innermost scope, else the process-wide one, else None."""
+    """Returns the strategy of the innermost scope, else the process-wide one, else None."""
     return _scoped.get() or (_process_wide[0] if _process_wide else None)
 
 

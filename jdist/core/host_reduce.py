@@ -1,4 +1,4 @@
-"""Brings what replicas hold together on the host: `strategy.local_results`, `gather` and `reduce`.
+"""Collectives on the host, of what replicas hold: `strategy.local_results`, `gather` and `reduce`.
 
 All of it runs outside every step, on numpy copies; inside a step there are `jdist.all_reduce` and `jdist.all_gather`. The
 meaning is `tf.distribute.Strategy`'s. With several processes `gather` and `reduce` exchange what their replicas hold, so all
@@ -25,7 +25,7 @@ HostReduceOp = Literal["mean", "sum"]
 
 
 def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
-    """`Strategy.local_results`."""
+    """Splits a value into this process's replicas' versions: `Strategy.local_results`."""
     check_not_donated(value, "the value")
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     parts = [_local_parts(node, replicas) for node in nodes]
@@ -43,7 +43,7 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
 
 
 def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
-    """`Strategy.gather`."""
+    """Concatenates the replicas' arrays: `Strategy.gather`."""
     axis = as_axis("strategy.gather", axis)
     check_not_donated(value, "the value")
 
@@ -75,7 +75,7 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
 
 
 def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, replicas: Replicas) -> PyTree:
-    """`Strategy.reduce`."""
+    """Reduces the replicas' arrays to one: `Strategy.reduce`."""
     if op not in get_args(HostReduceOp):
         raise StepError(
             f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'.{did_you_mean(op, get_args(HostReduceOp))} For "
@@ -112,7 +112,7 @@ def _as_axes(axis: Any) -> tuple[int, ...] | None:
 
 
 def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | None, name: str) -> np.ndarray:
-    """The sum or mean of one leaf over the replicas, and over `axes` of each replica's array."""
+    """Sums or averages one leaf over the replicas, and over `axes` of each replica's array."""
     if any(is_key(array) for array in arrays):
         raise StepError(f"strategy.reduce: {name} is a PRNG key, of which there is no {op}.")
     dtype = jnp.result_type(*arrays)
@@ -146,9 +146,9 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
 
 
 def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | None:
-    """Each replica's part of a `PerReplica` or of a distributed batch's leaf, on the host; None for all else."""
+    """Splits a `PerReplica` or a distributed batch's leaf into the replicas' parts, on the host; None for all else."""
     if isinstance(node, PerReplica):
-        parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves tells no number
+        parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves has no number of versions
         if len(parts) % replicas.count:
             raise StepError(
                 f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {replicas.count} replicas, and it "
@@ -160,7 +160,7 @@ def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | Non
 
 
 def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
-    """As `_parts`, of this process's replicas."""
+    """Splits as `_parts`, for this process's replicas."""
     call = "strategy.local_results"
     leaves = jax.tree.leaves(node.value) if isinstance(node, PerReplica) else []
     if any(is_rows_of_replicas(x, replicas.by_replica, call) for x in leaves):

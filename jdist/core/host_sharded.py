@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.core.strategy import Strategy
-from jdist.errors import DeviceError, StepError
+from jdist.errors import DeviceError
 
 PyTree = Any
 
 _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
-_MOST_FILLING = 1 / 32  # of an array that is stored in rows, with what its last tiles leave empty
+_MOST_FILLING = 1 / 32  # of an array stored in rows, the empty rest of its last tiles included
 
 
 @jax.tree_util.register_dataclass
@@ -78,21 +78,6 @@ def is_spread(node: object) -> bool:
     return isinstance(node, HostSharded)
 
 
-def check_no_spread(strategy: Strategy, tree: PyTree) -> None:
-    """Refuses arrays in parts, which only the strategy that made them can put together.
-
-    Raises:
-        StepError: names the first such leaf, and what to pass instead.
-    """
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_spread):
-        if isinstance(leaf, HostSharded):
-            raise StepError(
-                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
-                f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "
-                "made the state, `central.fetch(state)`, and pass on what it returns."
-            )
-
-
 @dataclass(frozen=True)
 class Layout:
     """Where the parts of a strategy's arrays are.
@@ -113,15 +98,16 @@ class Layout:
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
-        """The layout of a strategy with a mesh.
-
-        Raises:
-            DeviceError: the devices' hosts offer no memory that a program can address.
-        """
+        """Makes the layout of a strategy with a mesh; raises DeviceError where its hosts offer no memory to programs."""
         mesh, parts = strategy.mesh, PartitionSpec(strategy.axes)
         assert mesh is not None  # a strategy that spreads has one
         offered = [memory.kind for memory in strategy.devices[0].addressable_memories()]
         kinds = [kind for kind in ("pinned_host", "unpinned_host") if kind in offered]
+        if not offered:
+            raise DeviceError(
+                f"central_storage keeps the state in host memory, and JAX describes {strategy.devices[0].device_kind} devices "
+                "that are not here without any: compile for a TPU topology, or use jdist.mirrored(topology=...)."
+            )
         if not kinds:
             raise DeviceError(
                 f"central_storage keeps the state in host memory, which {strategy.devices[0]} does not offer; it has "
@@ -140,7 +126,7 @@ class Layout:
         return math.prod(shape) >= self.num_parts > 1 and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that an array is stored in: [rows, columns] where that needs little filling, else [elements].
+        """Chooses the shape to store an array in: [rows, columns] where that needs little filling, else [elements].
 
         Any array could be one row of elements. But on a TPU, making a row of a matrix whose sides are no multiples of
         its tiles takes long, to compile as well, while rows that fill their tiles stay where they are.
@@ -155,7 +141,7 @@ class Layout:
         return (size + -size % self.num_parts,)
 
     def store(self, x: jax.Array) -> jax.Array:
-        """An array in its stored shape."""
+        """Brings an array into its stored shape."""
         rows, *columns = self.stored_shape(x.shape)
         x = x.reshape(-1, *columns)
         return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * len(columns))
@@ -165,11 +151,11 @@ class Layout:
         return stored[: self._rows(shape)].reshape(shape)
 
     def gather(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The array of a stored one, both in the devices' memory and seen from outside of the replicas."""
+        """Gathers the array of a stored one, both in the devices' memory and seen from outside of the replicas."""
         return self.restore(jax.lax.with_sharding_constraint(stored, self.whole), shape)
 
     def real(self, stored: jax.Array, shape: tuple[int, ...], filling: Any) -> jax.Array:
-        """A stored array with `filling` in the rows that were filled up."""
+        """Writes `filling` into the rows of a stored array that were filled up."""
         rows = self._rows(shape)
         if rows == stored.shape[0]:
             return stored
@@ -188,17 +174,17 @@ class Layout:
 
 
 def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of a stored one, on the host."""
+    """Restores the array of a stored one, on the host."""
     return stored.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def spread_like(array: np.ndarray, like: HostSharded) -> HostSharded:
-    """An array on the host, spread as another of its shape is."""
+    """Spreads an array on the host as another of its shape is."""
     stored = np.zeros(like.stored.shape, array.dtype)
     stored.reshape(-1)[: array.size] = array.reshape(-1)
     return HostSharded(jax.device_put(stored, like.stored.sharding), like.shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """As `jax.tree.map`, with each `HostSharded` as one leaf."""
+    """Maps leaves as `jax.tree.map`, with each `HostSharded` as one leaf."""
     return jax.tree.map(change, tree, *rest, is_leaf=is_spread)

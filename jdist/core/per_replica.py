@@ -21,7 +21,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """Holds values of different sizes on the host: no array has them all, so each replica's tree is kept by itself.
+    """Values of different sizes, on the host: no one array can hold them, so each replica's tree is kept by itself.
 
     Attributes:
         parts: one pytree of numpy arrays a replica, all of the same structure.
@@ -54,7 +54,7 @@ class PerReplica:
 
     @classmethod
     def of(cls, values: Sequence[PyTree]) -> PerReplica:
-        """Each replica's value, put together on the host.
+        """Puts each replica's value together on the host.
 
         Args:
             values: one pytree of arrays or numbers a replica, in the order of the replicas; sizes may differ.
@@ -89,7 +89,7 @@ class PerReplica:
         return cls(jax.tree.map(_stacked, *parts))
 
     def local_results(self) -> tuple[PyTree, ...]:
-        """The version of each replica of this process, on the host, in the order of the replicas.
+        """Lists the version of each replica of this process, on the host, in the order of the replicas.
 
         Returns:
             A tuple of pytrees of numpy arrays, `num_replicas` of them with one process.
@@ -97,7 +97,7 @@ class PerReplica:
         return self._versions(local_rows)
 
     def all_results(self) -> tuple[PyTree, ...]:
-        """Every replica's version, on the host; with several processes, all of them have to ask.
+        """Lists every replica's version, on the host; with several processes, all of them have to call.
 
         Returns:
             A tuple of `num_replicas` pytrees of numpy arrays.
@@ -122,7 +122,7 @@ class PerReplica:
 
 
 def _as_array(path: Any, x: Any) -> Any:
-    """A leaf on the host in the dtype that JAX gives it, a typed PRNG key as it is."""
+    """Converts a leaf on the host to the dtype that JAX gives it; a typed PRNG key stays."""
     if is_key(x):
         return x
     array = np.asarray(x)
@@ -146,7 +146,7 @@ def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
     Args:
         x: anything.
         by_replica: the sharding of such an array; None where there is no mesh.
-        call: who asks, for the error.
+        call: the caller's name, for the error.
 
     Raises:
         StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.
@@ -224,7 +224,7 @@ class ValueContext:
 
 
 def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replicas) -> PerReplica:
-    """`Strategy.distribute_values_from_function`: each process makes the values of its own replicas."""
+    """Makes the values of this process's replicas: `Strategy.distribute_values_from_function`."""
     if not callable(fn):
         raise StepError(
             "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
@@ -238,11 +238,7 @@ def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replica
 
 
 def as_array(call: str, name: str, x: Any) -> jax.Array:
-    """Makes an argument an array of numbers, or of keys.
-
-    Raises:
-        StepError: names the call, such as `jdist.mean`, the argument and its type.
-    """
+    """Makes an argument an array of numbers, or of keys; raises StepError, with the call's name, if it is none."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as exc:  # text, None, lists of unequal lengths
@@ -253,20 +249,12 @@ def as_array(call: str, name: str, x: Any) -> jax.Array:
 
 
 def as_arrays(call: str, tree: PyTree) -> PyTree:
-    """A tree with each leaf as an array of numbers, or of keys.
-
-    Raises:
-        StepError: names the first leaf that is none.
-    """
+    """Makes each leaf of a tree an array of numbers, or of keys; raises StepError for one that is none."""
     return jax.tree_util.tree_map_with_path(lambda path, x: as_array(call, named(path), x), tree)
 
 
 def check_numbers(call: str, op: str, tree: PyTree) -> None:
-    """Refuses arrays of which there is no such reduction.
-
-    Raises:
-        StepError: a leaf holds PRNG keys; or complex numbers, which have no order, for "max" and "min".
-    """
+    """Raises StepError for PRNG keys, which cannot be reduced, and for complex numbers, which have no order."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if is_key(x):
             raise StepError(
@@ -281,11 +269,7 @@ def check_numbers(call: str, op: str, tree: PyTree) -> None:
 
 
 def as_axis(call: str, axis: Any) -> int:
-    """An axis to concatenate along, as a Python int.
-
-    Raises:
-        StepError: it is no int.
-    """
+    """Converts an axis to concatenate along to a Python int; raises StepError if it is none."""
     number = as_int(axis)
     if number is not None:
         return number
@@ -293,15 +277,15 @@ def as_axis(call: str, axis: Any) -> int:
 
 
 def named(path: Any) -> str:
-    """A leaf in an error, by its path."""
+    """Names a leaf in an error, by its path."""
     return f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
 
 
 def floating(x: jax.Array) -> jax.Array:
-    """As floating point, in which a mean of integers is: their sum might not fit their own dtype."""
+    """Converts to floating point, as a mean of integers is: their sum might not fit their own dtype."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(x, float))
 
 
 def countable(x: jax.Array) -> jax.Array:
-    """As an array that can be added up: bools are counted."""
+    """Converts bools to int32, so that a sum counts them."""
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -14,36 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import LossScale, pack, unpack
 from jdist.errors import StepError
 from jdist.support.checks import as_int, as_real
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-SMALLEST = 1.0  # what does not fit at this scale is no overflow that a smaller one would mend
+SMALLEST = 1.0  # a smaller scale would mend no overflow that remains at this one
 FACTOR = 2.0
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LossScale:
-    """The loss scale that is carried from step to step; the same on every replica.
-
-    Attributes:
-        scale: what the loss is multiplied by before it is differentiated; float32 scalar, a power of two.
-        good_steps: how many steps in a row had finite gradients since the scale last changed; int32 scalar.
-        num_skipped: how many steps were left out since the scale began; int32 scalar.
-    """
-
-    scale: Any
-    good_steps: Any
-    num_skipped: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """Moves a loss scale: doubles it after enough finite gradients in a row, halves it after one that is not.
+    """The rule of a loss scale: doubled after enough finite gradients in a row, halved after one that is not.
 
     Attributes:
         initial: the scale at first; a power of two, so that scaling rounds nothing.
@@ -73,11 +57,11 @@ class LossScaling:
         object.__setattr__(self, "growth_interval", steps)
 
     def begin(self) -> LossScale:
-        """The loss scale before the first step, on the host."""
+        """Makes the loss scale before the first step, on the host."""
         return LossScale(np.float32(self.initial), np.int32(0), np.int32(0))
 
     def after(self, now: LossScale, is_finite: jax.Array) -> LossScale:
-        """The loss scale after a step.
+        """Moves the loss scale after a step.
 
         Args:
             now: the one that the step was made with.
@@ -115,7 +99,7 @@ class Precision:
         return jnp.dtype(_DTYPES[self.name])
 
     def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
-        """Floating-point leaves that are wider in the compute dtype, all others as they are.
+        """Casts floating-point leaves that are wider to the compute dtype; leaves all others as they are.
 
         Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
         gradients come back in the dtype that a leaf had.
@@ -142,7 +126,7 @@ class Precision:
         return unpack(jax.tree_util.tree_map_with_path(cast, pack(tree)))
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Leaves of the compute dtype as float32, all others as they are."""
+        """Casts leaves of the compute dtype to float32; leaves all others as they are."""
 
         def cast(x: Any) -> Any:
             is_half = isinstance(x, jax.Array) and x.dtype == self.compute_dtype
@@ -151,14 +135,7 @@ class Precision:
         return jax.tree.map(cast, tree)
 
     def check_names(self, tree: PyTree) -> None:
-        """Refuses a name in `keep` that nothing has.
-
-        Args:
-            tree: the state and the batch.
-
-        Raises:
-            StepError: says which names there are.
-        """
+        """Raises StepError for a name in `keep` that nothing in a tree of state and batch has."""
         if not self.keep:
             return
         there = {name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in self._names(path)}
@@ -177,7 +154,7 @@ class Precision:
 def precision(
     name: str, *, keep: Sequence[str] = (), initial_scale: float | None = None, growth_interval: int | None = None
 ) -> Precision:
-    """The precision that a step computes in, for `jdist.distribute(..., precision=...)`.
+    """Makes the precision that a step computes in, for `jdist.distribute(..., precision=...)`.
 
     The batch, but for its "mask", reaches the step in the compute dtype, and what `jdist.value_and_grad` differentiates by the
     loss function. What a step computes of the batch elsewhere, such as a metric, is computed from rounded values: `keep` names
@@ -235,42 +212,3 @@ def precision(
             f'`initial_scale` and `growth_interval` are for "fp16". "{name}" has the range of float32: its loss is not scaled.'
         )
     return Precision(name=name, keep=names, loss_scaling=LossScaling(**scaling) if name == "fp16" else None)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class InUse:
-    """A precision in one tracing of a step.
-
-    Attributes:
-        precision: which.
-        scale: what losses are multiplied by; None: nothing.
-    """
-
-    precision: Precision
-    scale: jax.Array | None
-
-    def cast(self, tree: PyTree) -> PyTree:
-        """Casts parameters to the compute dtype."""
-        return self.precision.cast_to_compute(tree)
-
-    def result(self, result: Any, has_aux: bool) -> Any:
-        """Casts the loss to float32 and scales it; what comes with it is cast to float32."""
-        loss, aux = result if has_aux else (result, None)
-        loss = jnp.asarray(loss)
-        loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-        loss = loss if self.scale is None else loss * self.scale
-        return (loss, self.precision.cast_to_output(aux)) if has_aux else loss
-
-    def unscaled(self, tree: PyTree) -> PyTree:
-        """The loss and its gradient without the scale; leaves without a gradient as they are."""
-        scale = self.scale
-        if scale is None:
-            return tree
-
-        def divided(x: Any) -> Any:
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return x
-            wide = jnp.promote_types(x.dtype, jnp.float32)
-            return (x.astype(wide) / scale.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
-
-        return jax.tree.map(divided, tree)

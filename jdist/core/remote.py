@@ -12,7 +12,7 @@ PyTree = Any
 
 
 class RemoteTree(abc.ABC):
-    """Stands for a tree of arrays that other processes keep; what saves or reads trees asks for them by this."""
+    """A tree of arrays that other processes keep; what saves or reads trees asks for them by this."""
 
     @property
     @abc.abstractmethod
@@ -21,11 +21,11 @@ class RemoteTree(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self) -> PyTree:
-        """The tree, with arrays on this process's host."""
+        """Fetches the tree, with arrays on this process's host."""
 
 
 class Coordinator(Protocol):
-    """Schedules functions on the workers of a parameter server, as `jdist.ps.ClusterCoordinator` does."""
+    """An interface to the workers of a parameter server, which `jdist.ps.ClusterCoordinator` implements."""
 
     def schedule(
         self, fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -73,10 +73,10 @@ class Coordinator(Protocol):
 
 
 def fetched(tree: PyTree) -> PyTree:
-    """The tree, with each `RemoteTree` in it brought here."""
+    """Fetches each `RemoteTree` in a tree."""
     return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteTree) else x, tree)
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """The tree, with its shapes in the place of each `RemoteTree` in it."""
+    """Replaces each `RemoteTree` in a tree by its shapes."""
     return jax.tree.map(lambda x: x.shapes if isinstance(x, RemoteTree) else x, tree)

@@ -1,18 +1,43 @@
-"""A step's state with what the step itself carries from call to call."""
+"""A step's state: what steps carry beside the user's from call to call, and leaves of the user's that are no arrays.
+
+Such a leaf, a model's activation function for example, is a constant of the step. Inside of jdist it is a `StaticLeaf`, a
+node without children: it belongs to the structure of the state, by which programs are told apart and which a step has to
+return as it was. States as users see them hold the values themselves.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 
-from jdist.core.precision import LossScale
+from jdist.errors import StepError
 
 PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The loss scale that is carried from step to step; the same on every replica.
+
+    Attributes:
+        scale: what the loss is multiplied by before it is differentiated; float32 scalar, a power of two.
+        good_steps: how many steps in a row had finite gradients since the scale last changed; int32 scalar.
+        num_skipped: how many steps were left out since the scale began; int32 scalar.
+    """
+
+    scale: Any
+    good_steps: Any
+    num_skipped: Any
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +76,7 @@ class StepState:
         return dataclasses.replace(self, user=user_state(user))
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while an object is being made
+        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while the object is being made
             raise AttributeError(name)
         value = getattr(self.user, name)
         is_method = (inspect.ismethod(value) or inspect.isbuiltin(value)) and value.__self__ is self.user
@@ -62,7 +87,7 @@ class StepState:
 
 
 def _rewrapping(state: StepState, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the user's state, whose results of the state's own type become a `StepState` again."""
+    """Wraps a method of the user's state: its results of the state's own type become a `StepState` again."""
     user = state.user
     structure = jax.tree.structure(user)
 
@@ -85,37 +110,37 @@ def _rewrapping(state: StepState, method: Callable[..., Any]) -> Callable[..., A
 
 
 def user_state(state: PyTree) -> PyTree:
-    """The user's own state, without what steps carry beside it."""
+    """Returns the user's own state, without what steps carry beside it."""
     return state.user if isinstance(state, StepState) else state
 
 
 def user_states(tree: PyTree) -> PyTree:
-    """A tree of states, each without what steps carry beside it."""
+    """Strips each state of a tree of what steps carry beside it."""
     return jax.tree.map(user_state, tree, is_leaf=lambda x: isinstance(x, StepState))
 
 
 def with_user_state(around: PyTree, state: PyTree) -> PyTree:
-    """A user's state with what steps carry beside `around`."""
+    """Puts what steps carry beside `around` beside another user's state."""
     return dataclasses.replace(around, user=state) if isinstance(around, StepState) else state
 
 
 def carrying(state: PyTree, **carried: Any) -> StepState:
-    """The state with these of a `StepState`'s fields beside it, in place of those that it has."""
+    """Puts these of a `StepState`'s fields beside a state, in place of those that it has."""
     return dataclasses.replace(state if isinstance(state, StepState) else StepState(state), **carried)
 
 
 def loss_scale_of(state: PyTree) -> LossScale | None:
-    """The loss scale that a state comes with, if any."""
+    """Returns the loss scale beside a state, if any."""
     return state.loss_scale if isinstance(state, StepState) else None
 
 
 def residuals_of(state: PyTree) -> PyTree:
-    """The residuals that a state comes with, if any."""
+    """Returns the residuals beside a state, if any."""
     return state.residuals if isinstance(state, StepState) else None
 
 
 def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
-    """The state with `fn` applied to the residuals' leaves, if it has any."""
+    """Applies `fn` to the leaves of a state's residuals, if it has any."""
     if residuals_of(state) is None:
         return state
     return carrying(state, residuals=jax.tree.map(fn, state.residuals))
@@ -125,3 +150,104 @@ def carried_by(state: PyTree) -> set[str]:
     """Names what steps carry beside a state."""
     fields = {"loss scale": loss_scale_of(state), "residuals": residuals_of(state)}
     return {name for name, value in fields.items() if value is not None}
+
+
+# What an `equinox.Module` may hold as a constant, as under `equinox.filter_jit`; elsewhere a number is an array.
+_CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLeaf:
+    """A leaf that is no array.
+
+    Attributes:
+        value: what the user's tree has in this place.
+        type: its type, as 1, 1.0 and True are equal.
+    """
+
+    value: Hashable
+    type: type
+
+    def __repr__(self) -> str:
+        return f"{self.type.__name__} {self.value!r:.60}"
+
+
+def is_static(node: object) -> bool:
+    """Whether `node` is a `StaticLeaf`, for use as `is_leaf`."""
+    return isinstance(node, StaticLeaf)
+
+
+def pack(tree: PyTree) -> PyTree:
+    """Makes the leaves of a user's tree that are constants part of its structure.
+
+    Constants are functions and classes anywhere, an optimiser as a whole, and in an `equinox.Module` also numbers and
+    text. All other leaves, allowed or not, stay as they are.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The tree with a `StaticLeaf` in the place of each constant; `tree` itself if it has none.
+
+    Raises:
+        StepError: a constant cannot be hashed.
+    """
+    constants_found: list[Any] = []
+
+    def static(path: Any, leaf: Any, constants: tuple[type, ...]) -> Any:
+        if not (isinstance(leaf, (optax.GradientTransformation, *constants)) or _is_function(leaf)):
+            return leaf
+        try:
+            hash(leaf)
+        except TypeError as exc:
+            raise StepError(
+                f"state leaf {jax.tree_util.keystr(path) or 'itself'} is a {type(leaf).__name__} that cannot be hashed: {exc}. "
+                "What is no array in a state is a constant of the step, by which programs are told apart; give its class "
+                "a `__hash__`, or keep it out of the state."
+            ) from exc
+        constants_found.append(leaf)
+        return StaticLeaf(leaf, type(leaf))
+
+    def packed(path: Any, node: Any) -> Any:
+        if not _is_module(node):
+            return static(path, node, ())
+        return jax.tree.map_with_path(
+            lambda rest, leaf: static((*path, *rest), leaf, _CONSTANTS), node, is_leaf=_is_optimizer
+        )
+
+    result = jax.tree.map_with_path(packed, tree, is_leaf=lambda x: _is_module(x) or _is_optimizer(x))
+    return result if constants_found else tree
+
+
+def unpack(tree: PyTree) -> PyTree:
+    """Undoes `pack`."""
+    return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static) if has_static(tree) else tree
+
+
+def has_static(tree: PyTree) -> bool:
+    """Whether a tree has a `StaticLeaf`."""
+    return any(map(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
+
+
+def with_static_leaves(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a step take and return packed trees."""
+
+    @functools.wraps(step)
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        return pack(step(*map(unpack, args), **{name: unpack(x) for name, x in kwargs.items()}))
+
+    return packed
+
+
+def _is_function(leaf: Any) -> bool:
+    return callable(leaf) and not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _is_optimizer(node: Any) -> bool:
+    return isinstance(node, optax.GradientTransformation)
+
+
+def _is_module(node: Any) -> bool:
+    equinox = sys.modules.get("equinox")  # imported by whoever has such a state
+    return equinox is not None and isinstance(node, equinox.Module)

@@ -33,7 +33,7 @@ Transform = Literal["shard_map", "pmap", "jit"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strategy:
-    """Spreads a train step over devices: an immutable value that `jdist.mirrored()` and its like build.
+    """A way to spread a train step over devices: an immutable value that `jdist.mirrored()` and its like build.
 
     Attributes:
         name: "default", "one_device", "mirrored", ...
@@ -137,7 +137,7 @@ class Strategy:
 
     @without_own_frames
     def fetch(self, state: PyTree) -> PyTree:
-        """The whole state on the host, after the steps in flight are done and the replicas were compared.
+        """Fetches the whole state to the host, once the steps in flight are done and the replicas were compared.
 
         Args:
             state: a state that a step under this strategy returned.
@@ -183,7 +183,7 @@ class Strategy:
             return self.operations.run(self, fn, args, kwargs)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Each replica's version of a value, on the host.
+        """Splits a value into the versions of the replicas, on the host.
 
         Args:
             value: a `PerReplica`, a distributed batch (each replica's rows), or a tree with such in it.
@@ -368,11 +368,7 @@ class Strategy:
         return self.operations.feed_pipelines(self, fn, asked)
 
     def need_devices(self, what: str) -> None:
-        """Refuses what cannot be done without the devices.
-
-        Raises:
-            DeviceError: the strategy was built for devices that are not here.
-        """
+        """Raises DeviceError for what needs devices, if the strategy was built for some that are not here."""
         if self.topology is not None:
             raise DeviceError(
                 f"these devices are not here: the strategy was built for the topology {self.topology!r}, to compile "

@@ -1,12 +1,12 @@
-"""Turns batches whose rows are not on the first axis, so that they are.
+"""Batches whose rows are not on the first axis.
 
-Between a call and the user's step every batch has its rows first; it is turned when a program begins, and turned back for
-the step itself. XLA removes a pair of turns with nothing between.
+Between a call and the user's step every batch has its rows first: its axes are moved when a program begins, and moved back
+for the step itself. XLA removes a pair of moves with nothing between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jdist.data.batching import Masked
 from jdist.data.leaves import MASK, to_numpy
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import RandomAccessSource, check_source
+from jdist.data.sources.protocol import RandomAccessSource, Restartable, check_source
 from jdist.errors import BatchError, DatasetError
 from jdist.support.checks import as_int
 
@@ -32,11 +32,7 @@ def is_first(batch_axis: BatchAxis) -> bool:
 
 
 def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
-    """Refuses what is no tree of axes.
-
-    Raises:
-        error: names the value.
-    """
+    """Raises `error` unless `batch_axis` is a tree of axes."""
     for path, axis in jax.tree_util.tree_leaves_with_path(batch_axis, is_leaf=lambda x: x is None):
         if as_int(axis, least=0) is None:
             raise error(
@@ -47,7 +43,7 @@ def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
 
 
 def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
-    """Gives the axis of the rows for each leaf of one batch, as a tree like the batch's.
+    """Finds the axis of the rows for each leaf of one batch, as a tree like the batch's.
 
     A mask of one axis holds one entry a row, whatever the other leaves look like.
 
@@ -119,21 +115,21 @@ def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_on
 
     Args:
         batches: the batches.
-        axes: of each leaf, as `axes_of_leaves` gives them.
+        axes: of each leaf, as `axes_of_leaves` lists them.
         lead: number of axes before those of a batch.
-        shapes_only: give arrays without contents.
+        shapes_only: return arrays without contents.
     """
     if not axes:
         return batches
 
-    def turn(x: Any, axis: int) -> Any:
+    def move(x: Any, axis: int) -> Any:
         if not shapes_only or isinstance(x, jax.ShapeDtypeStruct):
             return _move_axis(x, lead + axis, lead)
         dtype = x.dtype if isinstance(x, np.ndarray) else np.dtype(np.int8)
         shape = _move_axis(jax.ShapeDtypeStruct(np.shape(x), dtype), lead + axis, lead).shape
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    return _map_leaves(turn, batches, axes)
+    return _map_leaves(move, batches, axes)
 
 
 def rows_in_place(batches: PyTree, axes: Sequence[int], *, lead: int = 0) -> PyTree:
@@ -141,9 +137,9 @@ def rows_in_place(batches: PyTree, axes: Sequence[int], *, lead: int = 0) -> PyT
     return _map_leaves(lambda x, axis: _move_axis(x, lead, lead + axis), batches, axes) if axes else batches
 
 
-def _map_leaves(turn: Callable[[Any, int], Any], batches: PyTree, axes: Sequence[int]) -> PyTree:
+def _map_leaves(move: Callable[[Any, int], Any], batches: PyTree, axes: Sequence[int]) -> PyTree:
     leaves, treedef = jax.tree.flatten(batches)
-    return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])
+    return jax.tree.unflatten(treedef, [move(x, axis) for x, axis in zip(leaves, axes, strict=True)])
 
 
 def _move_axis(x: Any, source: int, destination: int) -> Any:
@@ -156,7 +152,7 @@ def _move_axis(x: Any, source: int, destination: int) -> Any:
 
 @dataclass(frozen=True)
 class TurnedSource:
-    """A random-access source, turned; see `RandomAccessSource` for the attributes."""
+    """A random-access source each of whose batches goes through `turn`; see `RandomAccessSource`."""
 
     source: RandomAccessSource
     turn: Callable[[PyTree], PyTree]
@@ -178,19 +174,8 @@ class TurnedSource:
         return self.turn(self.source.batch_at(step))
 
 
-@dataclass(frozen=True)
-class TurnedBatches:
-    """An iterable of batches, turned."""
-
-    source: Iterable[PyTree]
-    turn: Callable[[PyTree], PyTree]
-
-    def __iter__(self) -> Iterator[PyTree]:
-        return map(self.turn, self.source)
-
-
 def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTree, PyTree]:
-    """Moves the rows of a batch from a turned source to where the step has them.
+    """Moves the rows of a batch, which a turned source has first, to where the step has them.
 
     Args:
         batch: leaves [rows, ...], or [steps, rows, ...] with `lead=1`; arrays or structs.
@@ -208,11 +193,7 @@ def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTre
 
 
 def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
-    """Turns a source, so that the rows of its batches are first.
-
-    Args:
-        source: what a user passed as a dataset.
-        batch_axis: the axis that its batches have their rows on, see `strategy.distribute_dataset`.
+    """Turns a source, so that the rows of its batches are first; see `strategy.distribute_dataset` for `batch_axis`.
 
     Raises:
         DatasetError: it cuts its rows from the first axis itself.
@@ -232,4 +213,4 @@ def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
 
     if isinstance(source, RandomAccessSource):
         return TurnedSource(source, turn)
-    return map(turn, source) if isinstance(source, Iterator) else TurnedBatches(source, turn)
+    return map(turn, source) if isinstance(source, Iterator) else Restartable(lambda: map(turn, source))

@@ -1,4 +1,4 @@
-"""Shapes of batches: checks a global batch, fills it up, masks the filling, and remembers which rows are real."""
+"""Shapes of batches: checks, padding and masks, and which rows of a batch are real."""
 
 from __future__ import annotations
 
@@ -28,54 +28,50 @@ class Masked(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """Arguments of `distributed_dataset`, see there; and `copy`: the source may reuse or keep the memory of its batches."""
+
+    num_replicas: int
+    place: Callable[[PyTree], PyTree] | None = None
+    place_spec: Callable[[PyTree], PyTree] | None = None
+    partial: Partial = "pad"
+    with_mask: bool = False
+    steps_per_call: int = 1
+    prefetch: int = 2
+    prefetch_to_device: bool = True
+    share: ProcessShard = WHOLE
+    copy: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """The shape of every batch of a dataset, by its first batch and the options.
 
     Attributes:
-        full: how many rows of a full batch each process has.
+        options: of the dataset.
+        full: rows of a full batch by process.
         rows: rows of every batch as the step receives it; a multiple of `num_replicas`.
-        num_replicas: how many replicas share the rows.
-        partial: what happens to a batch of fewer than `global_batch` rows.
-        with_mask: whether trees that are not dicts become `(batch, mask)`.
-        share: this process's part of a batch.
-        tree: what the source's batches look like, but for their rows.
-        is_dict: whether the tree is a dict at its top and so carries its mask in itself.
+        tree: what the source's batches look like but for their rows.
+        is_dict: whether the tree is a dict at its top, which the mask becomes a leaf of.
     """
 
+    options: DatasetOptions
     full: tuple[int, ...]
     rows: int
-    num_replicas: int
-    partial: Partial
-    with_mask: bool
     tree: TreeSpec
     is_dict: bool
-    share: ProcessShard = WHOLE
 
     @property
     def global_batch(self) -> int:
         """Rows of a full batch as the sources give it."""
         return sum(self.full)
 
-    @property
-    def local_rows(self) -> int:
-        """Rows of every batch that this process makes."""
-        return self.rows // self.share.count
 
-
-def plan_layout(
-    batch: PyTree,
-    *,
-    full: tuple[int, ...],
-    num_replicas: int,
-    partial: Partial,
-    with_mask: bool,
-    share: ProcessShard = WHOLE,
-) -> BatchLayout:
-    """Makes the layout of a dataset's batches from one of them, as the source gives it; see `BatchLayout` for the others.
+def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -> BatchLayout:
+    """Makes the layout of a dataset's batches from the first one of its source; `full` are the rows of a full one by process.
 
     Raises:
-        BatchError: the batch is not a tree of arrays, or a full one does not divide by `num_replicas` where
-            `partial` leaves no room for padding.
+        BatchError: the batch is no tree of arrays, or a full one needs padding where `partial` allows none.
     """
     batch = to_numpy(batch)
     is_dict = isinstance(batch, dict)
@@ -88,72 +84,55 @@ def plan_layout(
             f"the batch's own `mask` must be one array of shape [rows, ...], but it is a "
             f"{type(batch[MASK]).__name__}; rename it if it means something else"
         )
-    if partial != "pad":
-        check_divisible(full, num_replicas=num_replicas, partial=partial)
-    return BatchLayout(
-        full=full,
-        rows=padded_rows(full, num_replicas=num_replicas),
-        num_replicas=num_replicas,
-        partial=partial,
-        with_mask=with_mask,
-        tree=tree_spec(batch),
-        is_dict=is_dict,
-        share=share,
-    )
+    check_divisible(full, options)
+    rows = padded_rows(full, num_replicas=options.num_replicas)
+    return BatchLayout(options=options, full=full, rows=rows, tree=tree_spec(batch), is_dict=is_dict)
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
-    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows of each process.
+    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows by process.
 
     Example:
         >>> from jdist.data.batching import padded_rows
-        >>> padded_rows((3, 5), num_replicas=4)  # a process has 2 of them; for 5 rows each of these needs 3
+        >>> padded_rows((3, 5), num_replicas=4)  # 2 replicas share 5 rows, so each has 3
         12
     """
     each = num_replicas // len(full)
     return -(-max(full) // each) * num_replicas
 
 
-def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partial) -> None:
-    """Refuses full batches that need padding, which `partial` rules out; `full` are the rows of each process.
-
-    Raises:
-        BatchError: with the nearest sizes that do.
-    """
-    global_batch = sum(full)
+def check_divisible(full: tuple[int, ...], options: DatasetOptions) -> None:
+    """Raises a `BatchError` for full batches that need padding where `partial` allows none; `full` are the rows by process."""
+    if options.partial == "pad":
+        return
+    global_batch, num_replicas = sum(full), options.num_replicas
     below = global_batch // num_replicas * num_replicas
     if below != global_batch:
         nearest = f"{below} or {below + num_replicas}" if below else f"{num_replicas}"
         raise BatchError(
             f"a global batch of {global_batch} rows does not divide by {num_replicas} replicas, and "
-            f'partial={partial!r} allows no padding; use a global batch of {nearest}, or partial="pad"'
+            f'partial={options.partial!r} allows no padding; use a global batch of {nearest}, or partial="pad"'
         )
     if padded_rows(full, num_replicas=num_replicas) != global_batch:
         raise BatchError(
-            f"the processes have {', '.join(map(str, full))} rows of a full batch, and partial={partial!r} allows no "
+            f"the processes have {', '.join(map(str, full))} rows of a full batch, and partial={options.partial!r} allows no "
             'padding; let all have as many, or use partial="pad"'
         )
 
 
-def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
-    """Brings this process's part of a batch into the shape that the step receives.
-
-    Args:
-        layout: of the dataset's batches.
-        part: rows of a batch as the source gives it.
-        copy: copy leaves that would otherwise share memory with those of `part`.
+def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
+    """Fills this process's part of a batch up to the shape that the step receives.
 
     Returns:
-        The batch with leaves [layout.local_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it
-        under `with_mask`. Padding rows repeat the real rows in turn, so that they bring no NaN, and are
-        masked False; a `mask` that the batch brought itself is filled up with zeros. None for a batch
-        without rows, and for one that `partial="drop"` leaves out.
+        The batch with leaves [rows, ...] and its mask: as the `mask` leaf of a dict, else beside it under
+        `with_mask`. Padding repeats the real rows in turn, which brings no NaN, and is masked False; a `mask` of the batch's
+        own is filled up with zeros. None for a batch without rows, and for one that `partial="drop"` leaves out.
 
     Raises:
         BatchError: the batch differs from the layout, or is short where that is not allowed.
     """
-    batch = part.batch
-    rows, num_real = sum(part.sizes), part.sizes[layout.share.index]
+    batch, options = part.batch, layout.options
+    rows, num_real = sum(part.sizes), part.sizes[options.share.index]
     if rows == 0:
         return None
     check_same(layout.tree, tree_spec(batch))
@@ -162,30 +141,32 @@ def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
             f"a batch has {rows} rows, but a full batch has {layout.global_batch}; a larger one would "
             "compile the step again. Let the source give its largest batch first, or split this one"
         )
-    if rows < layout.global_batch and layout.partial == "drop":
+    if rows < layout.global_batch and options.partial == "drop":
         return None
-    if rows < layout.global_batch and layout.partial == "error":
+    if rows < layout.global_batch and options.partial == "error":
         raise BatchError(
             f'a batch has {rows} rows instead of {layout.global_batch}, and partial="error" refuses that; '
             'use partial="pad" (fills it up and masks the filling) or partial="drop" (leaves it out)'
         )
-    if rows < layout.rows and not (layout.is_dict or layout.with_mask):
+    if rows < layout.rows and not (layout.is_dict or options.with_mask):
         raise BatchError(
-            f"a batch has {rows} rows and needs {layout.rows} for {layout.num_replicas} replicas, but "
+            f"a batch has {rows} rows and needs {layout.rows} for {options.num_replicas} replicas, but "
             f"this {type(batch).__name__} has no place for the mask that tells padding from real rows. "
             "Choose: with_mask=True (the step receives `(batch, mask)`), batches that are dicts (they "
             'gain a `mask` leaf), or partial="drop" with a global batch that divides by '
-            f"{layout.num_replicas}"
+            f"{options.num_replicas}"
         )
-    local_rows = layout.local_rows
+    local_rows = layout.rows // options.share.count
     mask = np.arange(local_rows) < num_real
+    rest = batch
     if layout.is_dict:
         if MASK in batch:
-            mask = _fill(batch[MASK][:num_real], local_rows, copy=copy, repeat=False)
+            mask = _fill(batch[MASK][:num_real], local_rows, copy=options.copy, repeat=False)
         rest = {key: leaf for key, leaf in batch.items() if key != MASK}
-        return {**jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=copy), rest), MASK: mask}
-    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=copy), batch)
-    return Masked(filled, mask) if layout.with_mask else filled
+    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=options.copy), rest)
+    if layout.is_dict:
+        return {**filled, MASK: mask}
+    return Masked(filled, mask) if options.with_mask else filled
 
 
 def stack(batches: Sequence[PyTree]) -> PyTree:
@@ -193,13 +174,10 @@ def stack(batches: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
-def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
-    """Describes what the step receives, over all replicas; `steps_per_call` above 1 adds a leading axis of that size.
-
-    Returns:
-        A pytree of `jax.ShapeDtypeStruct`; dtypes are those on a device (float64 only if jax has x64 enabled).
-    """
-    head = (layout.rows,) if steps_per_call == 1 else (steps_per_call, layout.rows)
+def element_spec(layout: BatchLayout) -> PyTree:
+    """Describes what the step receives, over all replicas, with dtypes as on a device (float64 only with JAX's x64)."""
+    steps = layout.options.steps_per_call
+    head = (layout.rows,) if steps == 1 else (steps, layout.rows)
 
     def spec(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(head + shape, jax.dtypes.canonicalize_dtype(dtype))
@@ -208,7 +186,7 @@ def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
     mask = spec((), np.dtype(np.bool_))
     if layout.is_dict:
         return {MASK: mask, **tree}
-    return Masked(tree, mask) if layout.with_mask else tree
+    return Masked(tree, mask) if layout.options.with_mask else tree
 
 
 def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np.ndarray:
@@ -221,18 +199,18 @@ def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np
     return filled
 
 
-# By the id of the mask, for as long as it lives: a batch stays a plain tree, and the mask goes with it when a user
-# replaces other leaves. Not by the mask's values, as a weight of zero there need not mean padding.
+# By the id of the mask, while it lives: a batch stays a plain tree, and keeps its mask when a user
+# replaces other leaves. Not by the mask's values: a weight of zero need not mean padding.
 _real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
 
 
 def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None = None) -> None:
-    """Remembers how many of the rows that each process feeds are real; those that fill up come behind.
+    """Remembers how many of the rows that each process feeds are real; padding comes behind them.
 
     Args:
         batch: what `fit` returned, perhaps on devices now; without a mask it has no padding.
-        sizes: how many rows the source gave to each process.
-        rows: how many each process feeds, those that fill up too; None: the mask's first axis tells.
+        sizes: the real rows of each process.
+        rows: the rows that each process feeds, padding included; None: the mask's first axis tells.
     """
     mask = _mask_of(batch)
     if mask is not None:
@@ -242,7 +220,7 @@ def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None =
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
-    """Copies what is remembered of a batch to the one made from it, on its way to the devices."""
+    """Carries the knowledge of a batch's real rows over to the batch that is made of it on the devices."""
     if (known := _known(before)) is not None:
         _, sizes, rows = known
         remember_real_rows(after, sizes, rows)
@@ -253,11 +231,11 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
 
     Args:
         batch: leaves [rows, ...], or with rows where `turn` knows.
-        turn: gives a batch with its rows first.
+        turn: moves a batch's rows to its first axis.
 
     Returns:
-        bool [rows]: False where `distribute_dataset` has filled up. Without a mask from there it is False where the
-        batch's own mask is zero, as nothing else tells. None without any mask: there is no padding.
+        bool [rows], False for padding of `distribute_dataset`; without a mask from there, where the batch's own mask is
+        zero. None without any mask: there is no padding.
     """
     rows = filled_up(batch)
     if rows is not None:
@@ -267,17 +245,15 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
 
 
 def filled_up(batch: PyTree) -> np.ndarray | None:
-    """Finds the real rows of a batch that `distribute_dataset` made; None of any other, whatever its mask."""
-    known = _known(batch)
-    if known is None:
+    """Finds the real rows of a batch that `distribute_dataset` made; None for any other, whatever its mask."""
+    if (known := _known(batch)) is None:
         return None
-    _, sizes, each = known
-    numbers = np.arange(each)
-    return np.concatenate([numbers < size for size in sizes])
+    _, sizes, rows = known
+    return np.concatenate([np.arange(rows) < size for size in sizes])
 
 
 def full_mask_place(batch: PyTree) -> int | None:
-    """Finds which leaf of a batch is the mask of `distribute_dataset`, if all of its rows are real."""
+    """Finds the number of the leaf that is the mask of `distribute_dataset`, if all rows are real."""
     if (known := _known(batch)) is None:
         return None
     mask, _, _ = known
@@ -290,12 +266,12 @@ def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
     """Finds the remembered mask in a batch, how many rows of each process are real, and how many each process feeds."""
     for leaf in jax.tree.leaves(batch):
         reference, sizes, rows = _real_rows.get(id(leaf), (None, (), 0))
-        if reference is not None and reference() is leaf:  # else the id was that of an array which is gone
+        if reference is not None and reference() is leaf:  # else an earlier array had that id
             return leaf, sizes, rows
     return None
 
 
 def _mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:
-    """Finds a dict's "mask" leaf, or the second of the `(batch, mask)` that `with_mask` gives."""
+    """Finds the mask of a dict, or of the `(batch, mask)` of `with_mask`."""
     mask = batch.get(MASK) if isinstance(batch, dict) else batch.mask if isinstance(batch, Masked) else None
     return mask if isinstance(mask, jax.Array | np.ndarray) else None

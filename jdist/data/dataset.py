@@ -1,4 +1,4 @@
-"""Makes the dataset that its consumer iterates over: batches, and the position to go on at."""
+"""The dataset that feeds replicas: batches, and the position of its consumer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from jdist.data import batching
-from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
+from jdist.data.batching import PARTIALS, BatchLayout, DatasetOptions, Partial, check_divisible
 from jdist.data.lockstep import Peers
-from jdist.data.pipeline import DatasetIterator, Numbered, PipelineOptions, learn_layout, prepare, skip_batches
-from jdist.data.prefetch import Prefetcher, PushBack, Stop
+from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
+from jdist.data.prefetch import Prefetcher, PushBack, StopRequest
 from jdist.data.process_shard import WHOLE, NumberedPart, ProcessShard
 from jdist.data.readers import GlobalReader, LocalReader, make_reader
 from jdist.data.sources.arrays import ArraySource
@@ -37,38 +37,31 @@ PyTree = Any
 class DistributedDataset:
     """Batches as the replicas receive them, and the position of the one who consumes them.
 
-    Iterating starts at the position: at first 0; after a loop was left early, behind the last batch it received; after a
-    loop came to the end, 0 again; after `restore`, the restored position, even if that is the end. A plain iterable is
-    asked for a new iterator each time, except one that is an iterator itself (a generator): that goes on where the
-    consumer stopped, with nothing lost. One iterator is active at a time: a new one closes the last.
+    A loop starts at the position: at first 0; behind the last batch that was received, after a loop was left early; 0 again
+    after a loop came to the end; the restored one after `restore`, even if that is the end. A plain iterable starts anew in
+    each loop, but an iterator (a generator) goes on where the consumer stopped, with nothing lost. One loop is active at a
+    time: a new one closes the last.
 
     `distributed_dataset` makes it.
     """
 
-    def __init__(
-        self,
-        reader: GlobalReader | LocalReader,
-        options: PipelineOptions,
-        *,
-        hand_over: Callable[[PyTree], PyTree] | None = None,
-    ):
+    def __init__(self, reader: GlobalReader | LocalReader, options: DatasetOptions):
         self._reader = reader
         self._source = reader.source
         self._options = options
-        self._hand_over = hand_over
         self._position = 0
         self._finished = False
-        self._skip = self._skipped = 0  # batches of a plain iterable that the next pass, and this one, leave out
+        self._skip = self._skipped = 0  # leading batches that the next pass and this one leave out
         self._layout: BatchLayout | None = None
-        self._stop = Stop()  # of the pass that was opened last
-        self._peeked: Iterator[NumberedPart | None] | None = None  # of a plain iterable, only looked at
-        self._stream: PushBack[Numbered | None] | None = None  # of an iterator, which cannot be made anew
+        self._stop = StopRequest()  # of the pass that was opened last
+        self._peeked: Iterator[NumberedPart | None] | None = None  # opened for `element_spec`
+        self._stream: PushBack[Numbered | None] | None = None  # of an iterator
         self._prefetcher: Prefetcher[Numbered] | None = None
         self._active: weakref.ref[DatasetIterator] | None = None
 
     @property
     def num_steps(self) -> int | None:
-        """How many batches one pass has; None: without end, or a plain iterable."""
+        """Batches of one pass; None: without end, or a plain iterable."""
         return None if self._reader.resumable is None else self._reader.resumable.num_steps
 
     @property
@@ -83,7 +76,7 @@ class DistributedDataset:
 
     @property
     def steps_per_pass(self) -> int | None:
-        """How many steps a whole pass makes; None: not known. Of an iterable its `len()`."""
+        """Steps of a whole pass, of an iterable by its `len()`; None: not known."""
         reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
         if self._reader.resumable is not None:
             # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
@@ -129,15 +122,13 @@ class DistributedDataset:
 
     @property
     def position(self) -> int:
-        """Steps of the source that were handed to the consumer in this pass; never counts prefetched ones."""
+        """Steps that the consumer has received in this pass; prefetched ones do not count."""
         return self._position
 
     @property
     @without_own_frames
     def element_spec(self) -> PyTree:
-        """Shapes and dtypes of what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`.
-
-        Of batches that a strategy puts on its devices with their shardings.
+        """Describes what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`, with shardings under a mesh.
 
         Makes one batch if none was made yet; a plain iterable loses nothing by it. Where each process has an iterable of
         its own, all have to ask.
@@ -148,11 +139,11 @@ class DistributedDataset:
             else:
                 self._peeked = self._learn(self._parts(0), start=0)
         assert self._layout is not None
-        spec = batching.element_spec(self._layout, steps_per_call=self._options.steps_per_call)
+        spec = batching.element_spec(self._layout)
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
 
     def state(self) -> dict[str, Any]:
-        """Gives the position as a dict that JSON can hold: steps handed to the consumer, and of which data.
+        """Saves the position as a dict that JSON can hold: the steps that the consumer has received, and of which data.
 
         Raises:
             DatasetError: the source is a plain iterable.
@@ -188,10 +179,7 @@ class DistributedDataset:
             self._position, self._finished = 0, False
 
     def skip(self, count: int) -> None:
-        """Has the next loop leave out the first `count` batches of a plain iterable, which are read.
-
-        The loop raises a `DatasetError` if there are fewer.
-        """
+        """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`."""
         self._skip = count
 
     def close(self) -> None:
@@ -214,7 +202,7 @@ class DistributedDataset:
             self._prefetcher = Prefetcher(batches, depth=depth, keep_unused=is_stream, stop=self._stop)
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
-            hand_over=self._hand_over,
+            hand_over=None if self._options.prefetch_to_device else self._options.place,
             handed=self._handed,
             came_to_end=self._came_to_end,
             close=self.close,
@@ -278,20 +266,23 @@ class DistributedDataset:
             self._skip = 0
             if self._skipped:
                 numbered = skip_batches(numbered, self._skipped, type(self._source).__name__)
+        if self._layout is None:  # resumed at the end: there was no batch to learn it from
+            return iter(())
+        prepared = prepare(numbered, self._layout)
         if not isinstance(self._source, Iterator):
-            return self._prepared(numbered)
-        self._stream = PushBack(self._prepared(numbered))
+            return prepared
+        self._stream = PushBack(prepared)
         return self._stream
 
     def _parts(self, start: int) -> Iterator[NumberedPart | None]:
-        self._stop = Stop()
+        self._stop = StopRequest()
         return self._reader.parts(start, self._stop)
 
     def _resumable(self) -> Resumable:
         return self._reader.resumable or resumable(self._source)
 
     def _learn(self, numbered: Iterator[NumberedPart | None], *, start: int) -> Iterator[NumberedPart | None]:
-        """Learns the layout from the first batch; gives the batches with that one still in front."""
+        """Learns the layout from the first batch; returns the batches with that one still in front."""
         learned = learn_layout(numbered, full=lambda: self._reader.full, options=self._options)
         if learned is not None:
             self._layout, numbered = learned
@@ -302,11 +293,6 @@ class DistributedDataset:
             f"the dataset is empty: the {type(self._source).__name__} gave no batch with rows; check its "
             "files and filters, and if it is a generator or an iterator, that nothing has used it up before"
         )
-
-    def _prepared(self, numbered: Iterator[NumberedPart | None]) -> Iterator[Numbered | None]:
-        if self._layout is None:  # resumed at the end: there was no batch to learn it from
-            return iter(())
-        return prepare(numbered, layout=self._layout, options=self._options)
 
     def _end_active(self, reason: str | None) -> None:
         iterator = None if self._active is None else self._active()
@@ -378,9 +364,6 @@ def distributed_dataset(
         autoshard: how several processes share the source, see `jdist.InputOptions`.
         peers: by which several processes agree on what each has; None: they all read the same.
 
-    Returns:
-        The dataset.
-
     Raises:
         DatasetError: the source is empty or not a source, an option is out of range, or the processes' sources do
             not go together.
@@ -404,17 +387,18 @@ def distributed_dataset(
     if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
         # So that its steps count, and number, the batches that are left.
         reader = GlobalReader(reader.source.without_short(), share, num_replicas)
-    if partial != "pad" and reader.resumable is not None and reader.full is not None:
-        check_divisible(reader.full, num_replicas=num_replicas, partial=partial)
-    options = PipelineOptions(
+    options = DatasetOptions(
         num_replicas=num_replicas,
-        place=place if prefetch_to_device else None,
+        place=place,
         place_spec=place_spec,
         partial=partial,
         with_mask=with_mask,
         steps_per_call=steps_per_call,
         prefetch=prefetch,
-        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
+        prefetch_to_device=prefetch_to_device,
         share=share,
+        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
     )
-    return DistributedDataset(reader, options, hand_over=None if prefetch_to_device else place)
+    if reader.resumable is not None and reader.full is not None:
+        check_divisible(reader.full, options)
+    return DistributedDataset(reader, options)

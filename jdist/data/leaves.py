@@ -1,4 +1,4 @@
-"""Checks the leaves of a batch, counts their rows, and joins batches."""
+"""Leaves of batches: checks, descriptions, rows, and the join of several batches."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ class LeafSpec:
 
 
 def to_numpy(tree: PyTree) -> PyTree:
-    """Converts the leaves of a tree to numpy arrays, or raises an error that names the leaf.
+    """Converts the leaves of a batch to numpy arrays; copies only what must be converted.
 
     Args:
         tree: a pytree of numpy arrays or of what `numpy.asarray` takes (jax arrays, torch CPU tensors).
-
-    Returns:
-        The same tree; each leaf has a batch axis and a dtype that a device can hold. Nothing is copied
-        unless it must be converted.
 
     Raises:
         BatchError: a leaf has no batch axis, is not an array, or has a dtype such as object or str.
@@ -53,11 +49,7 @@ def is_numeric(dtype: np.dtype) -> bool:
 
 
 def numbers_of(path: str, leaf: Any) -> np.ndarray:
-    """Converts a leaf of a batch to a numpy array of numbers; copies only what must be converted.
-
-    Args:
-        path: its name, for the message.
-        leaf: a numpy array, or what `numpy.asarray` takes (jax arrays, torch CPU tensors).
+    """Converts a leaf of a batch to a numpy array of numbers, under the name `path` in errors.
 
     Raises:
         BatchError: it is text, an object, a time, or nothing that numpy can read.
@@ -86,16 +78,10 @@ def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
 
 
 def count_rows(tree: PyTree) -> int:
-    """Counts the rows of a tree of numpy arrays, along its leading axis.
-
-    Args:
-        tree: a pytree of arrays of shape [rows, ...].
-
-    Returns:
-        The number of rows.
+    """Counts the rows of a tree of numpy arrays [rows, ...].
 
     Raises:
-        BatchError: the leaves disagree; the message gives each leaf's size.
+        BatchError: the leaves disagree.
 
     Example:
         >>> import numpy as np
@@ -120,22 +106,22 @@ def count_rows(tree: PyTree) -> int:
 
 
 class TreeSpec(NamedTuple):
-    """The structure of a batch, but for its rows.
-
-    Attributes:
-        leaves: path, shape without the batch axis and dtype of each leaf.
-        structure: the tree of those leaves, a `PyTreeDef`.
-    """
+    """The structure of a batch but for its rows; `structure` is a `PyTreeDef`."""
 
     leaves: tuple[LeafSpec, ...]
     structure: Any
 
 
 def tree_spec(batch: PyTree) -> TreeSpec:
-    """Describes a tree of numpy arrays, but for its rows."""
+    """Describes a tree of numpy arrays but for its rows."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     specs = tuple(LeafSpec(_name(path), leaf.shape[1:], leaf.dtype) for path, leaf in leaves)
     return TreeSpec(specs, jax.tree.structure(batch))
+
+
+def leaves_by_path(batch: PyTree) -> dict[str, str]:
+    """Describes the dtype and shape of each leaf, by its path."""
+    return {leaf.path: str(leaf) for leaf in tree_spec(batch).leaves}
 
 
 def check_same(first: TreeSpec, now: TreeSpec) -> None:
@@ -146,12 +132,10 @@ def check_same(first: TreeSpec, now: TreeSpec) -> None:
     """
     if now == first:
         return
-    before, after = {leaf.path: leaf for leaf in first.leaves}, {leaf.path: leaf for leaf in now.leaves}
+    before, after = ({leaf.path: leaf for leaf in spec.leaves} for spec in (first, now))
     changes = [f"{path} is missing" for path in before if path not in after]
     changes += [f"{path} is new" for path in after if path not in before]
-    for path in before.keys() & after.keys():
-        if before[path] != after[path]:
-            changes.append(f"{path} was {before[path]!s} and is {after[path]!s}")
+    changes += [f"{path} was {x} and is {after[path]}" for path, x in before.items() if after.get(path, x) != x]
     if not changes:
         changes.append(f"its tree was {first.structure} and is {now.structure}")
     raise BatchError(
@@ -165,13 +149,10 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def join(batches: Sequence[PyTree]) -> PyTree:
-    """Joins the rows of several batches to one new batch.
+    """Joins the rows of several batches to one, which shares no memory with them.
 
     Args:
         batches: trees of numpy arrays [rows, ...], alike but for the rows.
-
-    Returns:
-        A tree that shares no memory with them.
 
     Raises:
         BatchError: they are not alike.
@@ -186,12 +167,12 @@ def join(batches: Sequence[PyTree]) -> PyTree:
     for number, batch in enumerate(batches):
         count_rows(batch)
         if tree_spec(batch) != spec:
+            first, other = (
+                ", ".join(f"{path} {leaf}" for path, leaf in leaves_by_path(each).items())
+                for each in (batches[0], batch)
+            )
             raise BatchError(
-                f"batches whose rows are to be joined differ: the first has {_described(batches[0])}, number {number} "
-                f"(from 0) has {_described(batch)}. All need one structure, one dtype a leaf and one shape a row"
+                f"batches whose rows are to be joined differ: the first has {first}, number {number} (from 0) has {other}. "
+                "All need one structure, one dtype a leaf and one shape a row"
             )
     return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-
-
-def _described(batch: PyTree) -> str:
-    return ", ".join(f"{leaf.path} {leaf!s}" for leaf in tree_spec(batch).leaves)

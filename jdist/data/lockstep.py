@@ -1,4 +1,4 @@
-"""Keeps the processes that feed one dataset in step: they agree in every step on what each has, and on the end."""
+"""Lockstep of the processes that feed one dataset: in each step they agree on their batches, and on the end."""
 
 from __future__ import annotations
 
@@ -7,36 +7,28 @@ import hashlib
 import itertools
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jdist.cluster import exit_status
+from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.stacks import exchanging
-from jdist.data.leaves import TreeSpec, check_same, count_rows, to_numpy, tree_spec
-from jdist.data.prefetch import Stop
+from jdist.data.leaves import TreeSpec, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
+from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, ProcessShard
 from jdist.errors import BatchError, ClusterTimeoutError, DatasetError, PeerFailedError
 
 PyTree = Any
 T = TypeVar("T")
-# Of a live process: it may take long for a batch, or pause in its loop. A dead one is noticed long before.
+# For a live process: its source may be slow, or its loop pause. A dead one is noticed long before.
 WAIT_S = 1800.0
-RECHECK_S = 0.2  # between looks whether a wait is still wanted, as the garbage collector cannot wake it
-_TEXT_BYTES = 1 << 18  # of one description by all processes; a message of the cluster holds four times as much
-
-
-class Exchanges(Protocol):
-    """Sends small values to all processes: `jdist.cluster.watch.exchanges.Exchanges`, or a test's."""
-
-    def say(self, key: str, value: Any) -> None: ...
-
-    def hear(self, key: str, timeout_s: float) -> list[Any] | None: ...
-
-    def forget(self, prefix: str) -> None: ...
+RECHECK_S = 0.2  # between looks at the `StopRequest`: the garbage collector cannot wake a thread
+_TEXT_BYTES = 1 << 18  # of a description by all processes; a message holds four times as much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +45,13 @@ class Peers:
     share: ProcessShard
     name: str
 
-    def channel(self, purpose: str, stop: Stop | None = None) -> Channel:
-        """Opens a channel for one purpose."""
-        return Channel(self.exchanges, f"{self.name}, {purpose}, ", stop or Stop())
-
     def together(self, what: str, make: Callable[[], T], describe: Callable[[T], Any]) -> tuple[T, list[Any]]:
         """Makes something on every process, or fails on all if one of them fails.
 
         Args:
-            what: names it, and why it failed: "the dataset function".
+            what: names it, and what failed: "the dataset function".
             make: makes it.
-            describe: gives what the others have to know of it.
+            describe: describes it for the others.
 
         Returns:
             It, and each process's description.
@@ -72,59 +60,68 @@ class Peers:
             PeerFailedError: another process failed.
             Exception: what `make` or `describe` raised here.
         """
-        failure = result = None
-        try:
-            result = make()
-            message = {"is": describe(result)}
-        except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
-            failure, message = error, error_message(error)
-        messages = self.channel(what).exchange("", message)
-        assert messages is not None, "nobody has asked it to stop"
-        raise_failure(messages, failure, what)
+        result, message, failure = _attempt(make, lambda made: {"is": describe(made)})
+        messages = Channel(self, what, StopRequest()).exchange("", message, failure, what)
+        assert messages is not None, "nobody can ask this wait to stop"
         return result, [each["is"] for each in messages]  # pyright: ignore[reportReturnType] # set, as nothing failed
 
     def bounded(self, text: str) -> str:
-        """Gives a text, or its hash where the texts of all processes would be too long for a message."""
+        """Shortens a text to its hash where the texts of all processes would be too long for a message."""
         if len(text) * self.share.count <= _TEXT_BYTES:
             return text
         return f"sha256={hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 class Channel:
-    """Exchanges values among the processes under keys with one prefix.
+    """Exchanges messages for one purpose, such as a pass; a `stop` ends a wait for the other processes."""
 
-    Args:
-        exchanges: sends them.
-        prefix: of the keys.
-        stop: whether to stop waiting.
-    """
-
-    def __init__(self, exchanges: Exchanges, prefix: str, stop: Stop):
-        self._exchanges = exchanges
-        self._prefix = prefix
+    def __init__(self, peers: Peers, purpose: str, stop: StopRequest):
+        self.peers = peers
+        self._prefix = f"{peers.name}, {purpose}, "
         self._stop = stop
-        self._sent: str | None = None  # the key of the last value
-        self._to_leave = [prefix]
+        self._sent: str | None = None  # the key of the last message
+        self._to_leave = [self._prefix]
 
-    def exchange(self, what: str, value: Any) -> list[Any] | None:
-        """Sends a value and gives each process's; None: it was stopped, and a call with the same `what` goes on waiting.
+    def exchange(
+        self, key: str, message: dict[str, Any], failure: Exception | None, what: str
+    ) -> list[dict[str, Any]] | None:
+        """Sends a message and waits for those of all processes.
+
+        Args:
+            key: used once.
+            message: what the others have to know.
+            failure: the error that this message reports, if any.
+            what: names what failed, for the other processes.
+
+        Returns:
+            The messages by process. None: the wait was stopped; a call with the same `key` goes on waiting.
 
         Raises:
+            PeerFailedError: another process reports an error.
             ClusterError: a process did not come in time, has left, or is lost.
+            Exception: `failure`.
         """
-        key = self._prefix + what
+        key = self._prefix + key
         if self._sent != key:
             self._sent = key
-            self._exchanges.say(key, value)
+            self.peers.exchanges.say(key, message)
         with exchanging():
-            return self._receive(key)
+            messages = self._hear(key)
+        if messages is None:
+            return None
+        if failure is not None:
+            raise failure
+        for process, each in enumerate(messages):
+            if "error" in each:
+                raise PeerFailedError(f"{what} failed on process {process}: {each['error']}", exit_code=each["code"])
+        return messages
 
-    def _receive(self, key: str) -> list[Any] | None:
+    def _hear(self, key: str) -> list[Any] | None:
         deadline_s = time.monotonic() + WAIT_S
         while not self._stop.asked:
-            values = self._exchanges.hear(key, RECHECK_S)
-            if values is not None:
-                return values
+            messages = self.peers.exchanges.hear(key, RECHECK_S)
+            if messages is not None:
+                return messages
             if time.monotonic() > deadline_s:
                 raise ClusterTimeoutError(
                     f"the other processes did not come to {key!r} within {WAIT_S:g} s. All processes must make the same "
@@ -132,31 +129,35 @@ class Channel:
                 )
         return None
 
+    def over(self, items: Iterator[T]) -> Iterator[T]:
+        """Iterates, and leaves the channel at the end, also of an iteration that is dropped before it has begun."""
+
+        def iterate() -> Iterator[T]:
+            try:
+                yield from items
+            finally:
+                self.leave()
+
+        iteration = iterate()
+        weakref.finalize(iteration, self.leave).atexit = False
+        return iteration
+
     def leave(self) -> None:
         """Leaves the channel; the garbage collector may call it, more than once, in several threads at the same time."""
         with contextlib.suppress(IndexError):
-            # Popping is atomic, so that one call alone forgets: process 0 would keep a second message for ever.
-            self._exchanges.forget(self._to_leave.pop())
+            # An atomic pop, so that one call alone forgets: process 0 would keep a second message.
+            self.peers.exchanges.forget(self._to_leave.pop())
 
 
-def error_message(error: Exception) -> dict[str, Any]:
-    """Describes an error for the other processes."""
-    return {"error": f"{type(error).__name__}: {error}"[:2000], "code": exit_status.of(error)}
-
-
-def raise_failure(messages: list[Any], failure: Exception | None, what: str) -> None:
-    """Raises this process's failure, else reports another process's.
-
-    Args:
-        messages: of each process; of one that failed, its `error_message`.
-        failure: of this process.
-        what: names what failed.
-    """
-    if failure is not None:
-        raise failure
-    for process, message in enumerate(messages):
-        if "error" in message:
-            raise PeerFailedError(f"{what} failed on process {process}: {message['error']}", exit_code=message["code"])
+def _attempt(
+    make: Callable[[], T], describe: Callable[[T], dict[str, Any]]
+) -> tuple[T | None, dict[str, Any], Exception | None]:
+    """Makes something; returns it, the message about it for the other processes, and the error if there was one."""
+    try:
+        made = make()
+        return made, describe(made), None
+    except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
+        return None, {"error": f"{type(error).__name__}: {error}"[:2000], "code": exit_status.of(error)}, error
 
 
 def check_alike(texts: list[str], what: str, remedy: str) -> None:
@@ -185,21 +186,16 @@ def _difference(first: str, other: str, process: int) -> str:
     return f"{name} is {before.get(name, missing)} on process 0, and {now.get(name, missing)} on process {process}"
 
 
-def parts_in_step(
-    local: LocalBatches, channel: Channel, *, start: int, bounded: Callable[[str], str]
-) -> Iterator[tuple[int, LocalRows] | None]:
-    """Gives this process's parts of global batches, with the position after each.
+def parts_in_step(local: LocalBatches, channel: Channel, *, start: int) -> Iterator[tuple[int, LocalRows] | None]:
+    """Yields this process's parts of global batches, with the position after each.
 
-    A process whose batches have ended goes on with parts of no real rows, until all have.
+    A process whose batches have ended goes on with parts of no real rows, until all have. None comes where the wait for the
+    other processes was stopped; the next item goes on waiting.
 
     Args:
         local: the batches that this process makes.
         channel: to the other processes.
         start: the number of the first batch, the same on all.
-        bounded: `Peers.bounded`.
-
-    Yields:
-        Parts; None when the channel was stopped before all had come; the next one goes on waiting.
 
     Raises:
         DatasetError: a process has no row to begin with.
@@ -207,67 +203,58 @@ def parts_in_step(
         Exception: what this process's own source raised.
     """
     full = ()
-    try:
-        for step in itertools.count(start):
-            message = local.take()
-            if step == start:
-                message |= local.description(bounded)
-            while (messages := channel.exchange(f"step {step}", message)) is None:
-                yield None
-            raise_failure(messages, local.failure, f"making batch {step} (from 0)")
-            if all(each["end"] for each in messages):
-                return
-            if step == start:
-                full = _check_first(messages)
-            yield step + 1, LocalRows(local.rows_to_feed(), tuple(each["rows"] for each in messages), full)
-    finally:
-        channel.leave()
+    for step in itertools.count(start):
+        _, message, failure = _attempt(local.next_rows, lambda rows: {"rows": rows, "end": local.ended})
+        if step == start:
+            message |= local.describe_first(channel.peers.bounded)
+        what = f"making batch {step} (from 0)"
+        while (messages := channel.exchange(f"step {step}", message, failure, what)) is None:
+            yield None
+        if all(each["end"] for each in messages):
+            return
+        if step == start:
+            full = _check_first(messages)
+        yield step + 1, LocalRows(local.rows_to_feed(), tuple(each["rows"] for each in messages), full)
 
 
-def batches_in_step(
-    batches: Iterator[PyTree], channel: Channel, *, bounded: Callable[[str], str]
-) -> Iterator[PyTree | None]:
-    """Gives global batches that every process makes whole, once all have the same rows, leaves and end.
+def batches_in_step(batches: Iterator[PyTree], channel: Channel) -> Iterator[PyTree | None]:
+    """Yields global batches that every process makes whole, once all have the same rows, leaves and end.
 
-    Else one process would wait in a step for another whose loop is over, or whose array has another shape.
+    Else one process would wait in a step for another whose loop is over, or whose array has another shape. See
+    `parts_in_step` for None, and for errors.
 
     Args:
         batches: the batches that this process makes, with numpy leaves.
-        channel, bounded: see `parts_in_step`, for None and the other errors as well.
+        channel: to the other processes.
 
     Raises:
         DatasetError: the processes' batches differ.
     """
-    try:
-        for number in itertools.count():
-            batch, failure = None, None
-            try:
-                batch = next(batches, None)
-                message = {"is": bounded(json.dumps(_outline(batch))), "end": batch is None}
-            except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
-                failure, message = error, error_message(error)
-            while (messages := channel.exchange(f"step {number}", message)) is None:
-                yield None
-            raise_failure(messages, failure, f"making batch {number} (from 0)")
-            check_alike(
-                [each["is"] for each in messages],
-                f"batches {number} (from 0) of the processes",
-                "Every process has to make the same; one that has rows of its own is fed by "
-                '`jdist.InputOptions(autoshard="off")`',
-            )
-            if messages[0]["end"]:
-                return
-            yield batch
-    finally:
-        channel.leave()
+    bounded = channel.peers.bounded
+    for number in itertools.count():
+        batch, message, failure = _attempt(
+            lambda: next(batches, None),
+            lambda batch: {"is": bounded(json.dumps(_outline(batch))), "end": batch is None},
+        )
+        what = f"making batch {number} (from 0)"
+        while (messages := channel.exchange(f"step {number}", message, failure, what)) is None:
+            yield None
+        check_alike(
+            [each["is"] for each in messages],
+            f"batches {number} (from 0) of the processes",
+            "Every process has to make the same; one that has rows of its own is fed by "
+            '`jdist.InputOptions(autoshard="off")`',
+        )
+        if messages[0]["end"]:
+            return
+        yield batch
 
 
 def _outline(batch: PyTree | None) -> dict[str, str]:
-    """Describes what has to be the same of a batch on all processes; None: there is none any more."""
+    """Describes what must be the same of a batch on all processes; None: the source has ended."""
     if batch is None:
         return {"the number of rows": "nothing, as its source has ended,"}
-    leaves = {leaf.path: str(leaf) for leaf in tree_spec(batch).leaves}
-    return {"the number of rows": f"{count_rows(batch):,}"} | leaves
+    return {"the number of rows": f"{count_rows(batch):,}"} | leaves_by_path(batch)
 
 
 class LocalBatches:
@@ -284,49 +271,26 @@ class LocalBatches:
         self._full_rows = full
         self._last = last
         self._batch: PyTree | None = None
-        self._filler: PyTree | None = None  # its last row that was real
+        self._filler: PyTree | None = None  # the last real row
         self._first: TreeSpec | None = None
         self._full = 0  # not known yet
-        self._ended = False
-        self.failure: Exception | None = None
+        self.ended = False
 
-    def take(self) -> dict[str, Any]:
-        """Goes to the next batch; gives its number of rows, the end, or the error, as a message for the others."""
-        try:
-            rows = 0 if self._ended else self._next_rows()
-        except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
-            self.failure = error
-            return error_message(error)
-        return {"rows": rows, "end": self._ended}
+    def next_rows(self) -> int:
+        """Goes to the next batch and counts its rows; 0 after the end.
 
-    def _next_rows(self) -> int:
+        Raises:
+            BatchError: it is not like the first.
+        """
+        if self.ended:
+            return 0
         try:
             batch = to_numpy(next(self._batches))
         except StopIteration:
-            self._batch, self._ended = None, True
+            self._batch, self.ended = None, True
             if self._filler is None and (last := self._last()) is not None:
                 self._filler = _last_row(to_numpy(last))
             return 0
-        self._check(batch)
-        self._batch = batch
-        self._filler = _last_row(batch) if count_rows(batch) else self._filler
-        return count_rows(batch)
-
-    def description(self, bounded: Callable[[str], str]) -> dict[str, Any]:
-        """Describes the first batch for the others; empty if there is no row."""
-        if self._filler is None:
-            return {}
-        leaves = {leaf.path: str(leaf) for leaf in tree_spec(self._filler).leaves}
-        return {"leaves": bounded(json.dumps(leaves)), "full": self._full or self._full_rows()}
-
-    def rows_to_feed(self) -> PyTree:
-        """Gives the batch; where it has no row, one to fill up with."""
-        if self._batch is not None and count_rows(self._batch):
-            return self._batch
-        return jax.tree.map(np.array, self._filler)  # a copy: an array on a device may share its buffer
-
-    def _check(self, batch: PyTree) -> None:
-        """Refuses a batch that is not like the first, before the others count on it."""
         spec, rows = tree_spec(batch), count_rows(batch)
         if self._first is None:
             self._first, self._full = spec, self._full_rows() or rows
@@ -336,6 +300,22 @@ class LocalBatches:
                 f"a batch has {rows} rows, but a full batch of this process has {self._full}; a larger one would "
                 "compile the step again. Let the source give its largest batch first, or split this one"
             )
+        self._batch = batch
+        self._filler = _last_row(batch) if rows else self._filler
+        return rows
+
+    def describe_first(self, bounded: Callable[[str], str]) -> dict[str, Any]:
+        """Describes the first batch for the other processes; empty if there is no row."""
+        if self._filler is None:
+            return {}
+        leaves = bounded(json.dumps(leaves_by_path(self._filler)))
+        return {"leaves": leaves, "full": self._full or self._full_rows()}
+
+    def rows_to_feed(self) -> PyTree:
+        """Returns the batch, or one row to fill up with where it has none."""
+        if self._batch is not None and count_rows(self._batch):
+            return self._batch
+        return jax.tree.map(np.array, self._filler)  # copied: a device array may share its buffer
 
 
 def _last_row(batch: PyTree) -> PyTree | None:
@@ -343,7 +323,7 @@ def _last_row(batch: PyTree) -> PyTree | None:
 
 
 def _check_first(messages: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Checks that the first batches fit each other; gives the rows of a full batch that each process has."""
+    """Checks that the first batches fit each other; returns the rows of a full batch by process."""
     for process, message in enumerate(messages):
         if "leaves" not in message:
             raise DatasetError(

@@ -1,4 +1,4 @@
-"""Options of the input: how batches are made ahead of the step, and by how many pipelines."""
+"""Options of the input, and the context of a dataset function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Replication = Literal["per_worker", "per_replica"]
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """Options by which batches are made ahead and put on the devices.
+    """Options of prefetching, of input pipelines, and of sharing among processes.
 
     Attributes:
         prefetch: how many batches (stacks, with `steps_per_call`) a background thread makes ahead; 0: none.
@@ -25,11 +25,10 @@ class InputOptions:
             replicas take turns; "per_replica" calls it once for each replica.
         autoshard: for `distribute_dataset`, how several processes share the source; one process has it all. "data": each
             reads the whole source, of arrays its own rows only, and keeps its rows of every global batch; iterables whose
-            batches differ in rows, shapes or number are refused. "file": of
-            `jdist.data.from_files`, file i is read by process `i % processes`, which makes its part of every global
-            batch from its own files. "off": each process's source gives its own rows already. "auto": "file" where
-            there are as many files as processes, else "data". What a batch holds depends on the number of processes
-            under "file" and "off", and does not under "data".
+            batches differ in rows, shapes or number are refused. "file": of `jdist.data.from_files`, file i is read by
+            process `i % processes`, which makes its part of every global batch from its own files. "off": each process's
+            source gives its own rows already. "auto": "file" where there are as many files as processes, else "data". What a
+            batch holds depends on the number of processes under "file" and "off", and does not under "data".
 
     Raises:
         DatasetError: a value is not allowed.
@@ -60,14 +59,10 @@ class InputOptions:
 
 
 def input_options(options: InputOptions | None, prefetch: int | None) -> InputOptions:
-    """Makes the input options of the arguments.
-
-    Args:
-        options: all of them, or None.
-        prefetch: the one that has a keyword of its own, or None.
+    """Makes the input options of a call's `options`, or of `prefetch`, which has a keyword of its own.
 
     Raises:
-        DatasetError: both were given, or `options` is something else.
+        DatasetError: both are given, or `options` is something else.
     """
     if options is None:
         return InputOptions() if prefetch is None else InputOptions(prefetch=prefetch)
@@ -83,11 +78,7 @@ def input_options(options: InputOptions | None, prefetch: int | None) -> InputOp
 
 @dataclass(frozen=True, kw_only=True)
 class FeedOptions:
-    """Arguments of a strategy's `distribute_dataset`; see there for each.
-
-    Attributes:
-        input: how batches are made ahead, and shared among processes.
-    """
+    """Arguments of a strategy's `distribute_dataset`; see there."""
 
     partial: Partial
     with_mask: bool
@@ -141,13 +132,7 @@ class InputContext:
             raise unknown("a jdist.InputContext", name, dir(type(self)))
 
     def per_replica_batch(self, global_batch: int) -> int:
-        """Counts the rows of one replica's batch.
-
-        Args:
-            global_batch: rows of a batch over all replicas.
-
-        Returns:
-            `global_batch / num_replicas_in_sync`.
+        """Divides the rows of a global batch by `num_replicas_in_sync`.
 
         Raises:
             DatasetError: `global_batch` is no whole number, 1 or more.

@@ -1,18 +1,17 @@
-"""Prepares batches for the devices, in generators that a prefetch thread or the consumer runs, and iterates over them."""
+"""Preparation of batches for the devices, by a prefetch thread or the consumer, and one pass over them."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jdist.data.batching import (
     BatchLayout,
-    Partial,
+    DatasetOptions,
     fit,
     hand_on_real_rows,
     plan_layout,
@@ -20,7 +19,7 @@ from jdist.data.batching import (
     stack,
 )
 from jdist.data.prefetch import Prefetcher
-from jdist.data.process_shard import NumberedPart, ProcessShard
+from jdist.data.process_shard import NumberedPart
 from jdist.errors import DatasetError
 from jdist.support.tracebacks import hide_own_frames
 
@@ -28,47 +27,25 @@ PyTree = Any
 Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Arguments of `distributed_dataset`; see there."""
-
-    num_replicas: int
-    place: Callable[[PyTree], PyTree] | None
-    place_spec: Callable[[PyTree], PyTree] | None
-    partial: Partial
-    with_mask: bool
-    steps_per_call: int
-    prefetch: int
-    copy: bool  # the source may reuse or keep the memory of its batches
-    share: ProcessShard
-
-
 def learn_layout(
-    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: PipelineOptions
+    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: DatasetOptions
 ) -> tuple[BatchLayout, Iterator[NumberedPart | None]] | None:
-    """Learns the layout from the first batch with rows; gives it, and the batches from that one on, or None without one."""
+    """Learns the layout from the first batch with rows; returns it with the batches from that one on, None without one."""
     for position, part in filter(None, numbered):
         if (rows := sum(part.sizes)) > 0:
-            layout = plan_layout(
-                part.batch,
-                full=part.full or full() or options.share.sizes(rows),  # some know it from their first batch on
-                num_replicas=options.num_replicas,
-                partial=options.partial,
-                with_mask=options.with_mask,
-                share=options.share,
-            )
+            # Some sources know their full batch from the first one on.
+            layout = plan_layout(part.batch, part.full or full() or options.share.sizes(rows), options)
             return layout, itertools.chain([(position, part)], numbered)
     return None
 
 
-def prepare(
-    numbered: Iterator[NumberedPart | None], *, layout: BatchLayout, options: PipelineOptions
-) -> Iterator[Numbered | None]:
-    """Fits batches, stacks them `steps_per_call` at a time and places them; gives each with the position after it.
+def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Iterator[Numbered | None]:
+    """Fits batches, stacks them `steps_per_call` at a time and places them; yields each with the position after it.
 
-    None comes where it stopped waiting for other processes; the next one goes on. It holds nothing of its consumer, so that
-    a thread that runs it keeps no consumer alive.
+    None comes where a wait for other processes was stopped; the next item goes on. The generator holds nothing of its
+    consumer, so a thread that runs it keeps no consumer alive.
     """
+    options = layout.options
     group: list[PyTree] = []
     position, sizes = 0, (0,)
     # `fit` copies before the source is asked again, which may refill the same memory.
@@ -77,7 +54,7 @@ def prepare(
             yield None
             continue
         position, part = numbered_part
-        fitted = fit(layout, part, copy=options.copy)
+        fitted = fit(layout, part)
         if fitted is None:
             continue
         group.append(fitted)
@@ -89,10 +66,11 @@ def prepare(
         yield position, _place(group, sizes, options)
 
 
-def _place(group: list[PyTree], sizes: tuple[int, ...], options: PipelineOptions) -> PyTree:
+def _place(group: list[PyTree], sizes: tuple[int, ...], options: DatasetOptions) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
     rows = jax.tree.leaves(group[0])[0].shape[0]
-    batch = batch if options.place is None else options.place(batch)
+    if options.place is not None and options.prefetch_to_device:
+        batch = options.place(batch)
     if options.steps_per_call == 1:  # of several steps a call returns no rows, so nobody asks
         remember_real_rows(batch, sizes, rows)
     return batch
@@ -121,8 +99,8 @@ class DatasetIterator(Iterator[PyTree]):
     Its prefetch thread ends when the pass does, is closed, or is dropped.
 
     Args:
-        batches: prepared batches with the position after each, from a prefetch thread or made when asked for.
-        hand_over: maps each batch when the consumer takes it; None: batches are handed out as they are.
+        batches: prepared batches with the position after each, from a prefetch thread or made on demand.
+        hand_over: maps each batch when the consumer takes it; or None.
         handed: called with the position after each batch that the consumer receives.
         came_to_end: called with the number of batches handed out, when there are no more.
         close: what `close` calls while the pass is under way.
@@ -168,7 +146,7 @@ class DatasetIterator(Iterator[PyTree]):
                 self._came_to_end(self._count)
             raise
         except BaseException as exc:
-            # An interrupt too: the position is that of the batch handed out last, and `iter` goes on there.
+            # An interrupt too: `iter` goes on behind the batch that was handed out last.
             self._done = True
             if isinstance(self._batches, Prefetcher):
                 self._batches.abandon()

@@ -1,4 +1,4 @@
-"""Runs an iterator ahead of its consumer, in a thread that ends with the consumer."""
+"""An iterator that runs ahead of its consumer, in a thread that ends with the consumer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jdist.errors import DatasetError
 T = TypeVar("T")
 THREAD_NAME = "jdist-prefetch"
 CLOSE_TIMEOUT_S = 2.0
-# Every change wakes the waiting side at once. Waits end by themselves too, because the garbage collector may
-# not wait for the lock and then cannot wake anyone.
+# Every change wakes the waiting side at once. Waits end by themselves too: the garbage collector
+# may not wait for the lock, and then cannot wake anyone.
 _RECHECK_S = 0.2
 
 
-class Stop:
+class StopRequest:
     """A request to stop making items; a plain attribute, so that the garbage collector may set it."""
 
     asked = False
 
 
 class PushBack(Iterator[T]):
-    """An iterator that takes items back, and gives them out again before new ones."""
+    """An iterator that takes items back, and returns them again before new ones."""
 
     def __init__(self, items: Iterator[T]):
         self._items = items
@@ -46,13 +46,13 @@ class PushBack(Iterator[T]):
                 del error  # else this frame and the error's traceback hold each other
         try:
             return next(self._items)
-        except BaseException:  # the end, or an error: a generator gives nothing after either
+        except BaseException:  # the end, or an error, which ends a generator too
             self._over = True
             raise
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to give out."""
+        """Whether nothing is left."""
         return self._over and not self._back and self._error is None
 
     def push_back(self, items: Sequence[T], error: BaseException | None) -> None:
@@ -63,24 +63,26 @@ class PushBack(Iterator[T]):
 
 
 class Prefetcher(Iterator[T]):
-    """Runs an iterator in a background thread, at most `depth` items ahead of the consumer.
+    """An iterator that a background thread runs, at most `depth` items ahead of the consumer.
 
     The thread holds the iterator and this object, never the consumer, which has `close` or `abandon` called when it
     goes away.
 
     Args:
-        items: what to run; only the thread calls it, until the thread has ended.
+        items: the iterator; only the thread calls it, until the thread has ended. None among its items is left out.
         depth: how many items may wait, at least 1.
-        keep_unused: keep what was made and not taken for `unused`, instead of freeing it at the stop.
-        stop: by which the iterator knows that it is to stop waiting; it gives None then.
+        keep_unused: keep items that were not taken for `unused`, instead of freeing them at the stop.
+        stop: asks the iterator to stop waiting, which it answers by None.
     """
 
-    def __init__(self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: Stop | None = None):
+    def __init__(
+        self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: StopRequest | None = None
+    ):
         self._depth = depth
         self._keep_unused = keep_unused
         self._changed = threading.Condition()
         self._ready: deque[T] = deque()
-        self._stop = stop or Stop()
+        self._stop = stop or StopRequest()
         self._stopped = False
         self._ended = False
         self._error: BaseException | None = None
@@ -138,10 +140,7 @@ class Prefetcher(Iterator[T]):
             self._changed.release()
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Stops the thread and waits until it has ended, at most `timeout_s`.
-
-        An iterator that blocks cannot be interrupted: its thread then ends once the iterator returns.
-        """
+        """Stops the thread and waits at most `timeout_s` for its end, which an iterator that blocks puts off."""
         with self._changed:
             self._stopped = self._stop.asked = True
             if not self._keep_unused:
@@ -150,7 +149,7 @@ class Prefetcher(Iterator[T]):
         self._thread.join(timeout_s)
 
     def unused(self) -> tuple[list[T], BaseException | None]:
-        """Takes away what was made and not taken, and the error after it, once the thread has ended."""
+        """Hands over the items that were not taken, and the error after them, once the thread has ended."""
         with self._changed:
             items, error = list(self._ready), self._error
             self._ready.clear()
@@ -170,8 +169,8 @@ class Prefetcher(Iterator[T]):
         else:
             self._end(None)
         finally:
-            # Another prefetcher of the same iterator may have the old one by the time this is abandoned.
-            self._stop = Stop()
+            # Another prefetcher of the iterator may have the old request when this one is abandoned.
+            self._stop = StopRequest()
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Selects the rows of a global batch that a process feeds to its replicas."""
+"""The rows of a global batch that a process feeds to its replicas."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ProcessShard:
     count: int = 1
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Counts the rows of each process."""
+        """Divides rows among the processes."""
         least, more = divmod(num_rows, self.count)
         return tuple(least + (i < more) for i in range(self.count))
 
     def rows(self, num_rows: int) -> tuple[int, int]:
-        """Gives the first of this process's rows, and the one behind its last."""
+        """Finds where this process's rows start and stop."""
         sizes = self.sizes(num_rows)
         start = sum(sizes[: self.index])
         return start, start + sizes[self.index]
@@ -51,8 +51,8 @@ class LocalRows(NamedTuple):
 
     Attributes:
         batch: leaves [rows, ...]: its own rows, then perhaps others to fill up with.
-        sizes: how many rows each process has.
-        full: how many it has of a full batch; none: as the source's global batch is shared.
+        sizes: the number of rows of each process.
+        full: that of a full batch; empty: as the source's global batch is shared.
     """
 
     batch: PyTree
@@ -64,13 +64,7 @@ NumberedPart = tuple[int, LocalRows]  # the position after a batch, and this pro
 
 
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
-    """Takes this process's part of a global batch that it has read whole.
-
-    Args:
-        batch: leaves [rows of the batch, ...].
-        share: which part.
-        rows: rows of every batch as the replicas of all processes receive it.
-    """
+    """Takes this process's part of a global batch that is padded to `rows` over all processes."""
     batch = to_numpy(batch)
     num_rows = count_rows(batch)
     if share.count == 1 or num_rows == 0:
@@ -80,7 +74,7 @@ def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
 
 
 def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int) -> LocalRows:
-    """Reads this process's part of batch number `step`; of arrays nothing else is read. See `part_of`."""
+    """Reads this process's part of batch number `step`, and of arrays nothing else; see `part_of`."""
     if share.count == 1 or not isinstance(source, ArraySource):
         return part_of(source.batch_at(step), share, rows)
     num_rows = source.rows_of(step)

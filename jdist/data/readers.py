@@ -1,4 +1,4 @@
-"""Reads a dataset's source in a process: global batches, of which it keeps its rows, or batches of its rows alone."""
+"""Readers of a dataset's source: of global batches, from which a process keeps its rows, or of its own rows alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import hashlib
 import itertools
 import json
 import os
-import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jdist.data.batching import padded_rows
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.lockstep import LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
-from jdist.data.prefetch import Stop
+from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
+from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import RandomAccessSource, Resumable, fields, steps_from
+from jdist.data.sources.protocol import JointSource, RandomAccessSource, Resumable, fields, steps_from
 from jdist.data.sources.replica_batches import ReplicaBatches
 from jdist.data.sources.shards import Policy, by_file, has_files_for
 from jdist.errors import BatchError, DatasetError
@@ -28,12 +26,12 @@ Source = Iterable[PyTree] | RandomAccessSource
 
 
 class GlobalReader:
-    """Reads global batches, as every process does, and keeps this process's rows of each.
+    """A reader of global batches, which every process makes; keeps this process's rows of each.
 
     Args:
         source: of global batches.
         share: which rows.
-        num_replicas: how many replicas all processes have.
+        num_replicas: over all processes.
         peers: the processes, which agree in each step on the batches of an iterable; None: they cannot.
     """
 
@@ -51,34 +49,28 @@ class GlobalReader:
 
     @property
     def full(self) -> tuple[int, ...] | None:
-        """How many rows of a full batch each process has; None: the first batch tells."""
+        """Rows of a full batch by process; None: known from the first batch on."""
         rows = _full_rows(self.source)
         return None if rows is None else self._share.sizes(rows)
 
     def peek(self) -> Iterator[NumberedPart | None]:
         """Reads parts of a random-access source from the beginning, without asking other processes."""
-        return self.parts(0, Stop())
+        return self.parts(0, StopRequest())
 
-    def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
-        """Reads this process's parts of the batches from `start` on, with the position after each.
+    def parts(self, start: int, stop: StopRequest) -> Iterator[NumberedPart | None]:
+        """Reads this process's parts of the batches from position `start` on, with the position after each.
 
-        Args:
-            start: a position; 0 for an iterable.
-            stop: whether to stop waiting for other processes; None is yielded then.
+        None is yielded where `stop` ends a wait for the other processes. An iterable starts at 0.
         """
-        if self.resumable is not None:  # arithmetic and a fingerprint say that all have the same
-            return self._from(self.source, start)
+        if isinstance(self.source, RandomAccessSource):  # the same on all processes
+            source, share = self.source, self._share
+            rows = padded_rows(share.sizes(source.global_batch), num_replicas=self._num_replicas)
+            return ((number + 1, read_part(source, number, share, rows)) for number in steps_from(source, start))
         batches = _numpys(self.source)
-        if self._peers is None:
-            return self._of_iterable(batches)
-        channel = self._peers.channel(f"pass {next(self._passes)}", stop)
-        parts = self._of_iterable(batches_in_step(batches, channel, bounded=self._peers.bounded))
-        weakref.finalize(parts, channel.leave).atexit = False  # by itself it leaves only if it was begun
-        return parts
-
-    def _from(self, source: Any, start: int) -> Iterator[NumberedPart]:
-        rows = padded_rows(self._share.sizes(source.global_batch), num_replicas=self._num_replicas)
-        return ((number + 1, read_part(source, number, self._share, rows)) for number in steps_from(source, start))
+        if self._peers is not None:
+            channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
+            batches = channel.over(batches_in_step(batches, channel))
+        return self._of_iterable(batches)
 
     def _of_iterable(self, batches: Iterator[PyTree | None]) -> Iterator[NumberedPart | None]:
         full, number = self.full, 0
@@ -92,17 +84,8 @@ class GlobalReader:
             yield number, part_of(batch, self._share, padded_rows(full or (0,), num_replicas=self._num_replicas))
 
 
-@dataclass(frozen=True, kw_only=True)
-class JointSource:
-    """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
-
-    num_steps: int | None
-    global_batch: int
-    fingerprint: str
-
-
 class LocalReader:
-    """Reads batches that are this process's rows; the processes agree in each step on what they have together.
+    """A reader of this process's own rows; the processes agree in each step on what they have together.
 
     Args:
         source: of this process's rows.
@@ -134,13 +117,11 @@ class LocalReader:
             batch = to_numpy(self.source.batch_at(number))
             yield number + 1, LocalRows(batch, (count_rows(batch),), self.full or ())
 
-    def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
+    def parts(self, start: int, stop: StopRequest) -> Iterator[NumberedPart | None]:
         """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
         local = LocalBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
-        channel = self._peers.channel(f"pass {next(self._passes)}", stop)
-        parts = parts_in_step(local, channel, start=start, bounded=self._peers.bounded)
-        weakref.finalize(parts, channel.leave).atexit = False  # by itself it leaves only if it was begun
-        return parts
+        channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
+        return channel.over(parts_in_step(local, channel, start=start))
 
     def _last(self) -> PyTree | None:
         if not isinstance(self.source, RandomAccessSource) or self.source.num_steps is None:
@@ -149,7 +130,7 @@ class LocalReader:
 
 
 def _numpys(source: Any) -> Iterator[PyTree]:
-    """Converts the batches of an iterable, which is opened when the first one is asked for."""
+    """Converts the batches of an iterable, which the first `next` opens."""
     yield from map(to_numpy, source)
 
 
@@ -170,14 +151,12 @@ def make_reader(
         DatasetError: the source cannot be shared so, or the processes have different ones.
         BatchError: the global batch does not divide by the processes.
     """
-    if share.count == 1:
-        return GlobalReader(source, share, num_replicas)
-    if peers is None:
-        if autoshard in ("file", "off"):
-            raise DatasetError(
-                f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
-                "know how to reach them. Make it with `jdist.multi_worker()`"
-            )
+    if share.count > 1 and peers is None and autoshard in ("file", "off"):
+        raise DatasetError(
+            f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
+            "know how to reach them. Make it with `jdist.multi_worker()`"
+        )
+    if share.count == 1 or peers is None:
         return GlobalReader(source, share, num_replicas)
     if autoshard == "auto":
         autoshard = "file" if has_files_for(source, share.count) else "data"
@@ -209,7 +188,7 @@ def _local_files(source: Source, share: ProcessShard) -> FileSource:
 
 
 def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]:
-    """Describes a source for the other processes: what has to be the same on all, and what each adds."""
+    """Describes a source for the other processes: facts that must be the same on all, and those of this one."""
     random_access = isinstance(source, RandomAccessSource)
     alike = {"the kind of source": "random-access" if random_access else "iterable"}
     if isinstance(source, FileSource) and autoshard != "off":

@@ -12,8 +12,8 @@ Status = Literal["pass", "warn", "fail"]
 class Finding:
     """One line of the report."""
 
-    status: Status  # "pass", "warn" (a job runs, but perhaps not as wished) or "fail" (it does not run)
-    check: str  # its name, "ports"
+    status: Status  # "warn": a job runs, but perhaps not as wished; "fail": it does not run
+    check: str  # the name of the check, "ports"
     text: str  # the result
     remedy: str = ""  # what to do; "" for nothing
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from jdist.doctor.finding import Finding, failed, passed, warned
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "chex", "numpy")
-_NO_FREE_BYTES = 50 * 10**6  # in which not even one checkpoint of a small model has room
+_NO_FREE_BYTES = 50 * 10**6  # less than one checkpoint of a small model
 _LEAST_FREE_BYTES = 2 * 10**9  # some checkpoints of a small model
 
 
@@ -37,7 +37,7 @@ def versions() -> list[Finding]:
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Checks that a run can write its folder, which need not be there, and that there is room."""
+    """Checks that a run can write its folder, which need not exist, and that there is room."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -53,7 +53,7 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def memory() -> list[Finding]:
-    """Checks the size of the memory that processes share, /dev/shm on Linux, which NCCL needs."""
+    """Checks the size of shared memory, /dev/shm on Linux, which NCCL needs."""
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Checks of the cluster's description, its addresses, and the protection of its traffic; nothing is started."""
+"""Checks of the cluster's description, addresses and security, which start nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINCE = (0, 12)  # JAX's first version with TLS between the processes of a job
 
 
 def cluster(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, list[Finding]]:
-    """Finds the cluster in the environment, and where each value is from."""
+    """Finds the cluster in the environment, and the origin of each value."""
     try:
         spec = resolve(environ)
     except ClusterConfigError as exc:
@@ -51,7 +51,7 @@ def names(spec: ClusterSpec) -> list[Finding]:
 
 
 def _own_name(host: str, numeric: str, spec: ClusterSpec, good: Finding) -> list[Finding]:
-    """Checks that other machines reach this process, which is process 0, by its name."""
+    """Checks that other machines reach this process, process 0, by its name."""
     try:
         wrong = check_reachable(host, numeric, spec.processes)
     except ClusterError as exc:
@@ -60,7 +60,7 @@ def _own_name(host: str, numeric: str, spec: ClusterSpec, good: Finding) -> list
 
 
 def ports(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Checks on process 0 that its two ports are free, by a socket on each for a moment."""
+    """Checks on process 0 that its two ports are free, by opening a socket on each."""
     if spec.num_processes == 1 or spec.task_type not in ("chief", "worker") or spec.process_index != 0:
         return []
     host, port = split(spec.coordinator_address)
@@ -84,7 +84,7 @@ def ports(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Fi
 
 
 def security(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Checks who could join, and whether the traffic can be read."""
+    """Checks who could join the job, and whether its traffic can be read."""
     if spec.num_processes == 1:
         return []
     loopback = all(
@@ -102,7 +102,7 @@ def security(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list
 
 
 def tls(environ: Mapping[str, str], jax_version: str) -> Finding:
-    """Checks that the traffic of JAX's coordinator is encrypted, by JAX's three variables for mutual TLS."""
+    """Checks JAX's three variables for mutual TLS, by which its coordinator's traffic is encrypted."""
     files = {name: environ.get(name, "").strip() for name in (CERTIFICATE, KEY, AUTHORITY)}
     missing = [name for name, file in files.items() if not file]
     if len(missing) == len(files):
@@ -143,7 +143,7 @@ def handshake(certificate: str, key: str, authority: str) -> None:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = sides[0].wrap_bio(to_client, to_server)
     server = sides[1].wrap_bio(to_server, to_client, server_side=True)
-    for _ in range(4):  # each turn takes in what the other has just sent
+    for _ in range(4):  # each side takes in what the other has just sent
         for side in (client, server):
             try:
                 side.do_handshake()

@@ -1,4 +1,4 @@
-"""All checks in their order, and the report of their findings."""
+"""The order of the checks, and the report of their findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jdist.doctor import machine, network, together
+from jdist.doctor import gpus, machine, network, together
 from jdist.doctor.finding import Finding, failed
 from jdist.strategies.libtpu import quiet_environment
 
@@ -17,20 +17,23 @@ _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL"
 
 
 def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
-    """Makes all checks, or with `alone` those of this process, and yields each finding at once, as a later one may crash it."""
+    """Makes all checks, with `alone` those of this process alone; yields findings at once, as a later check may crash."""
     yield from _findings("packages", machine.versions)
     yield from _findings("disk", machine.disk, Path("runs"))
     yield from _findings("shared memory", machine.memory)
+    yield from _findings("gpus", gpus.gpus, os.environ)
     spec, findings = _value_and_findings("cluster", network.cluster, os.environ)
     yield from findings
     if spec is None:
         return
-    if spec.num_ps:  # its processes do not train in step, so none of the joint checks apply
+    if spec.num_ps:  # its processes do not train in step, so the joint checks do not apply
         from jdist.doctor.servers import servers
 
         yield from _findings("names", network.names, spec)
         yield from _findings("servers", lambda: servers(spec, os.environ, alone=alone, timeout_s=timeout_s))
         return
+    hosts = len({(address or "").rpartition(":")[0] for address in spec.processes})
+    yield from _findings("nccl", lambda: gpus.nccl(os.environ, hosts=hosts))
     failures = 0
     for name, check in {"names": network.names, "ports": network.ports, "security": network.security}.items():
         findings = _findings(name, check, spec)
@@ -44,7 +47,7 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
 
 
 def _joint_findings(timeout_s: float) -> Iterator[Finding]:
-    """Makes the checks of all processes together, up to the first that fails: the others would not come to the next."""
+    """Makes the checks of all processes together, up to the first that fails: others might not come to the next."""
     os.environ.update(quiet_environment(os.environ))
     strategy, findings = _value_and_findings("together", together.join, timeout_s)
     yield from findings
@@ -78,7 +81,7 @@ def _value_and_findings(
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:
-    """Prints findings, each as soon as it is there; as JSON all at the end. Returns the exit code, 1 if a check failed."""
+    """Prints findings one by one, as JSON all at the end; returns the exit code, 1 if a check failed."""
     printed: list[Finding] = []
     if as_json:
         printed += findings

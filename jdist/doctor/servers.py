@@ -1,4 +1,4 @@
-"""Checks of a parameter server's cluster: tokens and certificates, and whether each server answers this process."""
+"""Checks of a parameter server's cluster: token and certificates, and whether each server answers this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.doctor.network import handshake
 from jdist.errors import ClusterConfigError
 from jdist.ps.coordinator.servers import seen_from
-from jdist.ps.transport.diagnose import Trouble, reach_all
+from jdist.ps.transport.diagnose import Diagnosis, reach_all
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _ANSWER_S = 10.0  # for one answer
@@ -23,7 +23,7 @@ _SETTINGS = 'SECURITY.md and docs/clusters.md ("A parameter server\'s cluster") 
 
 
 def servers(spec: ClusterSpec, environ: Mapping[str, str], *, alone: bool, timeout_s: float) -> list[Finding]:
-    """Makes all these checks, or with `alone` those that need no server; servers have `timeout_s` to come."""
+    """Makes all these checks, with `alone` those that need no server; servers have `timeout_s` to start."""
     try:
         security = read_security(environ)
     except ClusterConfigError as exc:
@@ -46,7 +46,7 @@ def _protection(spec: ClusterSpec, security: Security) -> Finding:
 
 
 def _certificate(security: Security) -> list[Finding]:
-    """Checks that the certificate serves for both sides of a connection; one for one side alone may be intended."""
+    """Checks that the certificate serves both sides of a connection; one for a single side may be intended."""
     if security.files is None:
         return []
     certificate, _, authority = security.files
@@ -79,10 +79,10 @@ def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Fi
     return findings
 
 
-def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Trouble | None]:
+def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Diagnosis | None]:
     """Finds why each server cannot be reached, if it cannot, once waiting longer does not help."""
     begin, is_reported = time.monotonic(), False
-    troubles: dict[str, Trouble | None] = {}
+    troubles: dict[str, Diagnosis | None] = {}
     missing = list(named)
     while True:
         troubles |= zip(missing, reach_all(missing, security, min(timeout_s, _ANSWER_S)), strict=True)
@@ -97,7 +97,7 @@ def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) ->
         time.sleep(_RETRY_S)
 
 
-def _finding(who: str, trouble: Trouble | None) -> Finding:
+def _finding(who: str, trouble: Diagnosis | None) -> Finding:
     if trouble is None:
         return passed("servers", f"{who} answers")
     return failed("servers", f"{who}: {trouble.text}", _SETTINGS if trouble.lasts else _NOT_THERE)

@@ -1,4 +1,4 @@
-"""Checks that all processes of the cluster make together: clocks, folder, devices, an all-reduce; they start JAX."""
+"""Checks that all processes of the cluster make together, with JAX: clocks, folder, devices, an all-reduce."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _SIZE_BYTES = 16 << 20
 _ROUNDS = 5
-_CLOCKS_S = 2.0  # clocks further apart than that confuse logs, and the ages of files
+_CLOCKS_S = 2.0  # clocks further apart confuse logs, and the ages of files
 
 
 def join(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
-    """Joins the cluster, all of whose processes have to run `jdist doctor`."""
+    """Joins the cluster, whose processes must all run `jdist doctor`."""
     import jdist
 
     try:
@@ -35,7 +35,7 @@ def join(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
 
 
 def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
-    """Compares the processes' clocks, exchanged at about the same time."""
+    """Compares the processes' clocks, read at about the same time."""
     cluster = strategy.cluster
     if cluster.num_processes == 1:
         return []
@@ -69,7 +69,7 @@ def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
 
 
 def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:
-    """Lists the devices, and checks that all processes have as many of the same kind."""
+    """Lists the devices, and checks that all processes have as many and of the same kind."""
     import jax
 
     local = jax.local_devices()
@@ -91,7 +91,7 @@ def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:
 
 
 def all_reduce(strategy: Strategy) -> list[Finding]:
-    """Makes a small all-reduce over all replicas: checks its result, and measures its speed."""
+    """Makes a small all-reduce over all replicas, checks its result, and measures its speed."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,4 @@
-"""`callbacks` of a config -> the callbacks of its run, and whether what they look at is measured."""
+"""`callbacks` of a config -> the callbacks of its run; whether the metrics that it names are measured."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PyTree = Any
 
 
 def make_callbacks(config: Config, parts: Parts, document: Document, folder: Path) -> list[Callback]:
-    """The callbacks that a config names.
+    """Makes the callbacks that a config names.
 
     Args:
         config: the checked config.
         parts: what `prepare` made of it.
         document: what it was read from, for the origins in messages.
-        folder: the run folder, in which what they write is, unless its path is absolute.
+        folder: the run folder, in which they write, unless a path of theirs is absolute.
 
     Raises:
         ConfigError: one line for each that cannot be made.
@@ -67,11 +67,11 @@ _MAKE: dict[str, Callable[[dict[str, Any], Parts, Path], Callback]] = {
 
 
 def check_watched(config: Config, measured: Mapping[str, Any], document: Document) -> None:
-    """Refuses to look at what the task's evaluation does not measure, or at an array, of which nothing is the best.
+    """Refuses to look at a metric that the task's evaluation does not measure, or at an array, of which nothing is the best.
 
     Args:
         config: the checked config.
-        measured: the results of an evaluation by name, or their shapes.
+        measured: the results of an evaluation, by name without "eval/", or their shapes.
         document: what the config was read from.
 
     Raises:
@@ -94,23 +94,17 @@ def check_watched(config: Config, measured: Mapping[str, Any], document: Documen
 
 
 def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document: Document) -> None:
-    """Checks as `check_watched` does, before there are any results.
-
-    Args:
-        config: the checked config.
-        task: whose evaluation it is.
-        shapes: of what its evaluation step returns.
-        document: what the config was read from.
+    """Checks as `check_watched` does, by the shapes of what the task's evaluation step returns.
 
     Raises:
         ConfigError: what is looked at can be none of the results.
-        StepError: the step returns what is no measurement.
+        StepError: the step returns something that is not a measurement.
     """
-    noted = MetricTotals(task.metrics).note(shapes)
+    returned = MetricTotals(task.metrics).note(shapes)
     if isinstance(task.metrics, Metric):
-        return  # what it calls its results it says once there are some
+        return  # it names its results once there are some
     contributed = task.metrics or {}
-    names = {name: 0.0 if name in contributed else shape for name, shape in noted.items()}
+    names = {name: 0.0 if name in contributed else shape for name, shape in returned.items()}
     for _, metric in _watched(config, document):
         name = metric.removeprefix("eval/")
         if name.partition("/")[0] in contributed:  # a collection has several
@@ -118,20 +112,16 @@ def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document
     check_watched(config, names, document)
 
 
-def watches_evaluation(config: Config) -> bool:
+def watches_evaluation(config: Config, document: Document) -> bool:
     """Whether anything looks at a metric of the evaluation."""
-    return config.checkpoint.best is not None or any(_of_callbacks(config))
+    return any(_watched(config, document))
 
 
 def _watched(config: Config, document: Document) -> Iterator[tuple[Key, str]]:
-    """The evaluation's metrics that are looked at, by the key that names them."""
+    """Lists the evaluation's metrics that are looked at, by the key that names them."""
     best = best_as_written(document)
     if best is not None:
         yield ("checkpoint", "best"), best
-    yield from _of_callbacks(config)
-
-
-def _of_callbacks(config: Config) -> Iterator[tuple[Key, str]]:
     for i, section in enumerate(config.callbacks):
         options = section.options
         if isinstance(options, EarlyStoppingOptions) and options.metric.startswith("eval/"):

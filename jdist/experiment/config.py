@@ -10,9 +10,8 @@
       optimizer: {name: adamw, learning_rate: 1.0e-3}
 
 is a whole config: `name`, `task.make`, `train.global_batch`, `train.optimizer.name` and one of `train.steps`
-and `train.epochs` have no default. A key that is not here is refused, at every level, except the options
-that are handed on to a function of the task, the strategy or optax: they are checked against that function's
-signature, names and annotated types, when the run starts.
+and `train.epochs` have no default. A key that is not here is refused, at every level, except options of the task, the
+strategy and the optimizer: they are checked against the signature of the function that takes them when the run starts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jdist.report.metric_direction import Mode, better
 
 Count = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-MOST_CPU_DEVICES = 2048  # virtual ones of a process; JAX takes further ones for another process's
+MOST_CPU_DEVICES = 2048  # virtual ones; JAX takes any beyond for another process's
 
 
 class Section(BaseModel):
@@ -50,7 +49,7 @@ class TaskSection(Section):
 
 
 class StrategySection(Section):
-    """How the step is distributed; every further key is an option of that strategy."""
+    """The strategy; every further key is an option of it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -58,7 +57,7 @@ class StrategySection(Section):
 
 
 class ScalingSection(Section):
-    """By which rule the optimizer's options, given for another global batch, are converted to `train.global_batch`."""
+    """The rule that converts the optimizer's options, tuned at another global batch, to `train.global_batch`."""
 
     rule: Literal["linear", "square_root", "adam"] = Field(
         description="A rule of `jdist.scaling`: linear or square_root for the learning rate; adam for b1, b2 and eps too."
@@ -84,7 +83,7 @@ class OptimizerSection(Section):
 
 
 class TrainSection(Section):
-    """How long and how to train."""
+    """The length of training, and its options."""
 
     global_batch: Count = Field(description="Rows of one step, over all replicas; at most twice those there are.")
     steps: Count | None = Field(default=None, description="Optimizer updates; or give `epochs`.")
@@ -116,7 +115,7 @@ class TrainSection(Section):
 
 
 class EvalSection(Section):
-    """When and how to evaluate; at the end of the run always."""
+    """Evaluations; there is always one at the end of the run."""
 
     every: Count | None = Field(default=None, description="Steps between evaluations; null for the end only.")
     global_batch: Count | None = Field(
@@ -126,7 +125,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to save and what to keep; at the end and on Ctrl-C always saved."""
+    """Checkpoints; one is always saved at the end and on Ctrl-C."""
 
     every: Count | None = Field(default=1000, description="Steps between checkpoints; null for the end only.")
     keep: Count = Field(default=3, description="Newest checkpoints kept; older ones are deleted.")
@@ -136,13 +135,13 @@ class CheckpointSection(Section):
     )
     mode: Mode | None = Field(
         default=None,
-        description='Whether more ("max") or less ("min") of `best` is better; null: as its name says, '
-        '"loss" for less, "accuracy" and "auc" for more.',
+        description='Whether more ("max") or less ("min") of `best` is better; null: as its name says, less of a '
+        '"loss", more of an "accuracy" or "auc".',
     )
 
 
 class EarlyStoppingOptions(Section):
-    """Ends a run that gets no better."""
+    """Options of the callback that ends a run that gets no better."""
 
     metric: str = Field(
         default="eval/loss",
@@ -150,7 +149,7 @@ class EarlyStoppingOptions(Section):
         description='"eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.',
     )
     patience: Count = Field(default=3, description="How many of these may pass without improvement.")
-    min_delta: float = Field(default=0.0, ge=0, description="What is less than that is no improvement.")
+    min_delta: float = Field(default=0.0, ge=0, description="Smaller changes are not an improvement.")
     mode: Mode | None = Field(default=None, description="Whether less or more is better; null: as its name says.")
 
     @model_validator(mode="after")
@@ -161,38 +160,38 @@ class EarlyStoppingOptions(Section):
 
 
 class EmaOptions(Section):
-    """Averages the parameters over the last steps; saved in the checkpoints."""
+    """Options of the callback that averages the parameters over the last steps, and saves the average in the checkpoints."""
 
     decay: float = Field(default=0.999, ge=0, lt=1, description="0.999 looks back over some thousand steps.")
     name: str = Field(default="ema", min_length=1, description="Under which it is saved.")
 
 
 class LearningRateLogOptions(Section):
-    """Logs the optimizer's learning rate."""
+    """Options of the callback that logs the optimizer's learning rate."""
 
     name: str = Field(default="learning_rate", min_length=1, description="Its name in the rows.")
 
 
 class NanGuardOptions(Section):
-    """Ends a run whose metrics are NaN or infinite."""
+    """Options of the callback that ends a run whose metrics are NaN or infinite."""
 
     metrics: list[str] = Field(default_factory=list, description="Names in a row, such as loss or eval/loss; []: all.")
 
 
 class CsvOptions(Section):
-    """Writes the rows as a table."""
+    """Options of the callback that writes the rows as a table."""
 
     path: str = Field(default="metrics.csv", min_length=1, description="The file; in the run folder.")
 
 
 class TensorboardOptions(Section):
-    """Writes the rows for TensorBoard."""
+    """Options of the callback that writes the rows for TensorBoard."""
 
     folder: str = Field(default="tensorboard", min_length=1, description="For `--logdir`; in the run folder.")
 
 
 class ProfilerOptions(Section):
-    """Traces some steps with JAX's profiler."""
+    """Options of the callback that traces some steps with JAX's profiler."""
 
     folder: str = Field(default="profile", min_length=1, description="Where the trace goes; in the run folder.")
     first: Count = Field(default=10, description="The first step of the trace.")
@@ -206,7 +205,7 @@ class ProfilerOptions(Section):
 
 
 class WandbOptions(Section):
-    """Logs the rows to Weights & Biases; every key is an argument of `wandb.init`."""
+    """Options of the callback that logs the rows to Weights & Biases; every key is an argument of `wandb.init`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -248,7 +247,7 @@ class CallbackSection(Section):
 
 
 class LogSection(Section):
-    """Where and how often to report."""
+    """Reports of the run: how often, and where."""
 
     every: Count = Field(default=20, description="Steps between lines of `metrics.jsonl`.")
     folder: str = Field(default="runs", min_length=1, description="The run is written to FOLDER/NAME.")

@@ -1,10 +1,9 @@
-"""Everything of a run but the run: config, data, shapes and steps are checked, and nothing is trained or written."""
+"""A run without training: config, data, shapes and steps are checked, and nothing is written."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ PyTree = Any
 
 
 def dry_run(config: Config, document: Document, *, fresh: bool = False, console: Console | None = None) -> int:
-    """Check what a config describes, compile its steps, and say what a run would be.
+    """Checks what a config describes, compiles its steps, and says what a run would do.
 
     Args:
         config: the checked config; its `platform` has been applied.
@@ -65,16 +64,17 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     if not fresh:
         check_same_run(folder, parts.values, document)
 
-    shapes = shapes_of_run(config, parts)
+    state, parameters = state_shapes(config, parts)
+    batch = batch_shapes(parts, parts.train_data, steps_per_call=config.train.steps_per_call)
     eval_batch = batch_shapes(parts, task.eval_data(parts.eval_batch))
-    say(f"parameters: {_numbers(shapes.parameters)}")
-    say(f"state: {_numbers(shapes.state)}")
-    say(f"batch: {_batch(shapes.batch)}")
-    # First, as an error in the step says there what it was called with.
-    evaluation = make_eval_step(parts).lower(shapes.state, eval_batch)
-    check_watched_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
+    say(f"parameters: {_numbers(parameters)}")
+    say(f"state: {_numbers(state)}")
+    say(f"batch: {_batch(batch)}")
+    # Before eval_shape: an error in the step then says what it was called with.
+    evaluation = make_eval_step(parts).lower(state, eval_batch)
+    check_watched_of_shapes(config, task, jax.eval_shape(task.eval_step, state, eval_batch), document)
 
-    say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
+    say(_compiled("train step", make_train_step(config, parts).lower(state, batch)))
     say(_compiled("evaluation", evaluation))
     goes_on = folder.has_checkpoints() and not fresh
     say(f"a run would {'go on from the checkpoints in' if goes_on else 'write'} {folder.path}")
@@ -83,7 +83,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
 
 
 def without_servers(name: str, **options: Any) -> Strategy:
-    """The strategy; of a parameter server, whose processes would have to be started, what one worker computes on."""
+    """Makes the strategy; of a parameter server, whose processes are not started, what one worker computes on."""
     if name != "parameter_server":
         return make_strategy(name, **options)
     check_parameter_server(**options)
@@ -91,7 +91,7 @@ def without_servers(name: str, **options: Any) -> Strategy:
 
 
 def _compiled(what: str, lowered: jax.stages.Lowered) -> str:
-    """Compile a step, and say how long that took and what one device needs for it."""
+    """Compiles a step, and says how long that took and what one device needs for it."""
     start = time.perf_counter()
     try:
         stats: Any = lowered.compile().memory_analysis()
@@ -125,27 +125,10 @@ def _batch(tree: PyTree) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """Trees of `jax.ShapeDtypeStruct`.
+def state_shapes(config: Config, parts: Parts) -> tuple[PyTree, list[PyTree]]:
+    """Finds the shapes of the state, and of what the optimizer is initialised with: the parameters, a tree for each time.
 
-    Attributes:
-        state: the state.
-        parameters: what the optimizer is initialised with, a tree for each time.
-        batch: the global batch of one call, over all replicas, padding and mask included.
-    """
-
-    state: PyTree
-    parameters: tuple[PyTree, ...]
-    batch: PyTree
-
-
-def shapes_of_run(config: Config, parts: Parts) -> Shapes:
-    """The shapes of state and batch.
-
-    Args:
-        config: the checked config.
-        parts: what `prepare` made of it; the devices of its strategy need not be here.
+    The devices of the strategy need not be here.
     """
     parameters: list[PyTree] = []
 
@@ -155,13 +138,11 @@ def shapes_of_run(config: Config, parts: Parts) -> Shapes:
 
     # A task's state may be any tree: only its optimizer gets the part of it that are the parameters.
     create, key = state_maker(config, parts, optax.GradientTransformationExtraArgs(init, parts.optimizer.update))
-    state = jax.eval_shape(create, key)
-    batch = batch_shapes(parts, parts.train_data, steps_per_call=config.train.steps_per_call)
-    return Shapes(state=state, parameters=tuple(parameters), batch=batch)
+    return jax.eval_shape(create, key), parameters
 
 
 def batch_shapes(parts: Parts, source: Any, *, steps_per_call: int = 1) -> PyTree:
-    """Shapes of what a step receives of a source; one batch is made for it."""
+    """Finds the shapes of the global batch of one call, padding and mask included; makes one batch of the source for it."""
     dataset = distributed_dataset(
         source, num_replicas=parts.strategy.num_replicas, place=None, steps_per_call=steps_per_call, prefetch=0
     )

@@ -1,4 +1,4 @@
-"""Records what a run's bits depend on besides its config (versions, devices, flags, source, data), and the state's checksum."""
+"""What a run's bits depend on besides its config: versions, devices, flags, source, data; and checksums of its state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
     """
     devices = parts.strategy.devices or tuple(jax.devices())
     kinds = sorted({f"{device.platform} {device.device_kind}" for device in devices})
-    cluster = parts.strategy.cluster
     sources = {"training data": parts.train_data, "evaluation data": parts.task.eval_data(parts.eval_batch)}
     return {
         "python": platform.python_version(),
@@ -43,7 +42,7 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
         "processor": _processor(),
         "processor cores": os.cpu_count(),
         "devices": f"{len(devices)} x {', '.join(kinds)}",
-        "processes": 1 if cluster is None else cluster.num_processes,
+        "processes": parts.strategy.cluster.num_processes,
         **variables(os.environ),
         "task source": digest(task_sources(make)),
         **{name: s.fingerprint if isinstance(s, RandomAccessSource) else "unknown" for name, s in sources.items()},
@@ -58,7 +57,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    """The model of the processor: other ones may have other vector instructions, and so other roundings."""
+    """Names the processor's model: another one may have other vector instructions, and so round otherwise."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -67,7 +66,7 @@ def _processor() -> str:
 
 
 def checksums(state: PyTree) -> dict[str, str]:
-    """The sha256 of each leaf's dtype, shape and bytes, by its path.
+    """Computes the sha256 of each leaf's dtype, shape and bytes, by its path.
 
     Args:
         state: a tree of arrays, PRNG keys and numbers on the host.

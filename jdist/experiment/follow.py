@@ -14,12 +14,11 @@ from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import prepare, state_maker
+from jdist.experiment.prepare import make_eval_step, prepare, state_maker
 from jdist.experiment.record import RunFolder
 from jdist.loop.evaluate import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
-from jdist.step.decorator import distribute
 from jdist.strategies.by_name import make_strategy
 from jdist.support.file_lock import is_held
 
@@ -28,7 +27,7 @@ _POLL_S = 1.0
 
 
 def follow(config: Config, document: Document, *, console: Console | None = None) -> int:
-    """Evaluate each checkpoint that a running job of the same config saves, into its folder's eval.jsonl.
+    """Evaluates each checkpoint that a running job of the same config saves, into its folder's eval.jsonl.
 
     Nothing that the job does waits for this. It ends with the evaluation of the run's last step, when a signal asks for it,
     or when nobody has trained for five minutes.
@@ -52,7 +51,7 @@ def follow(config: Config, document: Document, *, console: Console | None = None
         stop = stack.enter_context(preemption())
         like = strategy.init(*state_maker(config, parts))
         eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
-        eval_step = distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
+        eval_step = make_eval_step(parts)
         file: MetricsFile | None = None
         for restored in new_checkpoints(
             folder.checkpoints,
@@ -69,8 +68,8 @@ def follow(config: Config, document: Document, *, console: Console | None = None
                 file = MetricsFile.open(folder.evaluations, step=sys.maxsize)
                 stack.callback(file.close)
             file.write(restored.step, measured)
-            text = f"step {restored.step}/{total}  evaluation: {figures(measured)}"
-            console.print(text, markup=False, highlight=False, emoji=False)
+            line = f"step {restored.step}/{total}  evaluation: {figures(measured)}"
+            console.print(line, markup=False, highlight=False, emoji=False)
         return stop.exit_code
 
 

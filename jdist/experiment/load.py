@@ -39,7 +39,7 @@ _MOST_REPEATED = 10_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write configs: `1e-3` is a number, a date stays text, `<<` does not grow without bound."""
+    """YAML as people write configs: `1e-3` is a number, a date stays text, and `<<` does not grow without bound."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
@@ -60,7 +60,7 @@ _Loader.yaml_implicit_resolvers = {
 def parse(
     text: str, where: str, *, line_numbers: bool = True, within: Key = ()
 ) -> tuple[Any, dict[Key, str], list[str]]:
-    """Read one YAML text.
+    """Reads one YAML text.
 
     Args:
         text: the YAML.
@@ -69,11 +69,10 @@ def parse(
         within: the key that the text is the value of; empty for a whole file.
 
     Returns:
-        `(values, origins, problems)`: nested dicts, lists and scalars; the place of each key; and what is wrong
-        but leaves the rest readable, one line each.
+        Nested dicts, lists and scalars; the place of each key; and what is wrong but leaves the rest readable, one line each.
 
     Raises:
-        ConfigError: it is no YAML, or says what is no plain value; with the line.
+        ConfigError: it is not YAML, or holds something that is not a plain value; names the line.
 
     Example:
         >>> parse("a: {b: 1}", "x.yaml")
@@ -86,8 +85,8 @@ def parse(
     reader = _Reader(loader, where, line_numbers)
     try:
         node = loader.get_single_node()
-        values = None if node is None else reader.value(node, within, ())
-    except ConfigError:  # it is a ValueError, which is caught below
+        values = None if node is None else reader.read(node, within, ())
+    except ConfigError:  # a ValueError, too, which is caught below
         raise
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
@@ -103,12 +102,12 @@ def parse(
 
 
 def dotted(key: Key) -> str:
-    """`("train", "steps")` as it is written in an override: `train.steps`."""
+    """Writes a key as an override does: `train.steps` for `("train", "steps")`."""
     return ".".join(key)
 
 
 class _Reader:
-    """Builds the values of one text from its nodes; `above` are the nodes that one lies in."""
+    """Builds the values of one text from its nodes; `above` are the nodes that a node lies in."""
 
     def __init__(self, loader: _Loader, where: str, line_numbers: bool) -> None:
         self.origins: dict[Key, str] = {}
@@ -117,7 +116,7 @@ class _Reader:
         self._seen: set[yaml.Node] = set()
         self._repeated = 0
 
-    def value(self, node: yaml.Node, path: Key, above: tuple[yaml.Node, ...]) -> Any:
+    def read(self, node: yaml.Node, path: Key, above: tuple[yaml.Node, ...]) -> Any:
         if node in above:
             raise ConfigError(f"{self._place(node)}: an alias that contains itself.")
         self._repeated += node in self._seen
@@ -132,7 +131,7 @@ class _Reader:
         self._check_tag(node)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, above)
-        return [self.value(item, (*path, str(i)), (*above, node)) for i, item in enumerate(node.value)]
+        return [self.read(item, (*path, str(i)), (*above, node)) for i, item in enumerate(node.value)]
 
     def _mapping(self, node: yaml.MappingNode, path: Key, above: tuple[yaml.Node, ...]) -> dict[Any, Any]:
         first: dict[Any, yaml.Node] = {}
@@ -150,7 +149,7 @@ class _Reader:
         for key_node, value_node in node.value:
             key = self._scalar(key_node, (*path, key_node.value))
             self.origins[*path, str(key)] = self._place(key_node)
-            result[key] = self.value(value_node, (*path, str(key)), (*above, node))
+            result[key] = self.read(value_node, (*path, str(key)), (*above, node))
         return result
 
     def _scalar(self, node: yaml.ScalarNode, path: Key) -> Any:
@@ -163,12 +162,12 @@ class _Reader:
         try:
             return self._loader.construct_object(node)
         except (ValueError, KeyError) as exc:  # such as `!!int many` and `!!bool many`
-            raise ConfigError(f"{self._place(node)}: {node.value!r:.60} cannot be read as {_shown(node)}.") from exc
+            raise ConfigError(f"{self._place(node)}: {node.value!r:.60} cannot be read as {_tag(node)}.") from exc
 
     def _check_tag(self, node: yaml.Node) -> None:
         if node.tag not in _TAGS:
             raise ConfigError(
-                f"{self._place(node)}: the tag {_shown(node)} is not known; a config holds plain numbers, texts, lists "
+                f"{self._place(node)}: the tag {_tag(node)} is not known; a config holds plain numbers, texts, lists "
                 "and mappings. Leave it out, or put text that begins with an exclamation mark in quotes."
             )
 
@@ -176,26 +175,19 @@ class _Reader:
         return f"{self._where}:{node.start_mark.line + 1}" if self._line_numbers else self._where
 
 
-def _shown(node: yaml.Node) -> str:
-    """The tag of a node as it is written."""
+def _tag(node: yaml.Node) -> str:
+    """Returns the tag of a node as it is written."""
     return node.tag.replace(_STANDARD, "!!")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The values of a config before they are checked.
+    """The values of a config before they are checked."""
 
-    Attributes:
-        file: the config file, as it was given.
-        values: nested dicts, lists and scalars.
-        origins: for each key that was given, where: `configs/digits.yaml:12` or `override train.steps=500`.
-        problems: what is wrong already, one line each.
-    """
-
-    file: str
-    values: dict[str, Any]
-    origins: dict[Key, str] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    file: str  # the config file, as it was given
+    values: dict[str, Any]  # nested dicts, lists and scalars
+    origins: dict[Key, str] = field(default_factory=dict)  # `configs/digits.yaml:12` or `override train.steps=500`
+    problems: tuple[str, ...] = ()  # what is wrong already, one line each
 
     def origin(self, key: Key) -> str:
         """Names the place of `key`, or of the nearest key above it that was given; the file if none was."""
@@ -203,18 +195,18 @@ class Document:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Read a config file and apply overrides; the schema is not looked at yet.
+    """Reads a config file and applies overrides; the schema is not looked at yet.
 
     Args:
         path: the YAML file.
         overrides: `key.path=value` each, the value written as in YAML; a later one wins.
 
     Returns:
-        The values and where each came from. Problems that leave the rest readable (a key given twice, an
-        override that does not fit) are listed in it, so that all problems can be reported together.
+        The values and where each came from. Problems that leave the rest readable (a key given twice, an override that
+        does not fit) are listed in it, so that all problems can be reported together.
 
     Raises:
-        ConfigError: the file cannot be read, or is no YAML mapping.
+        ConfigError: the file cannot be read, or is not a YAML mapping.
 
     Example:
         >>> load("configs/digits.yaml", ["train.steps=500"]).origins["train", "steps"]
@@ -232,7 +224,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def leaves(values: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every key path that holds no further mapping, with its value; an empty mapping is a value."""
+    """Lists every key path that holds no further mapping, with its value; an empty mapping is a value."""
     for key, value in values.items():
         path = (*prefix, str(key))
         if isinstance(value, Mapping) and value:
@@ -245,9 +237,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        there = {p.stem: str(p) for pattern in ("*.yaml", "*.yml") for p in sorted(path.parent.glob(pattern))}
-        close = closest(path.stem, there)  # the folder and the ending are alike in all of them
-        remedy = f" Did you mean {there[close]}?" if close else nearest("", there.values(), label="Files there")
+        configs = {p.stem: str(p) for pattern in ("*.yaml", "*.yml") for p in sorted(path.parent.glob(pattern))}
+        close = closest(path.stem, configs)  # the folder and the ending are alike in all of them
+        remedy = f" Did you mean {configs[close]}?" if close else nearest("", configs.values(), label="Files there")
         raise ConfigError(f"{path}: no such config file.{remedy}") from None
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not a text file in UTF-8, so no YAML: {exc.reason}.") from exc
@@ -256,7 +248,7 @@ def _read(path: Path) -> str:
 
 
 def _override(values: dict[str, Any], origins: dict[Key, str], text: str) -> str | None:
-    """Apply one override in place; the problem with it, if there is one."""
+    """Applies one override in place; returns the problem with it, if there is one."""
     where = f"override {text}"
     name, equals, written = text.partition("=")
     path = tuple(name.split("."))

@@ -21,21 +21,14 @@ from jdist.experiment.validate import Problem, show
 from jdist.support.suggest import nearest
 
 _OF_RATE: dict[str, Callable[..., Any]] = {"linear": scaling.linear, "square_root": scaling.square_root}
-# Optimisers that the rule `adam` was derived for, as optax calls them.
+# The optimizers of optax that the rule `adam` was derived for.
 _ADAMS = ("adam", "adamw")
 _OF_ADAM = ("learning_rate", "b1", "b2", "eps")
 KEY: Key = ("train", "optimizer")
 
 
 def fill_lengths(section: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
-    """Give each schedule that needs a length and has none the length of the run.
-
-    Args:
-        section: `train.optimizer` as plain values.
-        steps: optimizer updates of the run.
-
-    Returns:
-        The section, with `decay_steps` or `transition_steps` filled in.
+    """Gives each schedule of `train.optimizer` that needs a length and has none the length of the run.
 
     Example:
         >>> fill_lengths({"name": "sgd", "learning_rate": {"schedule": "cosine_decay_schedule"}}, steps=9)
@@ -51,16 +44,13 @@ def check_optimizer(
     filled: Set[Key] = frozenset(),
     length: Key = ("train", "steps"),
 ) -> Iterator[Problem]:
-    """Everything wrong with `train.optimizer`.
+    """Yields a problem for each unknown name or option of `train.optimizer`, and each value that cannot be meant.
 
     Args:
         section: `train.optimizer` as plain values, with lengths filled in.
         global_batch: rows of one step, which `scaling` converts the options to.
         filled: the keys of those lengths.
         length: the key that gives the length of the run.
-
-    Yields:
-        A problem for each unknown name or option, and each value that cannot be meant.
     """
     name, options = section["name"], _options(section)
     function = _optimizers().get(name)
@@ -72,23 +62,18 @@ def check_optimizer(
     for option, value in options.items():
         problems += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
     problems = problems or list(_try_out(name, options))
-    yield from problems or check_scaling(
-        section.get("scaling"), name, _built(options), global_batch=global_batch, key=(*KEY, "scaling")
-    )
+    yield from problems or _check_scaling(section.get("scaling"), name, _built(options), global_batch=global_batch)
 
 
 def build_optimizer(
     section: Mapping[str, Any], *, global_batch: int, clip_norm: float | None = None
 ) -> optax.GradientTransformation:
-    """The optimizer that a checked section describes.
+    """Makes the optax optimizer that a checked section describes.
 
     Args:
         section: `train.optimizer` as plain values, with lengths filled in.
         global_batch: rows of one step, which `scaling` converts the options to.
         clip_norm: gradients are first scaled down to at most this global norm; None for no clipping.
-
-    Returns:
-        The optax transformation.
 
     Raises:
         ConfigError: the section was not checked, and is wrong.
@@ -99,19 +84,19 @@ def build_optimizer(
     function = _optimizers().get(section["name"])
     if function is None:
         raise ConfigError(f"optax has no optimizer {section['name']!r}.{nearest(section['name'], _optimizers())}")
-    tx = function(**_scaled(section, global_batch=global_batch))
+    tx = function(**_arguments(section, global_batch=global_batch))
     return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
 
 
 def learning_rate(section: Mapping[str, Any], *, global_batch: int) -> Any:
-    """The learning rate that `build_optimizer` makes the optimizer with: a number or a schedule; None if it has none."""
+    """Returns the learning rate of `build_optimizer`'s optimizer: a number or a schedule; None if it has none."""
     default = inspect.signature(_optimizers()[section["name"]]).parameters["learning_rate"].default
-    given = _scaled(section, global_batch=global_batch).get("learning_rate", default)
-    return None if given is inspect.Parameter.empty else given
+    rate = _arguments(section, global_batch=global_batch).get("learning_rate", default)
+    return None if rate is inspect.Parameter.empty else rate
 
 
-def _scaled(section: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
-    return scaled(section.get("scaling"), _built(_options(section)), global_batch=global_batch)
+def _arguments(section: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
+    return scale_options(section.get("scaling"), _built(_options(section)), global_batch=global_batch)
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +105,7 @@ def _options(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with their schedules made."""
+    """Replaces each description of a schedule by the schedule."""
     return {name: build_value(value) for name, value in options.items()}
 
 
@@ -143,9 +128,8 @@ def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
             return f"{show(value)} is not >= 0"
         return None
     if by_function:
-        return (
-            None if isinstance(value, bool) else f"{show(value)} is not true or false, the masks that a config can say"
-        )
+        is_mask = isinstance(value, bool)
+        return None if is_mask else f"{show(value)} is not true or false, the masks that a config can say"
     if "dtype" in parameter.name:
         return None if _is_dtype(value) else f"{show(value)} is not a dtype, such as float32 or bfloat16"
     return misfit(value, parameter)
@@ -159,9 +143,9 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _try_out(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Build the optimizer and trace one update, so that values which optax cannot use come to light now.
+    """Yields problems of values that optax cannot use: builds the optimizer and traces one update.
 
-    Where it fails, each option is tried by itself, with the defaults for the others.
+    Where that fails, each option is tried by itself, with the defaults for the others.
     """
     whole = _failure(name, options)
     if whole is None:
@@ -181,7 +165,7 @@ def _try_out(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _failure(name: str, options: Mapping[str, Any]) -> str | None:
-    """Why an optimizer cannot be built or updated with these options; None if it can."""
+    """Says why an optimizer cannot be built or updated with these options; None if it can."""
     tree = {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     try:
         tx = _optimizers()[name](**_built(options))
@@ -192,7 +176,7 @@ def _failure(name: str, options: Mapping[str, Any]) -> str | None:
 
 
 def _optimizers() -> dict[str, Callable[..., Any]]:
-    """optax's optimizers by name: its public functions that take a learning rate."""
+    """Lists optax's optimizers by name: its public functions that take a learning rate."""
     return {
         name: member
         for name, member in vars(optax).items()
@@ -202,22 +186,22 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
     }
 
 
-def scaled(section: Mapping[str, Any] | None, options: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
-    """An optimizer's options for the global batch of the run.
+def scale_options(
+    section: Mapping[str, Any] | None, options: Mapping[str, Any], *, global_batch: int
+) -> dict[str, Any]:
+    """Converts an optimizer's options, schedules made, to the global batch of the run.
 
     Args:
-        section: `train.optimizer.scaling` as plain values; None for options that are meant as they are.
-        options: what the optimizer is to be called with, schedules made.
+        section: `train.optimizer.scaling` as plain values; None leaves the options as they are.
+        options: what the optimizer is to be called with.
         global_batch: rows of one step, over all replicas.
-
-    Returns:
-        The options, those that the rule is about converted.
 
     Raises:
         ScalingError: the rule does not reach as far as that batch.
 
     Example:
-        >>> scaled({"rule": "linear", "base_batch": 32}, {"learning_rate": 0.1, "momentum": 0.9}, global_batch=64)
+        >>> section = {"rule": "linear", "base_batch": 32}
+        >>> scale_options(section, {"learning_rate": 0.1, "momentum": 0.9}, global_batch=64)
         {'learning_rate': 0.2, 'momentum': 0.9}
     """
     if section is None:
@@ -225,27 +209,20 @@ def scaled(section: Mapping[str, Any] | None, options: Mapping[str, Any], *, glo
     batches = {"base_batch": section["base_batch"], "global_batch": global_batch}
     if section["rule"] in _OF_RATE:
         return {**options, "learning_rate": _OF_RATE[section["rule"]](options["learning_rate"], **batches)}
-    given = {name: options[name] for name in _OF_ADAM if name in options}
-    return {**options, **scaling.adam(**given, **batches)}
+    of_adam = {name: options[name] for name in _OF_ADAM if name in options}
+    return {**options, **scaling.adam(**of_adam, **batches)}
 
 
-def check_scaling(
-    section: Mapping[str, Any] | None, name: str, options: Mapping[str, Any], *, global_batch: int, key: Key
+def _check_scaling(
+    section: Mapping[str, Any] | None, name: str, options: Mapping[str, Any], *, global_batch: int
 ) -> Iterator[Problem]:
-    """Everything wrong with `train.optimizer.scaling`, for options that are right by themselves.
+    """Yields a problem where there is nothing to scale, the rule is not for this optimizer, or does not reach as far.
 
-    Args:
-        section: `train.optimizer.scaling` as plain values, or None.
-        name: the optimizer's name.
-        options: its options, schedules made.
-        global_batch: rows of one step, over all replicas.
-        key: the key of the section.
-
-    Yields:
-        A problem where there is nothing to scale, the rule is not for this optimizer, or does not reach as far.
+    The options are right by themselves, their schedules made.
     """
     if section is None:
         return
+    key: Key = (*KEY, "scaling")
     if options.get("learning_rate") is None:
         yield Problem(key=key, text="there is no learning_rate to scale", remedy=" Give one, or leave the scaling out.")
     elif section["rule"] == "adam" and name not in _ADAMS:
@@ -256,7 +233,7 @@ def check_scaling(
         )
     else:
         try:
-            scaled(section, options, global_batch=global_batch)
+            scale_options(section, options, global_batch=global_batch)
         except ScalingError as exc:
             yield Problem(key=(*key, "base_batch"), text=f"{show(section['base_batch'])}: {exc}")
 
@@ -270,7 +247,7 @@ def explain(optimizer: Mapping[str, Any], *, global_batch: int) -> str:
         'learning rate x 4 by the linear rule: a global batch of 1,024 in place of 256'
     """
     section = optimizer["scaling"]
-    of_one = scaled(section, {**optimizer, "learning_rate": 1.0}, global_batch=global_batch)
+    of_one = scale_options(section, {**optimizer, "learning_rate": 1.0}, global_batch=global_batch)
     averages = [f"{name} {of_one[name]:g}" for name in _OF_ADAM[1:] if section["rule"] == "adam"]
     changes = ", ".join([f"learning rate x {of_one['learning_rate']:g}", *averages])
     return (

@@ -15,10 +15,20 @@ from jdist.support.suggest import nearest
 
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping)
+# Annotations in a config's words, and the types of values that fit; subclasses do not, as True is an int.
+_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    types.NoneType: ("null", (types.NoneType,)),
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    str: ("text", (str,)),
+    **dict.fromkeys(_LISTS, ("a list", (list,))),
+    **dict.fromkeys(_MAPPINGS, ("a mapping of keys to values", (dict,))),
+}
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function, its annotations as objects where they can be had, else as text."""
+    """Returns the signature of a function, its annotations as objects where they can be had, else as text."""
     try:
         return inspect.signature(function, eval_str=True)
     except (NameError, AttributeError, TypeError):  # an annotation that only type checkers can resolve
@@ -26,22 +36,17 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, those of unions within it too; of anything else itself."""
+    """Lists the members of a union, those of unions within it too; of anything else itself."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(annotation) for member in alternatives(part))
     return (annotation,)
 
 
 def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Says what is wrong with giving a value for a parameter.
+    """Says what is wrong with giving a value, as YAML holds it, for a parameter: `"x" is not a whole number`.
 
-    Args:
-        value: a value as YAML holds it.
-        parameter: its annotation is looked at, and whether None is its default.
-
-    Returns:
-        `"x" is not a whole number`; None if the value is allowed, or if the annotation names a type that a config
-        has no word for: what may be given is then for the function to say.
+    None if the value is allowed, or if the annotation names a type that a config has no word for: what may be given is
+    then for the function to say.
 
     Example:
         >>> misfit("x", inspect.Parameter("n", inspect.Parameter.KEYWORD_ONLY, annotation=int | None))
@@ -49,38 +54,27 @@ def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
     """
     if value is None and parameter.default is None:
         return None
-    kinds = [_kind(part) for part in alternatives(parameter.annotation)]
+    kinds = [_kind(part, value) for part in alternatives(parameter.annotation)]
     known = [kind for kind in kinds if kind is not None]
-    if len(known) < len(kinds) or any(accepts(value) for _, accepts in known):
+    if len(known) < len(kinds) or any(fits for _, fits in known):
         return None
     return f"{show(value)} is not {' or '.join(dict.fromkeys(words for words, _ in known))}"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number; true and false are none."""
+    """Whether a value is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(annotation: Any) -> tuple[str, Callable[[Any], bool]] | None:
-    """Names an annotation that is no union in a config's words, and tests values for it; None if it has no name."""
+def _kind(annotation: Any, value: Any) -> tuple[str, bool] | None:
+    """Names a single annotation in a config's words, and says whether a value fits; None if it has no name."""
     origin = typing.get_origin(annotation) or annotation
     if origin is typing.Literal:
         choices = typing.get_args(annotation)
-        return " or ".join(map(show, choices)), lambda value: value in choices
-    if origin is types.NoneType:
-        return "null", lambda value: value is None
-    if origin is bool:
-        return "true or false", lambda value: isinstance(value, bool)
-    if origin is int:
-        return "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)
-    if origin is float:
-        return "a number", is_number
-    if origin is str:
-        return "text", lambda value: isinstance(value, str)
-    if any(origin is each for each in _LISTS):
-        return "a list", lambda value: isinstance(value, list)
-    if any(origin is each for each in _MAPPINGS):
-        return "a mapping of keys to values", lambda value: isinstance(value, dict)
+        return " or ".join(map(show, choices)), value in choices
+    for kind, (words, fitting) in _KINDS.items():  # no look-up: an annotation may be anything, also what has no hash
+        if origin is kind:
+            return words, type(value) in fitting
     return None
 
 
@@ -92,18 +86,14 @@ def check_options(
     key: Key,
     wrong: Callable[[Any, inspect.Parameter], str | None] = misfit,
 ) -> Iterator[Problem]:
-    """Compare options with what a function takes by keyword.
+    """Yields a problem for each option that a function does not take, has the wrong type, or is missing.
 
     Args:
         function: the function that is to be called with `**options`.
         options: names and values.
         called: what to call the function in a message, such as `optax.adamw`.
         key: the config key that the options are under.
-        wrong: says what is wrong with a value for a parameter, or None; by its annotation, unless given.
-
-    Yields:
-        A problem for each unknown option, each value of the wrong type, and each argument without default that is
-        missing.
+        wrong: says what is wrong with a value for a parameter, or None; `misfit` by its annotation.
     """
     parameters = signature(function).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

@@ -1,4 +1,4 @@
-"""Sets the environment variables that XLA reads once, when JAX starts its devices."""
+"""Environment variables that XLA reads once, when JAX starts its devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jdist.experiment.config import PlatformSection
 from jdist.strategies.libtpu import quiet_environment
 from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
-# deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
-# kernels by stopwatch, anew in each process.
+# The first rules out kernels whose sums depend on the order of threads, the second the choice of kernels by
+# stopwatch, anew in each process.
 DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
-# Those that change what XLA computes; a replay sets them again.
+# Variables that change what XLA computes; a replay sets them again.
 VARIABLES = (
     "JAX_DEFAULT_MATMUL_PRECISION",
     "JAX_DEFAULT_PRNG_IMPL",
@@ -28,14 +28,11 @@ VARIABLES = (
 
 
 def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that a config's `platform` asks for.
+    """Makes the environment variables that a config's `platform` asks for.
 
     Args:
         section: `platform` of the config.
-        environ: the environment as it is.
-
-    Returns:
-        The variables to set; XLA flags that are set already and not asked for are kept.
+        environ: the environment as it is; XLA flags in it that are not asked for are kept.
 
     Raises:
         ConfigError: `platform.cpu_devices` contradicts JAX_PLATFORMS.
@@ -62,13 +59,10 @@ def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -
 
 
 def apply_platform(section: PlatformSection) -> None:
-    """Set what `platform` asks for; to be called before JAX has been used.
-
-    Args:
-        section: `platform` of the config.
+    """Sets what `platform` asks for; to be called before JAX has been used.
 
     Raises:
-        ConfigError: as `platform_environment`, or JAX had started with other devices already.
+        ConfigError: `platform.cpu_devices` contradicts JAX_PLATFORMS, or JAX has started with other devices already.
     """
     started = "jax" in sys.modules
     os.environ.update(platform_environment(section, os.environ))
@@ -83,17 +77,6 @@ def apply_platform(section: PlatformSection) -> None:
             f"platform.cpu_devices={section.cpu_devices}, but JAX had started in this process with "
             f"{jax.local_device_count()} {jax.default_backend()} devices. Start a new process."
         )
-
-
-def check_devices() -> None:
-    """Start JAX's devices.
-
-    Raises:
-        DeviceError: there are none of the kind that was asked for.
-    """
-    from jdist.strategies.devices import find_devices
-
-    find_devices(None)
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A checked config -> the things a run is made of; all wrong names and options are reported together."""
+"""A checked config -> the parts of a run; all wrong names and options are reported together."""
 
 from __future__ import annotations
 
@@ -20,54 +20,39 @@ from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
 from jdist.experiment.options import check_options
-from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
 from jdist.loop.task import Task
 from jdist.step.decorator import distribute
 from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.by_name import STRATEGIES, make_strategy
+from jdist.strategies.devices import find_devices
 from jdist.support.suggest import nearest
 from jdist.tasks.options import OptionError
 
 _MAKE: Key = ("task", "make")
 _OPTIONS: Key = ("task", "options")
 PyTree = Any
-# Stands for the length of a run that is not known yet: long enough for every schedule.
-_LONG = 10**9
+_LONG = 10**9  # stands for the length of a run that is not known yet: enough for every schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a run.
+    """The parts of a run."""
 
-    Attributes:
-        task: model, loss and data.
-        strategy: where it runs.
-        optimizer: the optax optimizer.
-        learning_rate: that it was made with, a number or a schedule; None if it has none.
-        train_data: the training source, a `RandomAccessSource` that lasts for the whole run.
-        total_steps: steps of the whole run.
-        steps_per_epoch: steps of one pass over the data; None if the data has no end.
-        rows_per_epoch: rows of one pass; None if the data has no end.
-        eval_batch: rows of one evaluation step, at most those there are to evaluate on.
-        values: the whole config as plain values, with lengths of schedules filled in.
-        derived: where values came from that were worked out, by key.
-    """
-
-    task: Task
+    task: Task  # model, loss and data
     strategy: Strategy
     optimizer: optax.GradientTransformation
-    learning_rate: Any
-    train_data: Any
-    total_steps: int
-    steps_per_epoch: int | None
-    rows_per_epoch: int | None
-    eval_batch: int
-    values: dict[str, Any]
-    derived: Mapping[Key, str]
+    learning_rate: Any  # of the optimizer, a number or a schedule; None if it has none
+    train_data: Any  # a `RandomAccessSource` that lasts for the whole run
+    total_steps: int  # of the whole run
+    steps_per_epoch: int | None  # of one pass over the data; None if that has no end
+    rows_per_epoch: int | None  # likewise
+    eval_batch: int  # rows of one evaluation step, at most those there are to evaluate on
+    values: dict[str, Any]  # the whole config as plain values, with lengths of schedules filled in
+    derived: Mapping[Key, str]  # where values came from that follow from others, by key
 
     def examples(self, step: int, global_batch: int) -> int:
-        """Rows seen after `step` steps; the short last batch of each epoch counts what it has."""
+        """Counts the rows of the first `step` steps; the short last batch of an epoch counts what it has."""
         if self.steps_per_epoch is None or self.rows_per_epoch is None:
             return step * global_batch
         epochs, within = divmod(step, self.steps_per_epoch)
@@ -77,16 +62,13 @@ class Parts:
 def prepare(
     config: Config, document: Document, *, make: Callable[..., Strategy] = make_strategy, to_run: bool = True
 ) -> Parts:
-    """Make what a config names.
+    """Makes what a config names.
 
     Args:
         config: the checked config.
         document: what it was read from, for the origins in messages.
         make: builds the strategy from its name and options.
-        to_run: whether the run is to take place; for a plan, batches may be larger than the data.
-
-    Returns:
-        The parts of the run.
+        to_run: False for a plan, in which batches may be larger than the data.
 
     Raises:
         ConfigError: one line for each name, option or number that does not fit.
@@ -94,19 +76,18 @@ def prepare(
         DatasetError: the task's training data is empty or cannot be resumed.
     """
     values = config.model_dump()
-    problems: list[Problem] = []
     strategy = None
-    name, options = config.strategy.name, {k: v for k, v in values["strategy"].items() if k != "name"}
-    wrong = list(_check_strategy(name, options))
-    if name != "multi_worker":  # which must find JAX as it was: devices are counted when all processes are there
-        check_devices()
-    if not wrong:
+    name, options = config.strategy.name, config.strategy.model_extra or {}
+    strategy_problems = list(_check_strategy(config))
+    if name != "multi_worker":  # which has to find JAX unused: devices are counted when all processes are there
+        find_devices(None)
+    if not strategy_problems:
         try:
             strategy = make(name, **options)
         except (StrategyError, DeviceError) as exc:
-            wrong.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
-    task = load_task(config.task, problems)
-    problems += wrong
+            strategy_problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
+    task, problems = _make_task(config.task)
+    problems += strategy_problems
     train, one_epoch, rows, steps = config.train, None, None, config.train.steps
     length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:
@@ -132,8 +113,8 @@ def prepare(
                 remedy=" A task's train_data(global_batch, seed, epochs=None) is to repeat without end.",
             )
         )
-    section, filled, wrong = _optimizer(values, steps=steps, length=length)
-    problems += wrong
+    section, filled, optimizer_problems = _optimizer(values, steps=steps, length=length)
+    problems += optimizer_problems
     if problems or task is None or strategy is None or steps is None or one_epoch is None:
         raise refusal(document, problems)
     values["train"]["optimizer"] = section
@@ -153,22 +134,20 @@ def prepare(
 
 
 def check_names(config: Config, document: Document) -> None:
-    """Refuses names and options of strategy and optimizer that there are not, as `prepare` does, without devices and data.
+    """Refuses unknown names and options of strategy and optimizer, as `prepare` does, without devices and data.
 
     Raises:
         ConfigError: one line for each.
     """
-    values = config.model_dump()
-    name, options = config.strategy.name, {k: v for k, v in values["strategy"].items() if k != "name"}
-    *_, wrong = _optimizer(values, steps=config.train.steps, length=("train", "steps"))
-    if problems := [*_check_strategy(name, options), *wrong]:
+    *_, optimizer_problems = _optimizer(config.model_dump(), steps=config.train.steps, length=("train", "steps"))
+    if problems := [*_check_strategy(config), *optimizer_problems]:
         raise refusal(document, problems)
 
 
 def _optimizer(
     values: dict[str, Any], *, steps: int | None, length: Key
 ) -> tuple[dict[str, Any], set[Key], list[Problem]]:
-    """The section of the optimizer with lengths of schedules filled in, the keys of these, and what is wrong with it."""
+    """Fills lengths of schedules in the optimizer's section; returns it, the keys filled in, and the problems with it."""
     optimizer = values["train"]["optimizer"]
     section = fill_lengths(optimizer, steps=steps or _LONG)
     filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(optimizer)).keys()}
@@ -176,19 +155,21 @@ def _optimizer(
     return section, filled, list(check_optimizer(section, global_batch=global_batch, filled=filled, length=length))
 
 
-def _check_strategy(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Unknown names of a strategy or of its options."""
+def _check_strategy(config: Config) -> Iterator[Problem]:
+    """Yields a problem for an unknown strategy, or for each of its options that is not right."""
+    name = config.strategy.name
     if name not in STRATEGIES:
         remedy = nearest(name, STRATEGIES, label="Strategies")
         yield Problem(key=("strategy", "name"), text=f"no strategy {show(name)}", remedy=remedy)
         return
+    options = config.strategy.model_extra or {}
     yield from check_options(STRATEGIES[name], options, called=f"strategy {name}", key=("strategy",))
 
 
 def _check_numbers(
     train: TrainSection, strategy: Strategy | None, *, rows: int | None, steps: int | None
 ) -> Iterator[Problem]:
-    """Numbers of `train` that do not go together, or not with the data's rows or the run's steps; None: not known."""
+    """Yields a problem for numbers of `train` that do not fit each other, or the data's rows or the run's steps where known."""
     if rows is not None and train.global_batch > 2 * rows:  # up to there a batch of all rows is filled up with padding
         yield Problem(
             key=("train", "global_batch"),
@@ -206,54 +187,42 @@ def _check_numbers(
 
 
 def _rows(source: RandomAccessSource) -> int | None:
-    """Rows of a source in which all batches but the last are full; None if it has no end, or nothing in it."""
+    """Counts the rows of a source in which all batches but the last are full; None if it has no end, or nothing in it."""
     if not source.num_steps:
         return None
     last = jax.tree.leaves(source.batch_at(source.num_steps - 1))[0]
     return (source.num_steps - 1) * source.global_batch + len(last)
 
 
-def _eval_batch(task: Task, asked: int) -> int:
-    """Rows of one evaluation step: what is asked for, but no more than there are, as the rest would be padding."""
-    source = task.eval_data(asked)
+def _eval_batch(task: Task, global_batch: int) -> int:
+    """Limits the rows of one evaluation step to those there are: the rest would be padding."""
+    source = task.eval_data(global_batch)
     rows = _rows(source) if isinstance(source, RandomAccessSource) else None
-    return asked if rows is None else min(asked, rows)
+    return global_batch if rows is None else min(global_batch, rows)
 
 
-def load_task(section: TaskSection, problems: list[Problem]) -> Task | None:
-    """Import and call `task.make`.
-
-    Args:
-        section: `task` of the config.
-        problems: what is wrong is appended here, with the key that is to blame.
-
-    Returns:
-        The task; None if something is wrong.
-    """
+def _make_task(section: TaskSection) -> tuple[Task | None, list[Problem]]:
+    """Imports and calls `task.make`; returns the task, or None and what is wrong."""
     try:
         function = _import(section.make)
-        wrong = list(check_options(function, section.options, called=section.make, key=_OPTIONS))
-        problems += wrong
-        if wrong:
-            return None
+        if problems := list(check_options(function, section.options, called=section.make, key=_OPTIONS)):
+            return None, problems
         task = function(**section.options)
     except OptionError as exc:
         key, *others = ((*_OPTIONS, *option.split(".")) for option in (exc.option, *exc.others))
-        problems.append(Problem(key=key, text=exc.text, remedy=exc.remedy, others=tuple(others)))
+        return None, [Problem(key=key, text=exc.text, remedy=exc.remedy, others=tuple(others))]
     except ConfigError as exc:
-        problems.append(Problem(key=_MAKE, text=str(exc)))
+        return None, [Problem(key=_MAKE, text=str(exc))]
     except ModuleNotFoundError as exc:
-        problems.append(Problem(key=_MAKE, text=_not_found(section.make.partition(":")[0], exc.name or str(exc))))
-    else:
-        if isinstance(task, Task):
-            return task
-        returned = f"{section.make} returned {show(type(task).__name__)}, not a jdist.tasks.Task"
-        problems.append(Problem(key=_MAKE, text=returned))
-    return None
+        return None, [Problem(key=_MAKE, text=_not_found(section.make.partition(":")[0], exc.name or str(exc)))]
+    if isinstance(task, Task):
+        return task, []
+    returned = f"{section.make} returned {show(type(task).__name__)}, not a jdist.tasks.Task"
+    return None, [Problem(key=_MAKE, text=returned)]
 
 
 def _import(make: str) -> Any:
-    """The function of an import path `module:function`; the current folder can be imported from."""
+    """Imports the function that `module:function` names; the current folder can be imported from."""
     module_name, _, function_name = make.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -275,7 +244,7 @@ def _not_found(wanted: str, missing: str) -> str:
 
 
 def make_train_step(config: Config, parts: Parts) -> DistributedStep:
-    """The task's step under the config's strategy, with the config's options."""
+    """Distributes the task's train step by the config's strategy and options."""
     train = config.train
     return distribute(
         parts.task.train_step,
@@ -290,19 +259,16 @@ def make_train_step(config: Config, parts: Parts) -> DistributedStep:
 
 
 def make_eval_step(parts: Parts) -> DistributedStep:
-    """The task's evaluation under the strategy."""
+    """Distributes the task's evaluation step by the strategy."""
     return distribute(parts.task.eval_step, parts.strategy, args=("state", "batch"), returns=("metrics",))
 
 
 def state_maker(
     config: Config, parts: Parts, optimizer: optax.GradientTransformation | None = None
 ) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
-    """Gives the function that makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
+    """Returns the function that makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
 
-    Args:
-        config: the checked config.
-        parts: what `prepare` made of it.
-        optimizer: in the place of the config's own.
+    `optimizer` takes the place of the config's own.
     """
     tx = optimizer or parts.optimizer
     return lambda key: parts.task.create_state(key, tx), jax.random.key(config.train.seed)

@@ -1,12 +1,4 @@
-"""The run folder, held by one process at a time and written so that no kill leaves half a file.
-
-runs/NAME/config.yaml     every value with its origin; itself a config that can be run
-runs/NAME/metrics.jsonl   one JSON object a line
-runs/NAME/checkpoints/    written by jdist.checkpoint.checkpointer
-runs/NAME/curves.png      loss and evaluation metrics over steps
-runs/NAME/eval.jsonl      what an evaluator has measured, if there is one
-runs/NAME/environment.json, result.json, source/    what it takes to repeat the run; see repeatable.py
-"""
+"""The run folder, held by one process at a time and written so that no kill leaves half a file."""
 
 from __future__ import annotations
 
@@ -23,35 +15,19 @@ from jdist.support.file_lock import hold
 
 
 class RunFolder:
-    """The paths of one run.
-
-    Args:
-        path: the folder, `runs/NAME`.
-
-    Attributes:
-        path: the folder.
-        config: the resolved config.
-        metrics: what was measured, one JSON object a line.
-        checkpoints: the folder of checkpoints.
-        evaluations: what an evaluator beside the run has measured, one JSON object a line.
-        environment: with which config and in which environment each start trained.
-        result: the checksums of the last state; there once the run has come to its end.
-        source: copies of the task's own source files.
-        curves: the plot of the metrics.
-        lock: held by the process that writes the run, as long as it lives.
-    """
+    """The paths of one run, below `runs/NAME`."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
+        self.config = path / "config.yaml"  # every value with its origin; itself a config that can be run
+        self.metrics = path / "metrics.jsonl"  # one JSON object a line
         self.checkpoints = path / "checkpoints"
-        self.evaluations = path / "eval.jsonl"
-        self.environment = path / "environment.json"
-        self.result = path / "result.json"
-        self.source = path / "source"
-        self.curves = path / "curves.png"
-        self.lock = path / ".lock"
+        self.curves = path / "curves.png"  # metrics over steps
+        self.evaluations = path / "eval.jsonl"  # measured by an evaluator beside the run
+        self.environment = path / "environment.json"  # each start that trained: its config and where it ran
+        self.result = path / "result.json"  # checksums of the last state, once the run has ended
+        self.source = path / "source"  # copies of the task's own files
+        self.lock = path / ".lock"  # held by the process that writes the run, as long as it lives
 
     def has_checkpoints(self) -> bool:
         """Whether a run got as far as a first checkpoint; hidden and temporary entries do not count."""
@@ -64,16 +40,10 @@ class RunFolder:
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[RunFolder]:
-    """Make the run folder if need be, and hold it for this process alone until the block ends.
-
-    Args:
-        path: the folder.
-
-    Yields:
-        The folder.
+    """Makes the run folder if need be, and holds it for this process alone until the block ends.
 
     Raises:
-        ConfigError: it cannot be made, holds something that is no run, or another process writes it.
+        ConfigError: it cannot be made, holds something that is not a run, or another process writes it.
     """
     folder = RunFolder(path)
     with contextlib.ExitStack() as stack:
@@ -91,27 +61,24 @@ def open_folder(path: Path) -> Iterator[RunFolder]:
 
 
 def check_can_be_made(path: Path) -> None:
-    """Refuse what `open_folder` would refuse, and leave nothing behind.
-
-    Args:
-        path: the run folder.
+    """Refuses what `open_folder` would refuse, and leaves nothing behind.
 
     Raises:
-        ConfigError: it cannot be made or written, or holds something that is no run.
+        ConfigError: the folder cannot be made or written, or holds something that is not a run.
     """
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
     with writing(path):
-        if there == path.absolute():
+        if existing == path.absolute():
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             _check_no_strangers(path)
             return
         try:
-            tempfile.TemporaryDirectory(dir=there).cleanup()
+            tempfile.TemporaryDirectory(dir=existing).cleanup()
         except OSError as exc:
-            raise OSError(exc.errno, exc.strerror, str(path)) from exc  # not what was tried in its place
+            raise OSError(exc.errno, exc.strerror, str(path)) from exc  # names the run folder, not the temporary one
 
 
 def _check_no_strangers(path: Path) -> None:
@@ -124,16 +91,10 @@ def _check_no_strangers(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a run folder to the first free of `NAME.1`, `NAME.2`, ...
-
-    Args:
-        path: the folder.
-
-    Returns:
-        Its new name; None if there was none.
+    """Renames a run folder to the first free of `NAME.1`, `NAME.2`, ...; returns its new name, None if there is no folder.
 
     Raises:
-        ConfigError: another process is writing it, it is no run folder, or the file system refuses.
+        ConfigError: another process is writing it, it is not a run folder, or the file system refuses.
     """
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""A checked config as text: valid YAML, each line with the place its value came from."""
+"""A checked config as text: valid YAML, each line with the origin of its value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdist.experiment.load import RESOLVERS, Document, Key
 
 
 class _OneLine(yaml.SafeDumper):
-    """Writes line breaks as escapes, what occurs twice in full, and in quotes the text that `load` would not read so."""
+    """A dumper that escapes line breaks, writes out what occurs twice, and quotes text that `load` would read otherwise."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -29,15 +29,12 @@ _OneLine.add_representer(
 
 
 def describe(values: Mapping[str, Any], document: Document, *, derived: Mapping[Key, str] | None = None) -> str:
-    """Write out a config with origins.
+    """Writes a config as YAML, each line ending in a comment with the origin of its value.
 
     Args:
-        values: the whole config, defaults filled in, as nested mappings.
+        values: the whole config as nested mappings.
         document: what it was read from.
-        derived: origin of each value that was worked out from others.
-
-    Returns:
-        YAML text that loads as `values`; each line ends in a comment with the origin of its value.
+        derived: origin of each value that follows from others.
 
     Example:
         >>> document = Document(file="a.yaml", values={"name": "a"}, origins={("name",): "a.yaml:1"}, problems=())
@@ -64,7 +61,7 @@ def _lines(
 
 
 def _origin(key: Key, document: Document) -> str:
-    """A value's own origin; within a list or mapping given as a whole, that of the whole."""
+    """Finds a value's own origin; within a list or mapping given as a whole, that of the whole."""
     origin = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in document.origins), None)
     if origin is None or (origin != key and isinstance(_at(document.values, origin), Mapping)):
         return "default"
@@ -78,6 +75,6 @@ def _at(values: Any, key: Key) -> Any:
 
 
 def flow(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Writes a value on one line of YAML."""
     text = str(yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=float("inf"), allow_unicode=True))
     return text.removesuffix("\n").removesuffix("\n...").strip()

@@ -1,9 +1,4 @@
-"""Writes what it takes to repeat a run and to compare the repetition bit for bit.
-
-runs/NAME/environment.json   each start that trained: from which step, with which config, in which environment
-runs/NAME/source/            the task's own source files, if it is not one of jdist's
-runs/NAME/result.json        at the end: the sha256 of each leaf of the state
-"""
+"""What it takes to repeat a run and compare the two bit for bit: environment.json, source/ and result.json of its folder."""
 
 from __future__ import annotations
 
@@ -30,38 +25,23 @@ def _now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of a run: what its part of the steps came from.
+    """One start of a run that trained."""
 
-    Attributes:
-        step: the step it went on from; 0 at first.
-        total_steps: the steps it was to come to.
-        config: the whole config as plain values.
-        environment: what the bits depend on besides, see `jdist.experiment.environment`.
-        at: when, in UTC.
-    """
-
-    step: int
-    total_steps: int
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    at: str = field(default_factory=_now)
+    step: int  # from which it trained; 0 at first
+    total_steps: int  # of the whole run
+    config: dict[str, Any]  # the whole config as plain values
+    environment: dict[str, Any]  # what else the bits depend on, see `jdist.experiment.environment`
+    at: str = field(default_factory=_now)  # in UTC
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        step: the last step.
-        state: sha256 of each leaf of the state, by its path.
-        at: when, in UTC.
-        stopped: why a callback ended the run before its last step; None if none did.
-    """
-
-    step: int
-    state: dict[str, str]
-    at: str = field(default_factory=_now)
-    stopped: str | None = None
+    step: int  # the last one
+    state: dict[str, str]  # sha256 of each leaf of the state, by its path
+    at: str = field(default_factory=_now)  # in UTC
+    stopped: str | None = None  # why a callback ended the run before its last step; None if none did
 
     def is_end(self, total_steps: int) -> bool:
         """Whether it is the end of a run of so many steps."""
@@ -69,14 +49,10 @@ class Result:
 
 
 def write_start(folder: RunFolder, start: Start) -> None:
-    """Add a start to those of a run; earlier ones that it did not go on from left nothing in it, and are dropped.
-
-    Args:
-        folder: the run folder.
-        start: the new start.
+    """Adds a start to those of a run, without those that left nothing in it, and copies the task's source.
 
     Raises:
-        ConfigError: the file system refuses, or what is there was not written by this.
+        ConfigError: the file system refuses, or the file there is none of these.
     """
     starts = [asdict(earlier) for earlier in read_starts(folder) if earlier.step < start.step]
     write_atomically(folder.environment, json.dumps({"starts": [*starts, asdict(start)]}, indent=1) + "\n")
@@ -88,21 +64,16 @@ def write_start(folder: RunFolder, start: Start) -> None:
 
 
 def read_starts(folder: RunFolder) -> list[Start]:
-    """The starts of a run, in order; none if nothing was written.
+    """Reads the starts of a run, in order; none if there is no file.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    content = _read(folder.environment)
-    return [] if content is None else _of(folder.environment, lambda: [Start(**start) for start in content["starts"]])
+    return _read(folder.environment, lambda content: [Start(**start) for start in content["starts"]]) or []
 
 
 def write_result(folder: RunFolder, result: Result) -> None:
-    """Write down what a run came to.
-
-    Args:
-        folder: the run folder.
-        result: the end of the run.
+    """Writes the end of a run.
 
     Raises:
         ConfigError: the file system refuses.
@@ -116,36 +87,27 @@ def read_result(folder: RunFolder) -> Result | None:
     Raises:
         ConfigError: the file cannot be read.
     """
-    content = _read(folder.result)
-    return None if content is None else _of(folder.result, lambda: Result(**content))
+    return _read(folder.result, lambda content: Result(**content))
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, make: Callable[[Any], T]) -> T | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return make(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path}: cannot be read: {exc}. Delete it, or start the run again with --fresh.") from exc
-
-
-def _of(path: Path, make: Callable[[], T]) -> T:
-    try:
-        return make()
     except (TypeError, KeyError) as exc:
         text = f"{path}: not as this jdist writes it: {exc}. Delete it, or start the run again with --fresh."
         raise ConfigError(text) from exc
 
 
 def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
-    """Says what may keep a repetition from coming to the same bits.
+    """Lists what may keep a repetition from coming to the same bits, a line each for each start of the original.
 
     Args:
-        starts: those of the run that is repeated, at least one; the config is that of the last.
+        starts: those of the original, at least one; the repetition has the config of the last.
         here: the environment of the repetition.
-
-    Returns:
-        `the environment is that of the run`, or what differs, a line each, for each start.
     """
     lines = []
     again = {dotted(key): value for key, value in leaves(starts[-1].config)}

@@ -35,12 +35,12 @@ _ABSENT = object()
 
 
 def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Document) -> None:
-    """Refuse to go on from the checkpoints of a run whose config means another run.
+    """Refuses to go on from what a run left in a folder if its config means another run.
 
     Args:
-        folder: the run folder; without a config, or without a checkpoint or a row of metrics, there is nothing to lose.
+        folder: the run folder; one without a checkpoint or a row of metrics may take any config.
         values: the whole config as plain values.
-        document: what it was read from, for the origins in the message.
+        document: what it was read from.
 
     Raises:
         ConfigError: names each key that differs, with both values, and what to do.
@@ -52,7 +52,7 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     different = [
         f"  {dotted(key)}: {_text(then.get(key, _ABSENT))} there, {_text(now.get(key, _ABSENT))} now "
         f"({document.origin(key)})"
-        for key in dict.fromkeys([*now, *then])
+        for key in {**now, **then}
         if then.get(key, _ABSENT) != now.get(key, _ABSENT) and not any(key[: len(f)] == f for f in FREE)
     ]
     if not different:
@@ -67,14 +67,7 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
 
 
 def check_goes_on(restored: Resume, folder: RunFolder, config: Config, document: Document, *, total: int) -> None:
-    """Refuse a checkpoint that a run of `total` steps cannot go on from.
-
-    Args:
-        restored: the newest checkpoint of the run.
-        folder: its folder.
-        config: the checked config.
-        document: what it was read from, for the origins in the message.
-        total: steps of the whole run.
+    """Refuses a checkpoint that a run of `total` steps cannot go on from.
 
     Raises:
         ConfigError: it lies beyond the end, no number of calls leads from it to the end, or no run saved it.

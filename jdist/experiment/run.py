@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import warnings
@@ -39,8 +40,7 @@ from jdist.loop.metric_totals import MetricTotals
 from jdist.loop.run import Run
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
-from jdist.report.history import OF_ROWS
-from jdist.report.metrics_file import MetricsFile, Row, read_rows
+from jdist.report.metrics_file import OF_ROWS, MetricsFile, Row, read_rows
 
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 
@@ -54,17 +54,17 @@ def run(
     original: Sequence[Start] = (),
     console: Console | None = None,
 ) -> int:
-    """Train, evaluate, log, save and plot what a config describes; goes on where the run folder left off.
+    """Trains, evaluates, logs, saves and plots what a config describes; goes on where the run folder left off.
 
-    Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots; a step, an evaluation, a
-    save and the wish to stop are everyone's.
+    Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots; all of them make the steps,
+    evaluate, save and stop together.
 
     Args:
         config: the checked config; its `platform` has been applied.
         document: what the config was read from.
         command: the command line that starts this run, for messages.
         fresh: set an existing run folder aside and start again.
-        original: the starts of a run that this one repeats; the differences from then are printed first.
+        original: the starts of a run that this one repeats; what differs from them is printed first.
         console: where to report; standard output if None.
 
     Returns:
@@ -73,7 +73,7 @@ def run(
     Raises:
         JDistError: the config, the data, the run folder or a checkpoint is not right, or training failed.
     """
-    # Everything that the config names, and the config as it was understood.
+    # What the config names, and the config as it is understood.
     with together("preparing the run", _PREPARE_S):
         parts = prepare(config, document)
     task, strategy, train, total = parts.task, parts.strategy, config.train, parts.total_steps
@@ -88,7 +88,7 @@ def run(
             console.print(text, markup=False, highlight=False, emoji=False)
 
         say(resolved)
-        # A signal is a wish from here on: an exception in the midst of a compilation by XLA ends the process in a crash.
+        # From here on a signal is a wish: an exception while XLA compiles would crash the process.
         stop = stack.enter_context(preemption(cluster))
         say("\n".join([*old_names(config, document), arithmetic(config, parts)]))
         here = environment(parts, config.task.make)
@@ -106,12 +106,12 @@ def run(
                 stack.enter_context(open_folder(folder.path))
                 check_same_run(folder, parts.values, document)
                 if not folder.config.exists():
-                    write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
+                    write_atomically(folder.config, resolved)  # first: it marks the folder as a run
 
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
         train_step, eval_step = make_train_step(config, parts), make_eval_step(parts)
-        if watches_evaluation(config):  # one batch shows what is measured, before time is spent on training
+        if watches_evaluation(config, document):  # one batch shows what is measured, before training takes its time
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
             evaluated = MetricTotals(task.metrics)
             with cluster.blocked():
@@ -119,12 +119,12 @@ def run(
                 check_watched(config, evaluated.newest(), document)
 
         # Training: the loop of `jdist.fit`, with the run folder as one of its callbacks.
-        record = _Record(config, document, parts, folder, say, start=(resolved, here))
         keep, best = config.checkpoint.keep, config.checkpoint.best
-        mode = config.checkpoint.mode or "max"  # without a best it means nothing
+        mode = config.checkpoint.mode or "max"  # means nothing without `best`
         saves = saving(
             folder.checkpoints, every=config.checkpoint.every, keep=keep, best=best, best_mode=mode, of_run=True
         )
+        record = _recording(saves, config, document, parts, folder, resolved=resolved, here=here, say=say)
         evaluations = (config.eval.every, config.checkpoint.every if best else None, total)
         training = Run(
             strategy=strategy,
@@ -137,11 +137,7 @@ def run(
                 steps_per_call=train.steps_per_call,
             ),
             metrics=task.metrics,
-            callbacks=[
-                *callbacks,
-                record.callback(saves),
-                reporting(console, [], global_batch=train.global_batch),
-            ],
+            callbacks=[*callbacks, record, reporting(console, [], global_batch=train.global_batch)],
             steps=total,
             log_every=config.log.every,
             evaluate=Evaluation(
@@ -171,8 +167,9 @@ def run(
         if step == 0:
             say(f"stopped before the first of {total:,} steps, nothing to save; start with: {command}")
             return stop.exit_code
+        rows = read_rows(folder.metrics) if cluster.is_chief else []
         if cluster.is_chief:
-            say(plot_curves(record.rows, folder.curves, title=config.name))
+            say(plot_curves(rows, folder.curves, title=config.name))
         if skipped := train_step.num_skipped:
             say(f"{skipped:,} of {step - first:,} steps were left out, as a gradient was NaN or infinite")
         stopped = training.history.stopped if step < total else None
@@ -185,110 +182,85 @@ def run(
         if stopped is not None:
             say(f"stopped at step {step:,} of {total:,}: {stopped}")
         say(f"finished: {step:,} steps, {parts.examples(step, train.global_batch):,} examples, {folder.path}")
-        say(results(record.rows, task.baselines() if task.baselines else {}))
+        say(results(rows, task.baselines() if task.baselines else {}))
         return 0
 
 
-class _Record:
-    """Writes the run folder, as a callback of the run.
+def _recording(
+    saves: Callback,
+    config: Config,
+    document: Document,
+    parts: Parts,
+    folder: RunFolder,
+    *,
+    resolved: str,
+    here: dict[str, Any],
+    say: Callable[[str], None],
+) -> Callback:
+    """Makes the callback that writes the run folder.
 
     Args:
+        saves: the callback that saves and restores the checkpoints in it.
         config: the checked config.
         document: what it was read from.
         parts: what `prepare` made of it.
         folder: the run folder.
+        resolved: the config as text.
+        here: the environment.
         say: prints a line.
-        start: the config as text, and the environment.
     """
+    total = parts.total_steps
+    metrics = MetricsFile(folder.metrics)
 
-    def __init__(
-        self,
-        config: Config,
-        document: Document,
-        parts: Parts,
-        folder: RunFolder,
-        say: Callable[[str], None],
-        *,
-        start: tuple[str, dict[str, Any]],
-    ):
-        self._config, self._document, self._parts = config, document, parts
-        self._folder, self._say, self._start = folder, say, start
-        self._file = MetricsFile(folder.metrics)
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows of `metrics.jsonl`; none in other processes than the chief."""
-        return self._file.rows
-
-    def callback(self, saves: Callback) -> Callback:
-        """The callback that records.
-
-        Args:
-            saves: the callback that saves and restores checkpoints.
-        """
-        return Callback(
-            on_resume=lambda moment: self._resume(saves, moment),
-            on_start=self._begin,
-            on_row=self._write,
-            on_save=saves.on_save,
-            on_end=saves.on_end,
-            close=lambda: self._close(saves),
-            name=saves.name,
-            watches=saves.watches,
-            logs=saves.logs,
-        )
-
-    def _resume(self, saves: Callback, moment: Moment) -> Resume | None:
-        """Goes on where an earlier process of this run left off."""
+    def on_resume(moment: Moment) -> Resume | None:
         assert saves.on_resume is not None
         with warnings.catch_warnings(record=True) as damaged:
             warnings.simplefilter("always", CheckpointWarning)
             restored = saves.on_resume(moment)
         for warning in damaged:
-            self._say(f"warning: {warning.message}")
+            say(f"warning: {warning.message}")
         if restored is None:
             return None
-        step, total, folder = restored.step, self._parts.total_steps, self._folder
-        check_goes_on(restored, folder, self._config, self._document, total=total)
-        self._say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
-        if changed := changed_sources(self._config.task.make, folder.source):
+        step = restored.step
+        check_goes_on(restored, folder, config, document, total=total)
+        say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
+        if changed := changed_sources(config.task.make, folder.source):
             those = "steps from here on are its" if step < total else "--fresh begins anew with it"
-            self._say(f"warning: the task's source has changed since then, and {those}: {', '.join(changed)}")
-        per_epoch = self._parts.steps_per_epoch
-        rows = [_of_history(row, per_epoch) for row in read_rows(folder.metrics) if row["step"] <= step]
+            say(f"warning: the task's source has changed since then, and {those}: {', '.join(changed)}")
+        rows = [_of_history(row, parts.steps_per_epoch) for row in read_rows(folder.metrics) if row["step"] <= step]
         return Resume(state=restored.state, step=step, data=restored.data, notes={**restored.notes, "rows": rows})
 
-    def _begin(self, moment: Moment) -> None:
-        step, total, folder = moment.step, self._parts.total_steps, self._folder
+    def on_start(moment: Moment) -> None:
+        nonlocal metrics
+        step = moment.step
         with together("opening the metrics", _PREPARE_S, moment.strategy.cluster):
             if moment.is_chief:
-                resolved, here = self._start
                 write_atomically(folder.config, resolved)
                 if step < total:
-                    write_start(
-                        folder, Start(step=step, total_steps=total, config=self._parts.values, environment=here)
-                    )
-                self._file = MetricsFile.open(folder.metrics, step=step)
+                    write_start(folder, Start(step=step, total_steps=total, config=parts.values, environment=here))
+                metrics = MetricsFile.open(folder.metrics, step=step)
         if step < total:
-            self._say("compiling the train step")
+            say("compiling the train step")
 
-    def _write(self, moment: Moment) -> None:
+    def on_row(moment: Moment) -> None:
         if moment.is_chief and moment.row is not None:
             step = moment.row["step"]
-            examples = self._parts.examples(step, self._config.train.global_batch)
+            examples = parts.examples(step, config.train.global_batch)
             measured = {name: value for name, value in moment.row.items() if name not in OF_ROWS}
-            self._file.write(step, {"examples": examples, **measured, "time_s": moment.row["time_s"]})
+            metrics.write(step, {"examples": examples, **measured, "time_s": moment.row["time_s"]})
 
-    def _close(self, saves: Callback) -> None:
+    def close() -> None:
         try:
             if saves.close is not None:
                 saves.close()
         finally:
-            self._file.close()
+            metrics.close()
+
+    return dataclasses.replace(saves, on_resume=on_resume, on_start=on_start, on_row=on_row, close=close)
 
 
 def _of_history(row: Row, steps_per_epoch: int | None) -> Row:
-    """A row of `metrics.jsonl` as the history has it."""
+    """Converts a row of `metrics.jsonl` to one of the history."""
     epoch = 0 if steps_per_epoch is None else row["step"] // steps_per_epoch
     values = {name: math.nan if value is None else value for name, value in row.items() if name not in OF_ROWS}
     return {"step": row["step"], "epoch": epoch, "time_s": row.get("time_s", 0.0), **values}

@@ -28,15 +28,10 @@ def is_schedule(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def fill_length(value: Any, *, steps: int) -> Any:
-    """A value of a config; if it describes a schedule that needs a length and has none, with that of the run.
+    """Gives a value of a config that describes a schedule without a length that it needs the length of the run, `steps`.
 
-    Args:
-        value: any value.
-        steps: optimizer updates of the run.
-
-    Returns:
-        The value, perhaps with `decay_steps` or `transition_steps` filled in, also in a schedule that is its argument.
-        In a list of schedules none is: each has a part of the run, and only the config can say which.
+    Schedules that are its arguments get theirs too. In a list of schedules none does: each has a part of the run, and only
+    the config can say which.
     """
     name = value["schedule"] if is_schedule(value) else None
     function = _schedules().get(name) if isinstance(name, str) else None
@@ -48,7 +43,7 @@ def fill_length(value: Any, *, steps: int) -> Any:
 
 
 def build_value(value: Any) -> Any:
-    """A schedule where a value describes one, or a list of them; else the value as it is."""
+    """Makes the schedule that a value describes, or each of a list of them; returns any other value as it is."""
     if isinstance(value, list):
         return [build_value(item) for item in value]
     if not is_schedule(value):
@@ -57,17 +52,14 @@ def build_value(value: Any) -> Any:
 
 
 def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], length: Key) -> Iterator[Problem]:
-    """Everything wrong with the schedules that a value describes or holds.
+    """Yields the problems with the schedules that a value describes or holds.
 
     Args:
         value: any value of a config.
         key: its key.
-        wrong: what is wrong with a value for a parameter, or None.
-        filled: keys that were not given, but filled in from the length of the run.
+        wrong: says what is wrong with a value for a parameter, or None.
+        filled: keys of lengths that were not given, but are the run's.
         length: the key that gives the length of the run.
-
-    Yields:
-        A problem for each unknown name or argument, each value that cannot be meant, and a run that is too short.
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -92,12 +84,12 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an error says; its kind if it says nothing."""
+    """Returns the first line of an error; its kind if it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _refusal(value: Any) -> str | None:
-    """Why optax does not make what a value describes; None if it does."""
+    """Says why optax does not make what a value describes; None if it does."""
     try:
         build_value(value)
     except REFUSALS as exc:
@@ -106,39 +98,42 @@ def _refusal(value: Any) -> str | None:
 
 
 def _too_short(value: dict[str, Any], key: Key, *, filled: Set[Key], length: Key) -> Problem | None:
-    """The problem of a schedule that only a greater length would mend, with the least that does; else None."""
+    """Makes the problem of a schedule that only a greater length would mend, with the least that does; else None."""
     name = next((name for name in _LENGTHS if name in value), None)
     least = None if name is None else _least_length(value, name)
     if name is None or least is None:
         return None
-    of_run = (*key, name) in filled
+    is_of_run = (*key, name) in filled
     stages = [option for option in value if option.endswith("_steps") and option != name]
-    what = f"a run of {value[name]:,} steps" if of_run else f"a length of {value[name]:,}"
+    what = f"a run of {value[name]:,} steps" if is_of_run else f"a length of {value[name]:,}"
     whose = f", whose {' and '.join(f'{stage} is {value[stage]:,}' for stage in stages)}" if stages else ""
     lower = [f"lower {dotted((*key, stage))}" for stage in stages]
     return Problem(
-        key=length if of_run else (*key, name),
+        key=length if is_of_run else (*key, name),
         text=f"{what} is too short for the schedule {value['schedule']} of {dotted(key)}{whose}: it needs {least:,} or more",
-        remedy=f" {' or '.join(['Train for longer' if of_run else 'Raise it', *lower])}.",
+        remedy=f" {' or '.join(['Train for longer' if is_of_run else 'Raise it', *lower])}.",
         others=tuple((*key, stage) for stage in stages),
     )
 
 
 def _least_length(value: dict[str, Any], name: str) -> int | None:
-    """The least number of steps above `value[name]` with which optax makes a schedule; None if none will do."""
-    few, enough = value[name], max(1, value[name])
+    """Finds the least number of steps above `value[name]` with which optax makes a schedule; None if none will do."""
+    too_few, enough = value[name], max(1, value[name])
     while _refusal(value | {name: enough}) is not None:
-        few, enough = enough, 2 * enough
+        too_few, enough = enough, 2 * enough
         if enough > _LONGEST:
             return None
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        few, enough = (few, middle) if _refusal(value | {name: middle}) is None else (middle, enough)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if _refusal(value | {name: middle}) is None:
+            enough = middle
+        else:
+            too_few = middle
     return enough
 
 
 def _schedules() -> dict[str, Callable[..., Any]]:
-    """All schedules by name: optax's, and the warm-up."""
+    """Lists all schedules by name: optax's, and the warm-up."""
     of_optax = {
         name: member
         for name, member in vars(optax.schedules).items()

@@ -1,4 +1,4 @@
-"""The source files that a run's task consists of."""
+"""The source files of a run's task."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-# What lies here is installed, wherever these folders are: in a home directory, or in a virtual environment beside the task.
+# What lies in such folders is installed, wherever they are: in a home directory, or in a virtual environment
+# beside the task.
 _PACKAGES = {"site-packages", "dist-packages"}
 _JDIST, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 
 
 def task_sources(make: str) -> dict[str, Path]:
-    """The files of a task that is not jdist's own: what has been loaded of its package, and what else from beside that.
+    """Finds the files of a task that is not jdist's own: what is loaded of its package, and other modules from beside it.
 
-    A helper that lies beside the task counts, or below. What is installed does not (the standard library, packages, jdist),
-    nor the program that runs.
+    Neither what is installed (the standard library, packages, jdist) nor the program that runs is among them.
 
     Args:
         make: `task.make`, whose module was imported.
@@ -45,7 +45,7 @@ def task_sources(make: str) -> dict[str, Path]:
 
 
 def _loaded() -> Iterator[tuple[str, Path]]:
-    """The modules that have a source file; a lazy one is not woken by asking for it."""
+    """Lists the modules that have a source file; a lazy one is not woken by asking for it."""
     for name, module in list(sys.modules.items()):  # other threads may import meanwhile
         path = Path(vars(module).get("__file__") or "") if isinstance(module, ModuleType) else Path()
         if path.suffix == ".py":
@@ -62,33 +62,25 @@ def _roots(package: ModuleSpec) -> list[Path]:
 
 
 def folder_sources(folder: Path) -> dict[str, Path]:
-    """Every Python file below a folder, by its path from there."""
+    """Finds every Python file below a folder, by its path from there."""
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
 
 
 def changed_sources(make: str, copies: Path) -> list[str]:
-    """Lists the files of a task that differ from a run's copies; nothing is imported.
-
-    Args:
-        make: `task.make`.
-        copies: the run's copies, as `task_sources` names them.
-
-    Returns:
-        Their names; a file that is gone, too.
-    """
+    """Lists the files of the task `make` that differ from a run's copies, or are gone; nothing is imported."""
     path = sys.path if os.getcwd() in sys.path else [os.getcwd(), *sys.path]
     spec = PathFinder.find_spec(make.partition(":")[0].partition(".")[0], path)
     roots = [] if spec is None else _roots(spec)
 
-    def is_alike(name: str, copy: Path) -> bool:
+    def differs(name: str, copy: Path) -> bool:
         here = next((root / name for root in roots if (root / name).is_file()), None)
-        return here is not None and here.read_bytes() == copy.read_bytes()
+        return here is None or here.read_bytes() != copy.read_bytes()
 
-    return [name for name, copy in folder_sources(copies).items() if not is_alike(name, copy)]
+    return [name for name, copy in folder_sources(copies).items() if differs(name, copy)]
 
 
 def digest(files: Mapping[str, Path]) -> str:
-    """A hash of some files' names and content, wherever they lie; "" of none."""
+    """Hashes the names and content of files, wherever they lie; "" of none."""
     whole = hashlib.sha256()
     for name, path in files.items():
         whole.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

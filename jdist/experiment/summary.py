@@ -1,4 +1,4 @@
-"""Describes a run in words: its arithmetic before, its results after, and what to do if it fails."""
+"""A run in words: its arithmetic before, its results after, and what to do if it fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jdist.report.progress import readable
 
 
 def arithmetic(config: Config, parts: Parts) -> str:
-    """Works out the numbers of a config: `global batch 1,024 = 8 replicas x 128`, and what `scaling` makes of them."""
+    """Works out the numbers of a config: `global batch 1,024 = 8 replicas x 128`, and what `scaling` makes of its options."""
     train, replicas = config.train, parts.strategy.num_replicas
     rows = -(-train.global_batch // replicas)
     batch = f"global batch {train.global_batch:,} = {replicas:,} replica{'s' if replicas > 1 else ''} x {rows:,}"
@@ -48,17 +48,14 @@ def non_finite_advice(error: NonFiniteError, good: int) -> str:
 
 
 def results(rows: Sequence[Row], baselines: Mapping[str, float]) -> str:
-    """The last evaluation, with the figures to compare it with below."""
+    """Formats the last evaluation, and below it the figures to compare it with."""
     last = next((row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {})
-    lines = [(name.removeprefix("eval/"), value) for name, value in last.items() if name.startswith("eval/")]
-    width = max((len(name) for name, _ in [*lines, *baselines.items()]), default=0)
-    text = ["evaluation", *(f"  {name:<{width}}  {_figure(value)}" for name, value in lines)]
+    measured = {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}
+    width = max(map(len, [*measured, *baselines]), default=0)
+    lines = ["evaluation", *(f"  {name:<{width}}  {_figure(value)}" for name, value in measured.items())]
     if baselines:
-        text += [
-            "for comparison",
-            *(f"  {name:<{width}}  {_figure(value)}" for name, value in baselines.items()),
-        ]
-    return "\n".join(text)
+        lines += ["for comparison", *(f"  {name:<{width}}  {_figure(value)}" for name, value in baselines.items())]
+    return "\n".join(lines)
 
 
 def _figure(value: Any) -> str:

@@ -18,29 +18,16 @@ from jdist.support.suggest import closest
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something wrong with one key.
-
-    Attributes:
-        key: the path of the key.
-        text: what is wrong, without the key.
-        remedy: how to mend it; opens with a space, or is empty.
-        others: further keys that have to do with it, whose places are named too.
-    """
+    """Something wrong with one key."""
 
     key: Key
-    text: str
-    remedy: str = ""
-    others: tuple[Key, ...] = ()
+    text: str  # what is wrong, without the key
+    remedy: str = ""  # how to mend it; opens with a space, or is empty
+    others: tuple[Key, ...] = ()  # further keys that have to do with it, whose places are named too
 
 
 def validate(document: Document) -> Config:
-    """Check the values of a document against the schema.
-
-    Args:
-        document: what `load` read.
-
-    Returns:
-        The config, with defaults filled in.
+    """Checks the values of a document against the schema, and fills in defaults.
 
     Raises:
         ConfigError: a line for each problem: the key, the value, where it came from, the nearest valid name.
@@ -65,30 +52,30 @@ def validate(document: Document) -> Config:
 
 
 def refusal(document: Document, problems: Sequence[Problem]) -> ConfigError:
-    """The error that lists the document's own problems and `problems`, each with the origin of its key."""
+    """Makes the error that lists the document's own problems and `problems`, each with the origin of its key."""
     lines = [
         *document.problems,
-        *(f"{dotted(p.key)}: {p.text.rstrip('.')} ({_origins(document, p)}).{p.remedy}" for p in problems),
+        *(f"{dotted(p.key)}: {p.text.rstrip('.')} ({_places(document, p)}).{p.remedy}" for p in problems),
     ]
     if len(lines) == 1:
         return ConfigError(lines[0])
     return ConfigError(f"{len(lines)} problems with {document.file}:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _origins(document: Document, problem: Problem) -> str:
+def _places(document: Document, problem: Problem) -> str:
     """Names the places of a problem's keys; for a key that was not given, that of the nearest above it."""
     origins = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
     return " and ".join(dict.fromkeys(origins)) or document.origin(problem.key)
 
 
 def show(value: Any) -> str:
-    """A value as it would be written in a config, shortened."""
+    """Writes a value as it would be in a config, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _length(values: dict[str, Any]) -> Iterator[Problem]:
-    """The rule that a run is as long as `steps` or as `epochs` says, and not both."""
+    """Yields a problem unless just one of `train.steps` and `train.epochs` is given."""
     train = values.get("train")
     if isinstance(train, dict):
         steps, epochs = train.get("steps"), train.get("epochs")
@@ -114,12 +101,12 @@ def old_names(config: Config, document: Document) -> list[str]:
 
 
 def best_as_written(document: Document) -> str | None:
-    """`checkpoint.best` as the document has it, with "eval/" or, as jdist once had it, without."""
+    """Returns `checkpoint.best` as the document has it, with "eval/" or, as jdist once had it, without."""
     return (document.values.get("checkpoint") or {}).get("best")
 
 
 def _with_best(config: Config) -> tuple[Config, list[Problem]]:
-    """The config with the whole name of `checkpoint.best` and with `checkpoint.mode`, and what is wrong with it."""
+    """Completes `checkpoint.best` and `checkpoint.mode`; returns the config, and what is wrong with them."""
     checkpoint = config.checkpoint
     if checkpoint.best is None:
         return config, []
@@ -138,7 +125,7 @@ def _with_best(config: Config) -> tuple[Config, list[Problem]]:
 
 
 def _translate(error: Any) -> Problem:
-    """One of pydantic's errors in jdist's words."""
+    """Says one of pydantic's errors in jdist's words."""
     key = tuple(str(part) for part in error["loc"])
     kind, value, limits = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -177,13 +164,11 @@ def _translate(error: Any) -> Problem:
 
 
 def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Every key of the schema with its description."""
+    """Lists every key of the schema with its description."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field.description or ""
-        for part in (
-            field.annotation,
-            *get_args(field.annotation),
-        ):  # the second for one that may be null, and of a list
+        # A section may be null, or be an entry of a list.
+        for part in (field.annotation, *get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from _keys(part, (*prefix, name))
 
@@ -193,12 +178,12 @@ def _description(key: Key) -> str:
 
 
 def _without_places(key: Key) -> Key:
-    """The key of an entry of a list without its number, as the schema has it."""
+    """Drops the numbers of entries of lists from a key, as the schema has it."""
     return tuple(part for part in key if not part.isdecimal())
 
 
 def _nearest_key(key: Key) -> str:
-    """The valid key nearest to a wrong one: at its level first, then anywhere by its last part."""
+    """Names the valid key nearest to a wrong one: at its level first, then anywhere by its last part."""
     known = [k for k, _ in _keys()]
     siblings = [k for k in known if k[:-1] == _without_places(key)[:-1]]
     by_name = {k[-1]: k for k in reversed(known)}

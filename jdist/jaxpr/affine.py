@@ -1,4 +1,4 @@
-"""Reads from a traced step how a leaf of the state follows from its old value: `new = slope * old + offset`.
+"""Affine rules of state leaves, read from a traced step: `new = slope * old + offset`.
 
 A counter has the slope 1, a moving average its decay. Microbatches or workers that each computed such a leaf from one
 old value can then be brought together; values of any other kind have nothing in common.
@@ -35,7 +35,7 @@ class _NotAffineError(Exception):
 
 
 class AffineRule:
-    """Finds the slope of one new leaf.
+    """The slope of one new leaf in its old value.
 
     Args:
         closed: the traced step.
@@ -59,7 +59,7 @@ class AffineRule:
         ]
 
     def of_program(self) -> float | jax.ShapeDtypeStruct | None:
-        """The slope: a number of the program, 0 where the old value plays no part; the shape of one that is computed; None."""
+        """Finds the slope: a number of the program, 0 where the old value plays no part; the shape of a computed one; None."""
         if graph.is_literal(self._new) or self._new not in self._depends:
             return 0
         slopes: list[Slope] = []
@@ -71,7 +71,7 @@ class AffineRule:
         jaxpr = graph.body_of(self._flat)
         try:
             shape = jax.eval_shape(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
-        except (_NotAffineError, OverflowError):  # a number below nothing times an unsigned one
+        except (_NotAffineError, OverflowError):  # a negative number times an unsigned one
             return None
         dtype, slope = self._old.aval.dtype, slopes[0]
         if isinstance(slope, float | int):
@@ -88,7 +88,7 @@ class AffineRule:
         )
 
     def _others(self, eqn: Any) -> list[Any]:
-        """The operands of an equation that do not depend on the leaf, indices left out."""
+        """Lists the operands of an equation that do not depend on the leaf, indices left out."""
         operands = [eqn.invars[0], *eqn.invars[2:]] if eqn.primitive.name == "scatter-add" else eqn.invars
         return [v for v in operands if graph.is_literal(v) or v not in self._depends]
 
@@ -111,7 +111,7 @@ class AffineRule:
         return all(map(self._is_whole, operands))
 
     def __call__(self, values: Sequence[Any]) -> Slope:
-        """The slope, for values of what is given.
+        """Computes the slope, for values of what is given.
 
         Raises:
             _NotAffineError: there is none.
@@ -129,14 +129,14 @@ class AffineRule:
         return known[self._new]
 
     def _combined(self, op: str, eqn: Any, slope: Slope) -> Slope:
-        """Of what all replicas made of the leaf, which they have alike."""
+        """Computes the slope of what all replicas together made of the leaf."""
         replicas, microbatches = self._sizes
         if op not in ("mean", "sum"):
             raise _NotAffineError
         if isinstance(slope, float | int):
             of_jdist = collective_of(eqn) is not None
             return slope if op == "mean" else slope * replicas * (microbatches if of_jdist else 1)
-        if microbatches > 1:  # those of the other microbatches are not at hand
+        if microbatches > 1:  # the slopes of the other microbatches are not known
             raise _NotAffineError
         bodies = graph.nested_jaxprs(eqn)
         axes = eqn.params["axes"] if not bodies else _axes_of(bodies[0])
@@ -144,7 +144,7 @@ class AffineRule:
         return total if op == "sum" else total / replicas
 
     def _slope(self, eqn: Any, slopes: Sequence[Any], values: Sequence[Any]) -> Slope:
-        """Of an equation's result, from those of its operands; None for those that do not depend on the leaf."""
+        """Computes the slope of an equation's result from its operands'; None for those that do not depend on the leaf."""
         name, out = eqn.primitive.name, eqn.outvars[0].aval
         alone = slopes[0] is not None and all(s is None for s in slopes[1:])
         first: Any = next(s for s in slopes if s is not None)
@@ -187,7 +187,7 @@ class AffineRule:
         )
 
     def _value(self, v: Any, values: Sequence[Any]) -> Any:
-        """The value of what does not depend on the leaf; a number if it is one of the program."""
+        """Computes what does not depend on the leaf; a number if it is one of the program."""
         constant = self._constant(v)
         if constant is not None:
             return constant
@@ -206,12 +206,12 @@ class AffineRule:
 
 
 def wide(x: Any) -> Any:
-    """In at least 32 bits, if it is of floating-point numbers: half precision would round an offset away."""
+    """Widens floating-point numbers to at least 32 bits: half precision would round an offset away."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
-    """The jaxpr from `given` to one variable and to nothing else, with calls entered and collectives left."""
+    """Cuts out the jaxpr from `given` to one variable, with calls entered and collectives left."""
 
     def stay(eqn: Any, operands: list[Any]) -> list[Any] | None:
         return None if collective_of(eqn) is None else eqn.primitive.bind(*operands, **eqn.params)
@@ -223,7 +223,7 @@ def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
 
 
 def _axes_of(closed: Any) -> Any:
-    """The mesh axes over which the body of a collective reduces; none of one replica's."""
+    """Finds the mesh axes over which the body of a collective reduces; none for one replica."""
     axes = [
         eqn.params["axes"] for eqn in graph.body_of(closed).eqns if variation.makes_alike(eqn) and "axes" in eqn.params
     ]

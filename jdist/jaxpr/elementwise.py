@@ -1,4 +1,4 @@
-"""Prepares the equations of an update part for arrays in parts, and applies each to stored arrays."""
+"""Equations of an update part on arrays in parts: how they are prepared, and applied to stored arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset({
     "sqrt", "square", "sub", "tan", "tanh", "xor",
 })
 # fmt: on
-# The reductions that are taken part by part, and with what an array is filled up for each.
+# The reductions that are taken part by part, each with the value that fills up an array.
 FILLINGS: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
     "reduce_prod": lambda dtype: 1,
@@ -45,15 +45,10 @@ def _extreme(dtype: Any, *, lowest: bool) -> Any:
 
 
 def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
-    """A traced update part in the form that `evaluate` takes; called where the replica axes are bound.
+    """Brings a traced update part into the form that `evaluate` takes; called where the replica axes are bound.
 
     Calls are entered, conditions become selections, and sums over the replicas products where all of them have the
     same, as they mostly do in an update part.
-
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        arguments: of it; arrays or `ShapeDtypeStruct`s.
-        num_replicas: how many replicas there are.
     """
 
     own: set[Any] = set()
@@ -105,7 +100,7 @@ def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) ->
 
 def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> Any:
     """Applies an equation to operands of any shape, outside of the mesh that it was traced under."""
-    # A sharding in a parameter is of the mesh that the equation was traced under, whose axes are bound no more.
+    # A sharding among the parameters names the mesh of the trace, whose axes are no longer bound.
     params = {k: None if isinstance(x, jax.sharding.Sharding) else x for k, x in eqn.params.items()}
     return eqn.primitive.bind(*operands, **{**params, **changed})
 

@@ -1,4 +1,4 @@
-"""Finds what depends on what in a traced step, and cuts pieces out of it.
+"""The dependences in a traced step, and pieces cut out of it.
 
 It alone builds and evaluates jaxprs, and so alone knows how they differ between JAX versions.
 """
@@ -20,24 +20,19 @@ from jdist.core.collective_marks import collective_of
 # Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
 ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-# What lays the elements of an array out anew.
+# Primitives that lay out the elements of an array anew.
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
 
 
 def body_of(closed: Any) -> Any:
-    """The open jaxpr of a closed one; from JAX 0.12 on they are one type."""
+    """Opens a closed jaxpr; from JAX 0.12 on they are one type."""
     return closed.jaxpr
 
 
 def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
-    """Every variable of a jaxpr whose value depends on one of `sources`, these included.
-
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        sources: variables of it.
-    """
+    """Finds the variables of a jaxpr that depend on one of `sources`, these included."""
     variables = set(sources)
     for eqn in body_of(closed).eqns:
         if any(is_in(v, variables) for v in eqn.invars):
@@ -46,35 +41,31 @@ def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
 
 
 def forwarded(closed: Any, *, collectives: bool = False) -> Any:
-    """The same function, in which what an equation hands on unchanged is read where that equation had it from.
+    """Rewrites a function to read what an equation forwards unchanged from where that equation had it.
 
     A scan over layers that returns their parameters beside its result, as `nnx.scan` does, makes nothing of them: they
-    depend on no more than before it.
-
-    Args:
-        closed: a traced function.
-        collectives: whether a collective of one replica, the identity, counts as such an equation.
+    depend on no more than before it. With `collectives=True` a collective of one replica, the identity, is such an equation.
     """
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
     def resolved(v: Var) -> Var:
         return v if is_literal(v) else source.get(v, v)
 
-    def handed_on(eqn: Any) -> dict[int, int]:
+    def results_of(eqn: Any) -> dict[int, int]:
         if collective_of(eqn) is None:
-            return _handed_on(eqn)
-        return _passed_by_one_replica(eqn) if collectives else {}
+            return _forwarded_results(eqn)
+        return _forwarded_by_one_replica(eqn) if collectives else {}
 
     equations = []
     for eqn in jaxpr.eqns:
         equations.append(eqn.replace(invars=[resolved(v) for v in eqn.invars]))
-        for result, operand in handed_on(eqn).items():
+        for result, operand in results_of(eqn).items():
             source[eqn.outvars[result]] = equations[-1].invars[operand]
     replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
     return ClosedJaxpr(replaced, closed.consts)
 
 
-def _handed_on(eqn: Any) -> dict[int, int]:
+def _forwarded_results(eqn: Any) -> dict[int, int]:
     """Maps results of an equation to the operands that they are: of a call its arguments, of a scan what it scans over."""
     if eqn.primitive.name in CALLS:
         return _arguments_returned(nested_jaxprs(eqn)[0])
@@ -91,8 +82,8 @@ def _handed_on(eqn: Any) -> dict[int, int]:
     return {}
 
 
-def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
-    """As `_handed_on`, of a collective."""
+def _forwarded_by_one_replica(eqn: Any) -> dict[int, int]:
+    """Maps results to operands as `_forwarded_results`, for a collective."""
     body = body_of(nested_jaxprs(eqn)[0])
     if any(inner.primitive.name != "optimization_barrier" for inner in body.eqns):
         return {}
@@ -100,7 +91,7 @@ def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
 
 
 def operands_of_results(eqn: Any) -> list[int | None]:
-    """The operand that each result of a collective is made of; None where that cannot be seen.
+    """Finds the operand that each result of a collective is made of; None where that cannot be seen.
 
     JAX drops results that nothing reads, and their operands only where what computes them is apart from the rest.
     """
@@ -136,7 +127,7 @@ def _arguments_returned(closed: Any) -> dict[int, int]:
 
 
 def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
-    """The same function with some equations computed by `rule(equation, operands, last argument)`; None: as they are."""
+    """Rewrites a function, some equations by `rule(equation, operands, last argument)`; None leaves one as it is."""
 
     def run(*values: Any) -> list[Any]:
         known = values_at_start(closed, values)
@@ -152,33 +143,42 @@ def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None
     return jax.make_jaxpr(run)(*structs)
 
 
-def uses_primitive(eqn: Any, name: str) -> bool:
-    """Whether an equation, or one nested in it, applies the primitive of that name."""
-    return eqn.primitive.name == name or any(contains_primitive(j, name) for j in nested_jaxprs(eqn))
+def all_equations(closed: Any) -> Iterator[Any]:
+    """Iterates over the equations of a jaxpr, those of the functions and loops in it included."""
+    for eqn in body_of(closed).eqns:
+        yield eqn
+        for inner in nested_jaxprs(eqn):
+            yield from all_equations(inner)
 
 
-def contains_primitive(closed: Any, name: str) -> bool:
-    """Whether a jaxpr applies the primitive of that name anywhere."""
-    return any(uses_primitive(eqn, name) for eqn in body_of(closed).eqns)
+def uses_primitive(eqn: Any, *names: str) -> bool:
+    """Whether an equation, or one nested in it, applies one of these primitives."""
+    return eqn.primitive.name in names or any(contains_primitive(j, *names) for j in nested_jaxprs(eqn))
+
+
+def contains_primitive(closed: Any, *names: str) -> bool:
+    """Whether a jaxpr applies one of these primitives anywhere."""
+    return any(eqn.primitive.name in names for eqn in all_equations(closed))
 
 
 def nested_jaxprs(eqn: Any) -> list[Any]:
-    """The closed jaxprs among an equation's parameters: a loop's body, the branches of a condition, a called function."""
-    return list(_nested(eqn.params.values()))
+    """Lists the jaxprs of an equation, closed: a loop's body, the branches of a condition, a called function."""
+    return list(jaxprs_in(eqn.params.values()))
 
 
-def _nested(params: Iterable[Any]) -> Iterator[Any]:
+def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
+    """Iterates over the jaxprs among an equation's parameters, closed; enters tuples and lists."""
     for param in params:
         if isinstance(param, ClosedJaxpr):
             yield param
         elif isinstance(param, jex.Jaxpr):
             yield ClosedJaxpr(param, ())
         elif isinstance(param, tuple | list):
-            yield from _nested(param)
+            yield from jaxprs_in(param)
 
 
 def effects_of(closed: Any) -> list[Any]:
-    """The equations that do more than compute: prints, callbacks, reads and writes of a `jax.Ref`."""
+    """Finds the equations that do more than compute: prints, callbacks, reads and writes of a `jax.Ref`."""
     return [eqn for eqn in body_of(closed).eqns if _effect_names(eqn)]
 
 
@@ -218,7 +218,7 @@ def arguments_read(closed: Any) -> list[bool]:
 def subfunction(
     closed: Any, given: Sequence[Var], wanted: Sequence[Var], effects: Sequence[Any] = ()
 ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-    """The function that computes the variables `wanted` from the variables `given`, has `effects`, and does nothing else."""
+    """Cuts out the function that computes the variables `wanted` from `given`, with these effects and nothing else."""
     return _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted)
 
 
@@ -237,7 +237,7 @@ class Stage:
 
 
 def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
-    """A traced function as a few parts, one after another, between which the values of `replaced` can be changed.
+    """Cuts a traced function into successive parts, between which the values of `replaced` can be changed.
 
     Every equation is in the first part in which all it reads is known; what reads one of `replaced` is in a later part
     than the one that writes it.
@@ -276,10 +276,8 @@ def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequ
 def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
     """Evaluates a jaxpr with all functions that it calls (`jax.jit`, `custom_jvp`, `checkpoint`) entered.
 
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        arguments: its arguments; traced again, they give a jaxpr without calls.
-        rules: by name of a primitive, `(equation, operands) -> results` in place of what it does; None: as it is.
+    Traced again, it has no calls. `rules` compute some primitives, by name, in another way: `(equation, operands) -> results`,
+    or None for the usual one.
     """
     known = values_at_start(closed, arguments)
     for eqn in body_of(closed).eqns:
@@ -297,7 +295,7 @@ CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 
 def without_mesh(closed: Any) -> Any:
-    """A jaxpr that was traced under a mesh, as it would be traced under none; for one without collectives.
+    """Rewrites a jaxpr without collectives, traced under a mesh, as it would be traced under none.
 
     Equations, their parameters and constants remember the mesh, and JAX refuses arrays of another.
     """
@@ -333,7 +331,7 @@ def without_mesh(closed: Any) -> Any:
 
 
 def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation; None for those that nothing reads."""
+    """Computes the results of one equation; None for those that nothing reads."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
     wanted = [v for v in eqn.outvars if not is_dropped(v)]
     results = iter(_piece(closed, list(given), [eqn], wanted)(list(given.values())))
@@ -341,13 +339,13 @@ def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
-    """The values of the variables that no equation writes: a traced function's arguments and constants."""
+    """Maps the variables that no equation writes, arguments and constants, to their values."""
     jaxpr = body_of(closed)
     return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
 
 
 def value_of(v: Var, known: dict[Var, Any]) -> Any:
-    """The value of an operand: of a literal its own, of a variable the known one."""
+    """Looks up the value of an operand: of a literal its own, of a variable the known one."""
     return v.val if is_literal(v) else known[v]
 
 

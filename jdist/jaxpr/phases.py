@@ -1,4 +1,4 @@
-"""Describes a step in phases, and assigns what it computes of its microbatches to them.
+"""The phases of a step, and what it computes of its microbatches in each.
 
 A phase is a loop over the microbatches. A cut that reads another cut's result needs a later one; what no other cut reads
 goes where a gradient is taken, so that a total of what the forward pass gives needs no forward pass of its own.
@@ -101,7 +101,7 @@ class StepJaxpr:
         return lambda *values: run(jax.tree.leaves(values))
 
     def read_by(self, wanted: Sequence[Any]) -> tuple[int, ...]:
-        """Numbers of the state's leaves that `piece(wanted)` reads."""
+        """Finds the numbers of the state's leaves that `piece(wanted)` reads."""
         _, reads = graph.needed(self.closed, wanted, set(self._behind_phases))
         return tuple(i for i, v in enumerate(self.state) if v in reads)
 
@@ -111,7 +111,7 @@ class StepJaxpr:
         return [*self.state, *self.others, *self.combined, *self.carried]
 
     def depends(self, sources: Sequence[Any]) -> set[Any]:
-        """Every variable that depends on one of `sources`, by way of collectives too."""
+        """Finds the variables that depend on one of `sources`, by way of collectives too."""
         return graph.dependents(self.closed, sources)
 
 
@@ -187,14 +187,39 @@ def schedule(
     Returns:
         The phases, in the order of execution.
     """
-    levels = _Levels(closed, own)
-    of_cut = levels.phases_of_cuts([*outputs.values(), *carried, *(v for eqn in effects for v in eqn.invars)])
-    of_carried = [levels.phase_of(v) for v in carried]
-    of_output = {i: levels.phase_of(v) for i, v in outputs.items()}
-    of_effect = [levels.phase_of(*eqn.invars) for eqn in effects]
+    equations = graph.body_of(closed).eqns
+    cuts = {place: eqn for place, eqn in enumerate(equations) if _is_cut(eqn, own)}
+    levels = _levels(equations, set(cuts))
+
+    def level_of(variables: Sequence[Var]) -> int:
+        return max((levels.get(v, 0) for v in variables if not graph.is_literal(v)), default=0)
+
+    level_of_cut = {place: level_of(eqn.invars) for place, eqn in cuts.items()}
+    gradients = sorted(level_of_cut[place] for place, eqn in cuts.items() if _is_gradient(eqn))
+    last = max(level_of_cut.values(), default=0)
+
+    def phase_of(*variables: Var) -> int:
+        """Finds the first gradient for which all that they need is known, so that one forward pass serves both."""
+        level = level_of(variables)
+        return next((g for g in gradients if g >= level), max(level, last))
+
+    ends = [*outputs.values(), *carried, *(v for eqn in [*effects, *cuts.values()] for v in eqn.invars)]
+    _, read_in_phases = graph.needed(closed, ends, set())
+
+    def phase_of_cut(place: int) -> int:
+        """Puts a cut where its operands are known if a phase reads its result, else where a gradient is taken."""
+        level, eqn = level_of_cut[place], cuts[place]
+        if _is_gradient(eqn) or any(v in read_in_phases for v in eqn.outvars):
+            return level
+        return next((g for g in gradients if g >= level), level)
+
+    of_cut = {place: phase_of_cut(place) for place in cuts}
+    of_carried = [phase_of(v) for v in carried]
+    of_output = {i: phase_of(v) for i, v in outputs.items()}
+    of_effect = [phase_of(*eqn.invars) for eqn in effects]
     return [
         PhaseContents(
-            cuts=tuple(sorted(place for place, phase in of_cut.items() if phase == number)),
+            cuts=tuple(place for place, phase in of_cut.items() if phase == number),
             carried=tuple(i for i, phase in enumerate(of_carried) if phase == number),
             outputs=tuple(i for i, phase in of_output.items() if phase == number),
             effects=tuple(eqn for eqn, phase in zip(effects, of_effect, strict=True) if phase == number),
@@ -203,54 +228,19 @@ def schedule(
     ]
 
 
-class _Levels:
-    """After how many cuts, one behind the other, each variable of a traced step is known.
+def _levels(equations: Sequence[Any], cuts: AbstractSet[int]) -> dict[Var, int]:
+    """Counts for each variable the cuts, one behind the other, that come before it; `cuts` are places of equations."""
+    levels: dict[Var, int] = {}
+    for place, eqn in enumerate(equations):
+        level = max((levels.get(v, 0) for v in eqn.invars if not graph.is_literal(v)), default=0)
+        levels.update((v, level + (place in cuts)) for v in eqn.outvars)
+    return levels
 
-    Attributes:
-        of_cuts: of what each cut reads, by the place of its equation.
-    """
 
-    def __init__(self, closed: Any, own: AbstractSet[Var]):
-        self._closed, self._equations = closed, graph.body_of(closed).eqns
-        self._levels: dict[Var, int] = {}
-        self.of_cuts: dict[int, int] = {}
-        for place, eqn in enumerate(self._equations):
-            level = self._level(eqn.invars)
-            if collective_of(eqn) is not None and any(graph.is_in(v, own) for v in eqn.invars):
-                self.of_cuts[place] = level
-                level += 1
-            self._levels.update((v, level) for v in eqn.outvars)
-        self._gradients = sorted(level for place, level in self.of_cuts.items() if self._is_gradient(place))
-        self._last = max(self.of_cuts.values(), default=0)
+def _is_cut(eqn: Any, own: AbstractSet[Var]) -> bool:
+    return collective_of(eqn) is not None and any(graph.is_in(v, own) for v in eqn.invars)
 
-    def phase_of(self, *variables: Var) -> int:
-        """The phase that computes variables which no cut reads.
 
-        That of the first gradient for which all that is needed is known, so that one forward pass serves both.
-        """
-        level = self._level(variables)
-        return next((g for g in self._gradients if g >= level), max(level, self._last))
-
-    def phases_of_cuts(self, ends: Sequence[Var]) -> dict[int, int]:
-        """The phase of each cut, by place.
-
-        As soon as its operands are known where a phase reads its result, else where a gradient is taken.
-
-        Args:
-            ends: what phases compute beside the operands of cuts.
-        """
-        ends = [*ends, *(v for place in self.of_cuts for v in self._equations[place].invars)]
-        _, reads = graph.needed(self._closed, ends, set())
-        return {
-            place: level
-            if self._is_gradient(place) or any(v in reads for v in self._equations[place].outvars)
-            else next((g for g in self._gradients if g >= level), level)
-            for place, level in self.of_cuts.items()
-        }
-
-    def _level(self, variables: Sequence[Var]) -> int:
-        return max((self._levels.get(v, 0) for v in variables if not graph.is_literal(v)), default=0)
-
-    def _is_gradient(self, place: int) -> bool:
-        collective = collective_of(self._equations[place])
-        return collective is not None and collective.kind == "gradient"
+def _is_gradient(eqn: Any) -> bool:
+    collective = collective_of(eqn)
+    return collective is not None and collective.kind == "gradient"

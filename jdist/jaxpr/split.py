@@ -1,4 +1,4 @@
-"""Splits a step into what each microbatch computes, what is combined over them, and what is computed once from that.
+"""The split of a step: what each microbatch computes, what is combined over them, what is computed once from that.
 
 Microbatches are replicas in time: `accumulate=k` on N replicas is the step on k x N replicas. A traced step holds its
 collectives (`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`core/collective_marks.py`). Each that
@@ -11,7 +11,6 @@ depends on no microbatch but through cuts is the *update part* and runs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -71,7 +70,7 @@ def split(
     closed = variation.flat_collectives(closed)
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
-        """The transpose of a gather: the sum over all, of which each takes the rows that it gave."""
+        """Computes the transpose of a gather: each takes the rows that it gave of the sum over all."""
         if not variation.is_transposed_gather(eqn):
             return None
         with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
@@ -84,17 +83,8 @@ def split(
     return _Analysis(graph.forwarded(closed), (state, batch, others), shapes, sizes, otherwise).split()
 
 
-@dataclass(frozen=True)
-class _PhaseFunctions:
-    """The functions of a `Phase`, and the variables that `prepare` reads or computes."""
-
-    prepare: Callable[..., list[jax.Array]]
-    run: Callable[..., tuple[list[list[jax.Array]], list[jax.Array], list[jax.Array]]]
-    reads: set[Any]
-
-
 class _Analysis:
-    """Sorts the equations of a traced step into phases and the update part.
+    """The equations of a traced step, to be sorted into phases and the update part.
 
     Args:
         closed: `(state, batch, others, microbatch) -> (state, outputs)`, of leaves.
@@ -171,25 +161,26 @@ class _Analysis:
             effects=self.early_effects,
         )
         combined: list[Any] = []
-        functions: list[_PhaseFunctions] = []
+        functions: list[tuple[Callable[..., Any], Callable[..., Any], set[Any]]] = []
         for each in contents:
             functions.append(self._phase_functions(each, carried_vars, combined))
             combined += [v for place in each.cuts for v in self.equations[place].outvars]
-        reads = {v for each in functions for v in each.reads}
+        reads = {v for _, _, reads_of_phase in functions for v in reads_of_phase}
+        varying = variation.varying(self.closed, [*self.batch, *carried_vars])
         return Split(
             phases=tuple(
                 Phase(
-                    tuple(self._cut(place, reads) for place in each.cuts),
-                    each.carried,
-                    each.outputs,
-                    made.prepare,
-                    made.run,
+                    cuts=tuple(self._cut(place, reads) for place in each.cuts),
+                    carried=each.carried,
+                    outputs=each.outputs,
+                    prepare=prepare,
+                    run=run,
                 )
-                for each, made in zip(contents, functions, strict=True)
+                for each, (prepare, run, _) in zip(contents, functions, strict=True)
             ),
             carried=carried,
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
-            varies=self._varying_outputs(carried_vars),
+            varies=tuple(graph.is_in(v, varying) or self._is_own(v) for v in self.outputs),
             early=early,
             output_shapes=tuple(map(_struct, self.outputs)),
             update=self._update(early, combined, carried_vars),
@@ -215,7 +206,7 @@ class _Analysis:
         return Cut(collective, tuple(map(_struct, results)), is_read_again=any(v in reads for v in results))
 
     def _operands(self, place: int) -> list[Any]:
-        """The operands of a cut, one for each result."""
+        """Lists the operands of a cut, one for each result."""
         eqn = self.equations[place]
         if len(eqn.invars) == len(eqn.outvars):
             return list(eqn.invars)
@@ -225,8 +216,14 @@ class _Analysis:
 
     def _phase_functions(
         self, contents: PhaseContents, carried_vars: Sequence[Any], combined: Sequence[Any]
-    ) -> _PhaseFunctions:
-        """The functions of a phase; `combined` are the results of the earlier ones' cuts."""
+    ) -> tuple[Callable[..., Any], Callable[..., Any], set[Any]]:
+        """Builds `(prepare, run, variables that prepare reads or computes)` of a phase.
+
+        Args:
+            contents: of the phase.
+            carried_vars: the leaves of the new state that phases write.
+            combined: the results of the earlier phases' cuts.
+        """
         operands = [self._operands(place) for place in contents.cuts]
         carried = [carried_vars[n] for n in contents.carried]
         outputs = [self.outputs[i] for i in contents.outputs]
@@ -235,12 +232,12 @@ class _Analysis:
         equations, _ = graph.needed(self.closed, wanted, {*self.batch, self.microbatch, *whole}, contents.effects)
         elsewhere = [eqn for eqn in self.early_effects if not _is_among(eqn, contents.effects)]
         self._check_called_once(equations, elsewhere)
-        # What is the same for all microbatches is computed before their loop: variables that own equations, or results,
-        # read.
+        # Hoisted out of the loop: variables that are the same for all microbatches, and that the loop reads or returns.
         looped = [eqn for eqn in equations if any(map(self._is_own, eqn.invars)) or _is_among(eqn, contents.effects)]
         in_loop = {v for v in (*(v for eqn in looped for v in eqn.invars), *wanted) if not graph.is_literal(v)}
         constants = set(graph.body_of(self.closed).constvars)
-        hoisted = [v for v in self._in_order(in_loop) if v not in self.own and v not in constants]
+        in_order = [*graph.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)]
+        hoisted = [v for v in in_order if v in in_loop and v not in self.own and v not in constants]
         before = graph.subfunction(self.closed, whole, hoisted)
         equations_before, needed_before = graph.needed(self.closed, hoisted, set(whole))
         self._check_called_once(equations_before, [*self.late_effects, *self.early_effects])
@@ -253,16 +250,12 @@ class _Analysis:
             values = iter(inside([*prepared, *jax.tree.leaves(batch), microbatch]))
             return [_take(values, len(vs)) for vs in operands], _take(values, len(carried)), _take(values, len(outputs))
 
-        return _PhaseFunctions(prepare, run, needed_before | set(hoisted))
-
-    def _in_order(self, variables: set[Any]) -> list[Any]:
-        order = dict.fromkeys([*graph.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)])
-        return [v for v in order if v in variables]
+        return prepare, run, needed_before | set(hoisted)
 
     def _update(
         self, early: Sequence[bool], combined: Sequence[Any], carried_vars: Sequence[Any]
     ) -> Callable[..., Any]:
-        """`Split.update`."""
+        """Builds `Split.update`."""
         late = [v for v, is_early in zip(self.outputs, early, strict=True) if not is_early]
         known = [*self.state, *self.others, *combined, *carried_vars]
         wanted = [*self.new_state, *late]
@@ -274,10 +267,6 @@ class _Analysis:
             return _take(values, len(self.new_state)), [None if is_early else next(values) for is_early in early]
 
         return update
-
-    def _varying_outputs(self, carried_vars: Sequence[Any]) -> tuple[bool, ...]:
-        of_replicas = variation.varying(self.closed, [*self.batch, *carried_vars])
-        return tuple(graph.is_in(v, of_replicas) or self._is_own(v) for v in self.outputs)
 
     def _carried(self, i: int) -> Carried:
         """Finds how microbatches share a leaf that each computes for itself."""
@@ -317,7 +306,7 @@ class _Analysis:
 
 
 def own_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """This replica's rows of an array of all replicas' rows; `shape` is what it gave."""
+    """Takes this replica's rows of an array of all replicas' rows; `shape` is that of its own."""
     axis = next((i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b), 0)
     return jax.lax.dynamic_slice_in_dim(x, collectives.replica_id() * shape[axis], shape[axis], axis)
 

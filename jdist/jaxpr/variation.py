@@ -1,4 +1,4 @@
-"""Finds what differs between replicas and microbatches in a traced step, and where they are combined."""
+"""The differences between replicas and microbatches in a traced step, and where they are combined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jdist.jaxpr import graph
 
 Var = graph.Var
 
-# JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
+# JAX's collectives that give every replica the same, and those that give each replica its own of equal values.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 
@@ -21,7 +21,7 @@ def makes_alike(eqn: Any) -> bool:
 
 
 def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Every variable that depends on one of `sources` by way of no collective of jdist.
+    """Finds the variables that depend on one of `sources` by way of no collective of jdist.
 
     A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
     microbatch's.
@@ -35,14 +35,9 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
 
 
 def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Finds what differs from replica to replica.
+    """Finds the variables that differ from replica to replica if the arguments `sources` do.
 
-    Args:
-        closed: a traced function.
-        sources: arguments of it that differ.
-
-    Returns:
-        Variables of it; one too many where a nested function cannot be looked into.
+    One too many where a nested function cannot be looked into.
     """
     variables = set(sources)
     _propagate(graph.body_of(closed), variables)
@@ -83,7 +78,7 @@ def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
             if after == flags[first - carry : first]:
                 return results
             flags = [*flags[: first - carry], *after, *flags[first:]]
-    own = any(graph.uses_primitive(eqn, name) for name in _MAKE_OWN)
+    own = graph.uses_primitive(eqn, *_MAKE_OWN)
     return every if own or any(flags) else [False] * len(every)
 
 
@@ -101,7 +96,7 @@ def is_transposed_gather(eqn: Any) -> bool:
 
 
 def collectives_in(eqn: Any) -> list[Collective]:
-    """The collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
+    """Lists the collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
     own = collective_of(eqn)
     if own is not None:
         return [own]
@@ -109,7 +104,7 @@ def collectives_in(eqn: Any) -> list[Collective]:
 
 
 def flat_collectives(closed: Any) -> Any:
-    """The same function with calls (`jax.jit`, `custom_jvp`) entered that hold a collective of jdist; other calls stay."""
+    """Enters the calls (`jax.jit`, `custom_jvp`) of a function that hold a collective of jdist; other calls stay."""
     if not any(_holds_collective(eqn) for eqn in graph.body_of(closed).eqns):
         return closed
 

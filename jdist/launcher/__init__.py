@@ -1,7 +1,7 @@
-"""`jdist launch`: the processes of a job on this host, started, watched and started again.
+"""`jdist launch`: starts the processes of a job on this host, watches them, and restarts them.
 
-Start at `launch.launch`. `supervisor` is a pure state machine, `loop` feeds it with `events` and does what it
-says; `exit_cause` says which process was to blame.
+Start at `launch.launch`. `supervisor` is a pure state machine, `loop` feeds it `events` and carries out its commands;
+`exit_cause` finds which process is to blame.
 
 May import: cluster and what is below it.
 """

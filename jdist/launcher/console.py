@@ -1,4 +1,4 @@
-"""The launcher's output, written by a thread: a terminal that stands still must not hold the launcher up."""
+"""`Console`: writes the launcher's output by a thread, as a terminal that stands still must not hold it up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import io
 import threading
 from typing import IO
 
-FULL = 4 << 20  # bytes waiting to be written, from which on no more should be read
+FULL = 4 << 20  # bytes that wait to be written, at which reading should pause
 
 
 class Console:
-    """Standard output and error, whole lines in the order they were given."""
+    """Standard output and error, in whole lines and in order."""
 
     def __init__(self) -> None:
         self._waiting: collections.deque[tuple[IO[str], bytes]] = collections.deque()
@@ -76,7 +76,7 @@ def prefix(label: str, file: IO[str], colour: str) -> bytes:
     from rich.console import Console as RichConsole
     from rich.text import Text
 
-    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
+    rich = RichConsole(file=file)  # heeds what the terminal can, and NO_COLOR
     with rich.capture() as captured:
         rich.print(Text(text, style=colour), end="")
     return captured.get().encode()

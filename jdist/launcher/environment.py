@@ -1,4 +1,4 @@
-"""The environment of a launched process, with its cluster in TF_CONFIG, and free ports for its addresses."""
+"""The environment of a launched process, with its cluster in TF_CONFIG, and free ports for the addresses there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
 # Variables of the cluster that this launcher itself is part of.
 _REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Below the range from which systems take ports for outgoing connections: a launched process has first to start, and until
-# it uses its port no connection can take it.
+# Below the range from which systems take ports for outgoing connections: none takes a port while
+# its process starts.
 _RANGE = range(20_000, 32_000, 2)
 _TRIES = 2_000
 
@@ -28,14 +28,14 @@ def child_environment(
     attempt: int,
     devices_per_process: int | None = None,
 ) -> dict[str, str]:
-    """Makes the whole environment of one process from the launcher's own.
+    """Makes the whole environment of one process.
 
     Args:
-        environ: the launcher's.
-        task: the process; the evaluator is not among those of the cluster.
-        cluster: for each job the addresses, host:port.
-        attempt: counted from 0.
-        devices_per_process: virtual CPU devices; None leaves the devices as they are.
+        environ: the launcher's own.
+        task: the process; the cluster does not contain the evaluator.
+        cluster: each job's addresses, host:port.
+        attempt: its number, from 0.
+        devices_per_process: number of virtual CPU devices; None: the devices stay as they are.
     """
     variables = {name: value for name, value in environ.items() if name not in _REMOVED}
     variables["TF_CONFIG"] = json.dumps(
@@ -50,12 +50,10 @@ def child_environment(
 
 
 def free_ports(number: int) -> list[int]:
-    """Finds distinct ports P such that P and P + 1 are free on all interfaces.
-
-    Process 0 has JAX's coordinator at its port and jdist's watch at the next.
+    """Finds ports that are free on all interfaces, as is the one after each, where process 0 has its watch.
 
     Raises:
-        OSError: fewer were found.
+        OSError: there are fewer.
     """
     candidates = random.SystemRandom().sample(_RANGE, min(_TRIES, len(_RANGE)))
     free = (port for port in candidates if _is_free(port) and _is_free(port + 1))

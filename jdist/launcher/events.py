@@ -16,7 +16,7 @@ class Settings:
 
     smallest: int  # fewest workers to go on with
     largest: int  # workers to start with
-    evaluator: bool = False
+    evaluator: bool = False  # whether there is one
     chief: bool = False  # whether the one process is the chief of a parameter server
     max_restarts: int = 0
     grace_s: float = 10.0
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """Time went by."""
+    """Time has passed."""
 
     at: float
 
@@ -60,20 +60,13 @@ class Send:
     signal: signal.Signals
 
 
-@dataclass(frozen=True)
-class Say:
-    """Tell the user."""
-
-    text: str
-
-
-# An `Attempt` as a command: report it.
-Command = Start | Send | Say | Attempt
+# An `Attempt` as a command: report it. A text: tell it to the user.
+Command = Start | Send | Attempt | str
 Commands = tuple[Command, ...]
 
 
 class Phase(enum.Enum):
-    """Where a launch stands."""
+    """The phases of a launch; `supervisor` has the arrows between them."""
 
     RUNNING = enum.auto()
     FINISHING = enum.auto()
@@ -92,28 +85,28 @@ class State:
     """The state of a launch."""
 
     settings: Settings
-    phase: Phase = Phase.WAITING  # where it stands
+    phase: Phase = Phase.WAITING
     attempt: int = -1  # counted from 0
     size: int  # workers of this attempt, or of the next one while waiting
-    grown: bool = False  # this attempt is a trial of more workers than the one before
-    started_at: float = 0.0  # of the attempt
+    grown: bool = False  # whether this attempt tries more workers than the one before
+    started_at: float = 0.0  # when this attempt was started
     running: frozenset[Task] = frozenset()  # processes that are not gone yet
     ends: tuple[End, ...] = ()  # of this attempt
     sent: Mapping[Task, signal.Signals] = field(default_factory=dict)  # the last signal that each process was sent
-    plan: Plan = ()  # signals still to be sent to those that are running: (time, signal), None to give up
+    plan: Plan = ()  # signals to send to the running processes: (time, signal), None to give up
     wake_at: float | None = None  # when to start the next attempt, or to try to grow
-    regrow_s: float  # how long the next smaller attempt runs before it tries to grow
-    restarts: int = 0  # how many were used
+    regrow_s: float  # how long a smaller attempt runs before it tries to grow
+    restarts: int = 0  # how many were used up
     quick: int = 0  # attempts in a row that failed soon after their start
     stop: signal.Signals | None = None  # the signal by which the user asked to stop
-    asked_at: float = 0.0  # when that came last
-    forced: bool = False  # the user asked twice
+    asked_at: float = 0.0  # when that last came
+    forced: bool = False  # whether the user asked twice
     history: tuple[Attempt, ...] = ()  # attempts that are over
-    exit_code: int | None = None  # of the launcher, once it is done
+    exit_code: int | None = None  # the launcher's, once it is done
 
     @property
     def due(self) -> float | None:
-        """When the next `Tick` is needed, None if not before another event."""
+        """When the next `Tick` is needed; None if not before another event."""
         times = [self.plan[0][0]] if self.plan else []
         if self.wake_at is not None:
             times.append(self.wake_at)

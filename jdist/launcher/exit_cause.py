@@ -1,4 +1,4 @@
-"""How the processes of an attempt ended, which of them is to blame and why, and the report of it. Pure."""
+"""The ends of an attempt's processes: which of them is to blame and why, and the report of it. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from jdist.cluster.exit_status import CANNOT_WRITE, FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
 from jdist.cluster.lost_peer import RECORD
 
-WORKER, EVALUATOR, CHIEF = "worker", "evaluator", "chief"
-QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
+WORKER, EVALUATOR, CHIEF, PS = "worker", "evaluator", "chief", "ps"
+QUICK_S = 30.0  # after an attempt that fails sooner the next one waits longer
 _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
 _HEADER = re.compile(r"\s*(\+ Exception Group )?Traceback \(most recent call last\):")
-# Lines that XLA and its libraries write round an error: log lines of absl, banners, traces of their own.
+# Lines that XLA and its libraries write round an error: absl's log lines, banners, traces.
 _NOISE = re.compile(
     r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
-_MESSAGE = "jdist: "  # begins a message of jdist's; a record for programs, and a frame of a stack, do not explain
+_MESSAGE = "jdist: "  # begins jdist's messages, of which records for programs and frames of a stack explain nothing
 _NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
 LONGEST = 30  # lines
 LINES_WITHOUT = 8
@@ -30,15 +30,15 @@ LINES_WITHOUT = 8
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """One place in the job, as TF_CONFIG names it."""
+    """A process's place in the job, as TF_CONFIG names it."""
 
     type: str  # "worker", "evaluator" or "chief"; of a server "worker" or "ps"
-    index: int  # counted from 0 within its type
+    index: int  # from 0 within its type
     serves: bool = False  # whether it runs `jdist serve`
 
     @property
     def label(self) -> str:
-        """What its output lines begin with: the index of a worker, the type of others, both of a server."""
+        """What its output lines begin with: a worker's index, another's type, a server's type and index."""
         if self.serves:
             return str(self)
         return str(self.index) if self.type == WORKER else self.type
@@ -53,30 +53,30 @@ class Task:
 class End:
     """How one process ended."""
 
-    task: Task  # the process
+    task: Task
     code: int  # its exit code; minus the signal's number if a signal ended it
     at: float  # seconds of the launcher's clock
-    sent: signal.Signals | None = None  # the last signal that the launcher had sent it before
+    sent: signal.Signals | None = None  # the last signal that the launcher had sent it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """How one attempt ended."""
 
-    number: int  # counted from 0
+    number: int  # from 0
     size: int  # number of workers
     duration_s: float  # from its start until all its processes were gone
-    ends: tuple[End, ...]  # in the order of time
+    ends: tuple[End, ...]  # in order of time
     guilty: End | None  # the end that explains the others; None if nothing failed
     outcome: str  # "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more)
 
 
 class Kind(enum.IntEnum):
-    """The meaning of an end; of several, the lowest is the cause."""
+    """The meaning of an end; of several ends, that of the lowest kind is the cause."""
 
-    CRASHED = 0  # a signal, or an exit code of an error of its own
+    CRASHED = 0  # by a signal, or an error of its own
     STALLED = 1  # the launcher had to kill it
-    LEFT = 2  # saved and left because somebody asked it to, not the launcher
+    LEFT = 2  # saved and left, asked by somebody other than the launcher
     PEER_LOST = 3  # ended because another did
     WELL = 4
 
@@ -99,14 +99,14 @@ def kind(end: End) -> Kind:
 
 
 def find_guilty(ends: Iterable[End]) -> End | None:
-    """Finds the end that explains the others: by its kind, then the earliest; None if all ended well."""
+    """Finds the end that explains the others: of the lowest kind the earliest; None if all ended well."""
     return min((end for end in ends if kind(end) != Kind.WELL), key=lambda end: (kind(end), end.at), default=None)
 
 
 def count_lost(ends: Iterable[End]) -> int:
-    """Counts the processes to do without: the guilty one, and others that were killed from outside.
+    """Counts the processes to go on without: the guilty one, and others that were killed from outside.
 
-    Survivors of a broken collective end in many ways (an exception, SIGABRT), so other ends do not count.
+    Survivors of a broken collective end in many ways (an exception, SIGABRT), so no other ends count.
     """
     ends = tuple(ends)
     first = find_guilty(ends)
@@ -116,12 +116,12 @@ def count_lost(ends: Iterable[End]) -> int:
 
 
 def exit_code(end: End) -> int:
-    """Computes the launcher's exit code after `end`: its own, or 128 plus the signal's number as in shells."""
+    """Computes the launcher's exit code after `end`: the same, or 128 plus the signal's number as in shells."""
     return end.code if end.code >= 0 else 128 - end.code
 
 
 def restart_may_help(end: End) -> bool:
-    """Whether a restart may help: not after a usage error, a full disk, or a program that cannot be started."""
+    """Whether a restart may help; not after a usage error, on a full disk, or for a program that cannot be started."""
     return end.code not in (USAGE, CANNOT_WRITE, *_CANNOT_BE_STARTED)
 
 
@@ -136,22 +136,19 @@ def describe(end: End) -> str:
     if meaning == Kind.STALLED:
         return "did not end and had to be killed"
     if end.code < 0:
-        return f"was killed by {signal_name(-end.code)}"
+        number = -end.code  # real-time signals have no name
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"was killed by {name}"
     remark = {Kind.PEER_LOST: " (it lost a peer)", Kind.LEFT: " (asked to stop, not by the launcher)"}
     more = " (a disk is full, or may not be written)" if end.code == CANNOT_WRITE else remark.get(meaning, "")
     return f"ended with exit code {end.code}{more}"
 
 
-def signal_name(number: int) -> str:
-    """Names a signal, `SIGKILL` for 9; real-time signals have only a number."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
 def explanation(stderr: str) -> list[str]:
-    """Finds the last traceback, or else the last lines, in the end of a process's standard error.
+    """Finds the last traceback, or else the last lines, of a process's standard error.
 
     Returns:
-        Lines, at most `LONGEST`: of a long traceback the beginning and the end, of a long message the beginning.
+        At most `LONGEST` lines: of a long traceback the beginning and the end, of a long message the beginning.
     """
     lines = [line.rstrip() for line in stderr.splitlines()]
     header = _last_traceback(lines)
@@ -184,7 +181,7 @@ def lost_peer(stderr: str) -> tuple[int, str] | None:
 
 
 def cause(stderr: str) -> str:
-    """Finds one line: the exception with its message's first line, else jdist's last line, else the last; or ""."""
+    """Finds the line that says most: of the exception, else jdist's last one, else the last one; or ""."""
     lines = stderr.splitlines()
     header = _last_traceback(lines)
     if header is not None:
@@ -205,7 +202,7 @@ def _without_noise(lines: list[str]) -> list[str]:
 
 
 def _message(lines: list[str], header: int) -> int:
-    """Finds the line after the frames, which are indented; in a group, behind a bar."""
+    """Finds the line after the frames, which are indented; in a group behind a bar."""
     group = lines[header].lstrip().startswith("+")
     for n in range(header + 1, len(lines)):
         line = lines[n].lstrip().removeprefix("| ") if group else lines[n]
@@ -215,7 +212,7 @@ def _message(lines: list[str], header: int) -> int:
 
 
 def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> str:
-    """Reports a failed attempt: its guilty process, how that ended, its log, and its traceback or last lines, from `stderr`."""
+    """Reports a failed attempt: the guilty process, its end and log, and the `explanation` in its standard error."""
     end = attempt.guilty
     if end is None:
         return ""
@@ -232,14 +229,14 @@ def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> 
 
 
 def summary(history: Sequence[Attempt], causes: Mapping[int, str]) -> str:
-    """Reports each attempt in a line, with its `cause` if it failed, and a crash loop; "" after only one attempt."""
+    """Reports each attempt in a line, with its cause if it failed, and a crash loop; "" after one attempt."""
     if len(history) == 1:  # its failure has been reported
         return ""
     return "\n".join([*(_line(attempt, causes) for attempt in history), *_crash_loop(history, causes)])
 
 
 def _crash_loop(history: Sequence[Attempt], causes: Mapping[int, str]) -> list[str]:
-    """Names the cause, if several attempts in a row failed soon after their start in the same way."""
+    """Names the cause if several attempts in a row failed alike, soon after their start."""
     last = history[-1]
     if last.guilty is None:
         return []

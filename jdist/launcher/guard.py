@@ -1,14 +1,14 @@
-"""A small process round each process of a job: when that, or the launcher, is gone, it kills all that was started.
+"""A small process round each process of a job, which kills all that this has started once it or the launcher is gone.
 
     launcher ──socket──> guard (own session) ──> process (own session) ──> what it starts
 
-Run by path with `python -I -S`: it imports nothing of jdist and little of Python, and so starts in 20 ms. Standard
-input is the socket. From the launcher come signals for the process, a byte each; its end of file means that the
-launcher is gone, and then all are killed at once. To the launcher goes one line when the process has been started
-(`pid`) and one when it has ended (exit code, time). When the guard itself has ended, all are gone.
+It is run by path with `python -I -S`, imports nothing of jdist and little of Python, and so starts in 20 ms. Standard input
+is the socket. The launcher sends signals for the process, a byte each; end of file means that the launcher is gone, and then
+all are killed at once. The guard sends a line when the process has started (`pid`) and one when it has ended (exit code,
+time). Once the guard itself has ended, all are gone.
 
-On Linux, what lost its parent comes to the guard (a "subreaper"), so processes in sessions of their own are found
-too; elsewhere the process group is what is killed.
+On Linux orphans come to the guard (a "subreaper"), so it finds processes in sessions of their own as well; elsewhere it
+kills the process group.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import sys
 import time
 from collections.abc import Callable
 
-SWEEP_S = 5.0  # longer than any process takes to die, unless the kernel holds it
+SWEEP_S = 5.0  # longer than a process takes to die unless the kernel holds it
 JUST_NOW_S = 10.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_direct: dict[int, float] = {}  # signals that came to the guard itself: number -> when
+_direct: dict[int, float] = {}  # signals that the guard itself was sent: number -> when
 
 
 def main(command: list[str]) -> None:
@@ -54,7 +54,7 @@ def main(command: list[str]) -> None:
 def _start(command: list[str]) -> int:
     """Starts the process in a session of its own; an error is written to its standard error."""
     guard = os.getpid()
-    # Blocked until the child has the system's handlers: the guard's would swallow a signal that is sent to it.
+    # Blocked until the child has the system's handlers: the guard's would swallow its signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     pid = os.fork()  # no threads here, so all of Python may be used in the child
     if pid:
@@ -80,7 +80,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wake_on_signals() -> int:
-    """Opens a file descriptor that can be read after SIGCHLD; signals meant for the process do not end the guard."""
+    """Opens a file descriptor that can be read after SIGCHLD; the guard survives signals meant for the process."""
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
@@ -92,14 +92,14 @@ def _wake_on_signals() -> int:
 
 
 def _pass_on(pid: int, number: int) -> None:
-    # A scheduler that ends a job signals every process of it: this one has the signal already, and would take a second
-    # for the wish to leave at once, without saving.
+    # A scheduler that ends a job signals every process of it: this one has the signal already, and
+    # would take a second one as the wish to leave at once, without saving.
     if time.monotonic() - _direct.get(number, -JUST_NOW_S) >= JUST_NOW_S:
         os.kill(pid, number)  # it is ours and not reaped, so the number cannot be another's
 
 
 def _reap(pid: int) -> int | None:
-    """Collects ended children; the exit code of `pid` if it was among them, minus the signal's number if killed."""
+    """Reaps ended children; returns the exit code of `pid` if it was one, minus the signal's number if killed."""
     returned = None
     while True:
         try:
@@ -113,7 +113,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _sweep(pid: int, woken: int) -> None:
-    """Kills all that is left, until nothing is, or it cannot be killed."""
+    """Kills what is left until nothing is, or it cannot be killed."""
     deadline = time.monotonic() + SWEEP_S
     _kill(os.killpg, pid)
     while time.monotonic() < deadline:
@@ -134,7 +134,7 @@ def _kill(kill: Callable[[int, int], None], number: int) -> None:
 
 
 def _descendants() -> set[int]:
-    """Finds every process below the guard in /proc; none where there is no /proc."""
+    """Finds all processes below the guard, by /proc where there is one."""
     parents = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdigit():
@@ -150,7 +150,7 @@ def _descendants() -> set[int]:
 
 
 def _send(line: str) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone; the end of file says so as well
+    with contextlib.suppress(OSError):  # the launcher is gone, as end of file tells, too
         os.write(0, line.encode())
 
 

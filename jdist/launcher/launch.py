@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jdist.errors import LaunchError
 from jdist.launcher.events import Settings
-from jdist.launcher.exit_cause import WORKER, Task
+from jdist.launcher.exit_cause import PS, WORKER, Task
 from jdist.launcher.loop import Launched, Launcher
 from jdist.launcher.options import (
     check_cpu_devices,
@@ -21,9 +21,8 @@ from jdist.launcher.options import (
     parse_servers,
     whole_number,
 )
-from jdist.launcher.supervisor import PS
 
-RESTARTS_OF_A_RANGE = 3
+_RESTARTS_OF_A_RANGE = 3
 
 
 def launch(
@@ -43,33 +42,31 @@ def launch(
     """Runs a command in several processes that find each other by TF_CONFIG; none is left when it returns.
 
     With `workers` and `ps` the command runs once, as the chief of a parameter server, whose workers and servers run `jdist
-    serve`. One of these that dies is started again by itself; all end with the chief.
+    serve`. One of these that dies is restarted alone; all end with the chief.
 
-    While it runs, in the main thread, SIGINT and SIGTERM are passed on to the processes once, which may then save
-    and leave; a second one kills them. When a process fails, the others are ended, and with restarts left all are
-    started again, at new ports.
+    In the main thread, the first SIGINT or SIGTERM is passed on to the processes, which may save and leave; a second one
+    kills them. When a process fails, the others are ended; with restarts left all are started again, at new ports.
 
     Args:
         command: a config (.yaml) and overrides, a script (.py) and arguments, `-m` and a module, or a program.
-        processes: how many, None for 2; as "MIN:MAX" or (MIN, MAX), start with MAX, and after a failure go on with those that
-            are left, at least MIN.
-        workers: of a parameter server.
-        ps: how many processes keep its parameters.
-        evaluator: start one more process, of task type evaluator; it ends with the job.
-        devices_per_process: run on this many virtual CPU devices each; None for the devices that JAX finds.
-        max_restarts: how often to start all again after a failure that this may mend: any but exit code 2. None
-            for 0, or for 3 with MIN:MAX.
-        log_dir: folder for the output of each process; None for runs/launch-TIME.
-        grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM, before
-            SIGKILL.
+        processes: how many; None: 2. With "MIN:MAX" or (MIN, MAX) start with MAX, and after a failure go on with those
+            that are left, at least MIN.
+        workers: number of a parameter server's workers.
+        ps: number of processes that keep its parameters.
+        evaluator: start one more process, of task type evaluator, which ends with the job.
+        devices_per_process: number of virtual CPU devices of each; None: the devices that JAX finds.
+        max_restarts: how often to start all again after a failure, except one that a restart does not mend (exit codes 2
+            and 74). None: 0, or 3 with MIN:MAX.
+        log_dir: folder for the output of each process; None: runs/launch-TIME.
+        grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM, before SIGKILL.
         stop_timeout_s: seconds that processes get to save and leave when asked to stop.
-        regrow_s: seconds to go on with fewer than MAX before all are asked to save and leave, to go on with MAX.
+        regrow_s: seconds to run with fewer than MAX before all are asked to save and leave, to go on with MAX.
 
     Returns:
-        The exit code, the attempts and where the logs are.
+        The exit code, the attempts and the folder of the logs.
 
     Raises:
-        LaunchError: what is asked for is not right.
+        LaunchError: an argument is not allowed.
 
     Example:
         >>> launch(["python", "-c", "pass"], processes=2).exit_code
@@ -77,8 +74,7 @@ def launch(
     """
     counts = parse_servers(workers, ps, processes)
     smallest, largest = (1, 1) if counts else parse_processes(2 if processes is None else processes)
-    servers = () if counts is None else _servers(*counts)
-    restarts = (RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
+    restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
     for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
         check_positive(name, seconds)
     settings = Settings(
@@ -95,8 +91,11 @@ def launch(
     line = command_line(command, devices_per_process=devices_per_process)
     check_cpu_devices(devices_per_process, os.environ)
     which = f"{largest} process{'es' if largest > 1 else ''}"
+    servers: list[Task] = []
     if counts is not None:
         num_workers, num_ps = counts
+        servers = [Task(WORKER, i, serves=True) for i in range(num_workers)]
+        servers += [Task(PS, i, serves=True) for i in range(num_ps)]
         which = f"a chief, {num_workers} worker{'s' if num_workers > 1 else ''} and {num_ps} ps"
     which += " and an evaluator" if evaluator else ""
     launcher = Launcher(
@@ -106,7 +105,7 @@ def launch(
 
 
 def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
-    """Makes the folder of the logs; None: a new one, runs/launch-TIME.
+    """Makes the folder of the logs; of None a new one, runs/launch-TIME.
 
     Raises:
         LaunchError: it cannot be made.
@@ -127,7 +126,3 @@ def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
     except OSError as exc:
         raise LaunchError(f"log_dir={log_dir}: {exc}. Give a folder that can be written.") from exc
     raise LaunchError(f"runs/{name} and 98 more like it exist already; give log_dir.")
-
-
-def _servers(workers: int, ps: int) -> tuple[Task, ...]:
-    return tuple(Task(job, i, serves=True) for job, count in ((WORKER, workers), (PS, ps)) for i in range(count))

@@ -1,4 +1,4 @@
-"""The launcher's loop: a thin shell of processes, pipes and signals round `supervisor`."""
+"""`Launcher`: a thin shell of processes, pipes and signals round `supervisor`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jdist.cluster.environment import RECORD_FOLDER, TOKEN
 from jdist.cluster.exit_status import PEER_LOST
 from jdist.launcher.console import Console, prefix
 from jdist.launcher.environment import child_environment, free_ports
-from jdist.launcher.events import Asked, Command, Event, Phase, Say, Send, Settings, Start, State, Tick
+from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
 from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary
 from jdist.launcher.process import LogFile, Process, Stream
 from jdist.launcher.supervisor import Restarts, begin, step
 
 _ROOM_POLL_S = 0.05
-_CONSOLE_S = 30.0  # a terminal may stand still so long at the end, before the rest is left to the logs
+_CONSOLE_S = 30.0  # after which a terminal that stands still at the end is given up; the logs have the rest
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CANNOT_BE_STARTED = 126
 
@@ -39,9 +39,9 @@ class Launched:
         exit_code: 0 if all ended well; else see `jdist.cluster.exit_status`, or 128 plus a signal's number.
         attempts: how each attempt ended.
         log_dir: the folder with attempt_A/process_I.log.
-        stop: the signal by which the user, or the time limit, asked all to stop; None if nobody did.
+        stop: the signal by which the user, or the time limit, asked all to stop; None if neither did.
         timed_out: whether it was the time limit.
-        failure: of the last attempt that failed, the guilty process and its traceback or last lines; "" if none failed.
+        failure: the guilty process of the last attempt that failed, with its traceback or last lines; "" if none failed.
     """
 
     exit_code: int
@@ -56,13 +56,13 @@ class Launcher:
     """Runs one launch; `run` may be called once.
 
     Args:
-        settings: of the launch.
+        settings: the launch's settings.
         line: program and arguments of each process.
-        log_dir: the folder of the logs, which is there.
-        devices_per_process: virtual CPU devices of each; None for the devices that JAX finds.
+        log_dir: the folder of the logs, which exists.
+        devices_per_process: number of virtual CPU devices of each; None: the devices that JAX finds.
         servers: tasks that run `jdist serve` beside the program, until it ends.
-        timeout_s: seconds after which all are asked to stop, as by SIGTERM; None for never.
-        explains: print at once why an attempt failed; else it is only in the result.
+        timeout_s: seconds after which all are asked to stop, as by SIGTERM; None: never.
+        explains: whether to print at once why an attempt failed; else only the result tells.
     """
 
     def __init__(
@@ -76,14 +76,10 @@ class Launcher:
         timeout_s: float | None = None,
         explains: bool = True,
     ) -> None:
-        # Processes with another token, of another user of the machine for instance, are refused.
-        self._settings, self._line, self._environ = settings, line, {TOKEN: secrets.token_hex(16), **os.environ}
-        self._devices, self._log_dir, self._timeout_s, self._explains = (
-            devices_per_process,
-            log_dir,
-            timeout_s,
-            explains,
-        )
+        self._settings, self._line, self._log_dir = settings, line, log_dir
+        self._devices, self._timeout_s, self._explains = devices_per_process, timeout_s, explains
+        # The job refuses processes with another token, such as those of another user.
+        self._environ = {TOKEN: secrets.token_hex(16), **os.environ}
         self._console, self._prefixes = Console(), _prefixes(settings, servers)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Task, Process] = {}
@@ -99,7 +95,7 @@ class Launcher:
         self._timed_out, self._failure = False, ""
 
     def run(self, what: str) -> Launched:
-        """Runs `what`, as it is called in the first line, to its end; no process is left then, also after an exception."""
+        """Runs the launch, called `what` in its first line, to its end; no process is left, also after an exception."""
         try:
             self._say(f"{what}; logs: {self._log_dir}")
             state = self._run()
@@ -143,7 +139,7 @@ class Launcher:
         self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
 
     def _wait(self, state: State, signals: int, others: int) -> None:
-        """Waits until something has come or is due, and handles it."""
+        """Waits until something comes or is due, and handles it."""
         self._pause_if_full()
         times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
@@ -168,7 +164,7 @@ class Launcher:
             self._events.append(Tick(at=time.monotonic()))
 
     def _hear(self, numbers: bytes, others: int) -> None:
-        """Takes in signals; the numbers of those that are not the launcher's go on to the pipe `others`."""
+        """Takes in signals; passes the numbers of those that are not the launcher's to the pipe `others`."""
         for number in numbers:
             if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
                 number = signal.SIGTERM
@@ -200,8 +196,8 @@ class Launcher:
             elif isinstance(command, Send):
                 for task in command.tasks & self._processes.keys():
                     self._processes[task].send(command.signal)
-            elif isinstance(command, Say):
-                self._say(command.text)
+            elif isinstance(command, str):
+                self._say(command)
             elif command.guilty is not None:
                 self._report(command)
 
@@ -221,7 +217,7 @@ class Launcher:
                     self._events.append(End(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
 
     def _choose_ports(self, tasks: Sequence[Task]) -> None:
-        """Chooses new ports for each attempt; servers keep theirs, and then the chief does, too."""
+        """Chooses new ports for each attempt; servers keep theirs, and so does their chief."""
         if self._cluster and self._servers.tasks:
             return
         named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
@@ -271,7 +267,7 @@ class Launcher:
             self._say(self._failure)
 
     def _pause_if_full(self) -> None:
-        """Stops reading output while too much of it waits to be shown; the processes then wait, too."""
+        """Stops reading output while too much of it waits to be shown, so that the processes wait, too."""
         if self._console.is_full == self._paused:
             return
         self._paused = not self._paused
@@ -287,7 +283,7 @@ class Launcher:
 
 
 def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
-    """Makes the prefixes of each process's lines, at standard output and at standard error."""
+    """Makes the prefixes of each process's lines on standard output and on standard error."""
     tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
     if settings.evaluator:
         tasks.append(Task(EVALUATOR, 0))
@@ -299,13 +295,13 @@ def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[b
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[int, int]]:
-    """Opens a pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; none do outside the main thread.
+    """Opens a pipe on which SIGINT, SIGTERM and SIGHUP arrive as their numbers; none do outside the main thread.
 
     The interpreter itself writes the number, whichever thread takes the signal: a handler in Python would wait for the
     main thread, which waits for the pipe.
 
     Yields:
-        The pipe's end to read from, and where other signals' numbers are to be written to, -1 for nowhere.
+        The end to read from, and the descriptor for the numbers of other signals, -1 for none.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -1,4 +1,4 @@
-"""The arguments of a launch, checked: numbers, devices, and the program of each process."""
+"""Checks of a launch's arguments: numbers, devices, and the program of each process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jdist.support.checks import as_int, as_real
 
 
 def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
-    """Reads the fewest and the most processes from 4, "4", "1:4" or (1, 4).
+    """Parses the fewest and the most processes: 4, "4", "1:4" or (1, 4).
 
     Raises:
-        LaunchError: it is none of these, or the numbers are not positive and in rising order.
+        LaunchError: it is none of these, or the numbers are not positive and rising.
 
     Example:
         >>> parse_processes("1:4"), parse_processes(2)
@@ -37,7 +37,7 @@ def parse_servers(workers: int | None, ps: int | None, processes: object) -> tup
     """Checks the numbers of workers and parameter servers; None for a job without them.
 
     Raises:
-        LaunchError: only one of the two is given, or one is not positive, or `processes` is given as well.
+        LaunchError: only one of them is given, one is not positive, or `processes` is given as well.
 
     Example:
         >>> parse_servers(2, 1, None), parse_servers(None, None, "4")
@@ -60,12 +60,12 @@ def command_line(command: Sequence[str], *, devices_per_process: int | None = No
     """Makes the command line of each process.
 
     Args:
-        command: a config file (.yaml, .yml) and overrides, a script (.py) and its arguments, `-m` with a module
-            and its arguments, or any program.
-        devices_per_process: virtual CPU devices, which replace a config's `platform.cpu_devices`.
+        command: a config (.yaml, .yml) and overrides, a script (.py) and arguments, `-m` with a module and arguments, or
+            a program and arguments.
+        devices_per_process: number of virtual CPU devices, which replaces a config's `platform.cpu_devices`.
 
     Raises:
-        LaunchError: nothing is given, or there is no such file or program.
+        LaunchError: there is no command, or no such file or program.
 
     Example:
         >>> command_line(["-m", "my.train", "--steps=5"])[1:]
@@ -98,10 +98,10 @@ def command_line(command: Sequence[str], *, devices_per_process: int | None = No
 
 
 def check_cpu_devices(devices_per_process: int | None, environ: Mapping[str, str]) -> None:
-    """Refuses virtual CPU devices where there can be none; None stands for the devices that JAX finds.
+    """Checks the number of virtual CPU devices; None: the devices that JAX finds.
 
     Raises:
-        LaunchError: less than one, or JAX_PLATFORMS rules CPU devices out.
+        LaunchError: it is less than one, or JAX_PLATFORMS rules CPU devices out.
     """
     if devices_per_process is None:
         return
@@ -115,10 +115,10 @@ def check_cpu_devices(devices_per_process: int | None, environ: Mapping[str, str
 
 
 def whole_number(name: str, value: int, *, least: int) -> int:
-    """Checks a whole number, one of NumPy's included.
+    """Checks a whole number, Python's or NumPy's.
 
     Raises:
-        LaunchError: it is not one, or too small.
+        LaunchError: it is none, or too small.
     """
     number = as_int(value)
     if number is None:
@@ -129,11 +129,7 @@ def whole_number(name: str, value: int, *, least: int) -> int:
 
 
 def check_positive(name: str, seconds: float) -> None:
-    """Checks a duration.
-
-    Raises:
-        LaunchError: it is not positive and finite.
-    """
+    """Refuses, by a LaunchError, a duration that is not positive and finite."""
     number = as_real(seconds)
     if number is None or not 0 < number < math.inf:
         raise LaunchError(f"{name}={seconds!r:.80} is not a duration: give seconds above 0.")

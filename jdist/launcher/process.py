@@ -1,4 +1,4 @@
-"""One launched process: its guard, its output, its log."""
+"""`Process`: a launched process with its guard, its output and its log."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jdist.launcher.exit_cause import Task
 
 GUARD = Path(__file__).with_name("guard.py")
 _CHUNK = 1 << 16
-_REMEMBERED = 1 << 16  # bytes of standard error, to find a traceback in
-GUARD_GONE_S = 10.0  # its socket has closed: it is about to end
-LONGEST_LINE = 64 * 1024  # more without an end of line is passed on in pieces
+_REMEMBERED = 1 << 16  # bytes of standard error that are kept, to find a traceback in
+GUARD_GONE_S = 10.0  # for a guard to end whose socket has closed
+LONGEST_LINE = 64 * 1024  # a longer line is passed on in pieces
 PROGRESS_EVERY_S = 5.0
 
 
 class LogFile:
-    """The log of a process's output; where it cannot be written, `problem` says so and the process goes on."""
+    """The log of a process's output; a failure to write it is kept in `problem`, and the process goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class LogFile:
         self._file: IO[bytes] | None = None
 
     def write(self, data: bytes) -> None:
-        """Appends; the file is made with the first bytes."""
+        """Appends to the file, which the first bytes create."""
         if self.problem is not None:
             return
         try:
@@ -52,7 +52,7 @@ class LogFile:
 class Lines:
     """Cuts one stream of a process into lines.
 
-    A part that ends with a lone carriage return is progress, overwritten on a terminal: the newest is shown every few
+    A part that ends with a lone carriage return is progress, which a terminal overwrites: the newest is shown every few
     seconds, while the log holds all.
     """
 
@@ -64,7 +64,7 @@ class Lines:
         """Takes in bytes at the time `now`, in seconds of a rising clock.
 
         Returns:
-            Whole lines as they came, for the log, and those to show, each ending with a newline.
+            The lines that are whole: as they came, for the log; and those to show, each ending with a newline.
         """
         whole = self._rest + data
         # A carriage return at the very end may be the first half of an end of line.
@@ -78,7 +78,7 @@ class Lines:
         return whole, shown
 
     def close(self) -> tuple[bytes, bytes]:
-        """Returns the last line, if it has no end, in the same two forms."""
+        """Returns the last line if it has no end, in the same two forms."""
         rest, self._rest = self._rest, b""
         shown = _overwritten(rest)
         return rest, shown + b"\n" if shown else b""
@@ -97,7 +97,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Stream:
-    """Standard output or error of a process, and where it is shown."""
+    """A process's standard output or error, and where it is shown."""
 
     pipe: int
     lines: Lines
@@ -107,7 +107,7 @@ class Stream:
 
 
 class Process:
-    """Starts a process under its guard; logs its output, and shows it with `prefixes` at standard output and error.
+    """A process under its guard, whose output is logged, and shown with `prefixes` on standard output and error.
 
     Raises:
         OSError: the guard cannot be started.
@@ -153,12 +153,12 @@ class Process:
         self._stderr = b""
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, by its guard."""
+        """Sends a signal to the process, through its guard."""
         with contextlib.suppress(OSError):  # it is gone; its end will be read
             self.control.send(bytes([number]))
 
     def listen(self) -> bool:
-        """Reads from the guard; returns whether it is gone, and with it all that was started."""
+        """Reads from the guard; returns whether it is gone, and all that was started with it."""
         try:
             data = self.control.recv(4096)
         except BlockingIOError:
@@ -169,7 +169,7 @@ class Process:
         return not data
 
     def read(self, stream: Stream, now: float) -> bool:
-        """Reads a piece of output, logs and shows it; returns whether there may be more."""
+        """Reads, logs and shows a piece of output; returns whether there may be more."""
         try:
             data = os.read(stream.pipe, _CHUNK)
         except BlockingIOError:
@@ -182,7 +182,7 @@ class Process:
         """Reads the rest of the output and closes all, once the guard is gone.
 
         Returns:
-            Its exit code, minus the signal's number if it was killed, and when it ended.
+            The process's exit code, minus the signal's number if it was killed, and when it ended.
         """
         try:
             returned = self._guard.wait(GUARD_GONE_S)
@@ -204,7 +204,7 @@ class Process:
         return returned or 1, now
 
     def abandon(self) -> None:
-        """Closes the socket, upon which the guard kills all; waits for that a bounded time."""
+        """Closes the socket, so that the guard kills all; waits for that a limited time."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(GUARD_GONE_S)
@@ -233,5 +233,5 @@ class Process:
 
 
 def _overwritten(line: bytes) -> bytes:
-    """The part of a line that stays visible, each part having overwritten the one before."""
+    """Finds the part of a line that stays visible, as each part overwrites the one before."""
     return next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")

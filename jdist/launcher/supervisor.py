@@ -1,13 +1,13 @@
-"""Decides when a launcher starts, stops and restarts processes: a pure function of its state and one event.
+"""Decides when the launcher starts, stops and restarts processes: a pure function of its state and one event.
 
     RUNNING ── a worker fails ──> FAILING ── all gone ──> WAITING ── backoff over ──> RUNNING (attempt + 1)
        │                             └── no restart left, or none can help ──> DONE
        ├── all workers well, the evaluator goes on ──> FINISHING ──> DONE
        ├── the user asks ──> STOPPING ──> DONE
-       └── smaller than it might be, for `regrow_s` ──> REGROWING ── all gone ──> RUNNING (attempt + 1, largest)
+       └── fewer than the largest number, for `regrow_s` ──> REGROWING ── all gone ──> RUNNING (attempt + 1, largest)
 
-Processes that should end get a `plan`: signals with their times, and when to give up waiting. Nothing here reads a
-clock: each event carries its time. `Restarts` decides the same for the servers of a parameter server, one by one.
+Processes that are to end get a `plan`: signals with their times, and when to give up. Nothing here reads a clock: each
+event has its time. `Restarts` decides the same for a parameter server's servers, one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from jdist.launcher.events import (
     Event,
     Phase,
     Plan,
-    Say,
     Send,
     Settings,
     Start,
@@ -47,11 +46,10 @@ from jdist.launcher.exit_cause import (
     restart_may_help,
 )
 
-PS = "ps"
 LONGEST_BACKOFF_S = 60.0
-# A second signal within that is the first: a terminal and a scheduler may both send it, or a hand twice.
+# A second signal this soon is the first: a terminal and a scheduler may both send it.
 SAME_SIGNAL_S = 1.0
-NOTICE_S = 5.0  # between the first and the last that leave because a peer is lost
+NOTICE_S = 5.0  # from the first to the last process that leaves because a peer is lost
 
 
 def begin(settings: Settings, now: float) -> tuple[State, Commands]:
@@ -71,8 +69,8 @@ def step(state: State, event: Event) -> tuple[State, Commands]:
 def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
     """Computes the seconds to wait after `quick` attempts in a row that failed soon after their start.
 
-    They are 1, 2, 4 ... 60, each less a random part of up to a half, so that launchers (of another `seed`) that failed
-    together do not restart together.
+    They are 1, 2, 4 ... 60, each less a random part of up to a half, so that launchers that failed together, each with its
+    own `seed`, do not restart together.
     """
     longest = min(LONGEST_BACKOFF_S, 2.0 ** min(max(quick - 1, 0), 10))
     return longest * random.Random(f"{seed} {attempt}").uniform(0.5, 1.0)
@@ -106,7 +104,7 @@ def _ended(state: State, end: End) -> tuple[State, Commands]:
     if kind(end) != Kind.WELL:
         if end.task.type == EVALUATOR:
             if state.phase in (Phase.RUNNING, Phase.FINISHING):
-                commands = (Say(f"{end.task} {describe(end)}; the job goes on without it"),)
+                commands = (f"{end.task} {describe(end)}; the job goes on without it",)
         else:
             state, commands = _fail(state, end)
     if not state.running:
@@ -118,18 +116,18 @@ def _ended(state: State, end: End) -> tuple[State, Commands]:
         text = (
             f"the job has ended; the evaluator has {state.settings.stop_timeout_s:g} s to come to its last checkpoint"
         )
-        commands = (*commands, Say(text))
+        commands = (*commands, text)
     return state, commands
 
 
 def _fail(state: State, end: End) -> tuple[State, Commands]:
-    """Ends the others after a worker has failed: soon or, if they may be saving, later."""
+    """Plans the end of the others after a worker has failed: later where they may be saving."""
     grace_s, first = state.settings.grace_s, state.phase in (Phase.RUNNING, Phase.REGROWING, Phase.STOPPING)
     if kind(end) == Kind.LEFT:  # all have agreed to save and leave
         plan = _plan(end.at + state.settings.stop_timeout_s, grace_s, signal.SIGKILL)
         text = "the others may save and leave"
     elif state.phase is Phase.RUNNING and end.code == PEER_LOST:
-        # All live processes notice within a moment of each other. The rest stand still, and heed no SIGTERM.
+        # All that run notice it within a moment. The rest stand still, and heed no SIGTERM.
         leave_s = min(grace_s, NOTICE_S)
         plan = _plan(end.at + leave_s, grace_s, signal.SIGKILL)
         text = f"the others have {leave_s:g} s to leave as well"
@@ -144,7 +142,7 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
     state = replace(state, phase=Phase.FAILING, plan=plan, wake_at=None)
     if not first or not state.running:
         return state, ()
-    commands: Commands = (Say(f"{end.task} {describe(end)}; {text}"),)
+    commands: Commands = (f"{end.task} {describe(end)}; {text}",)
     # The evaluator has no peers whose loss it could notice.
     idle = frozenset(task for task in state.running if task.type == EVALUATOR and task not in state.sent)
     state, sent = _send(state, idle, signal.SIGTERM)
@@ -159,21 +157,21 @@ def _asked(state: State, event: Asked) -> tuple[State, Commands]:
         return state, ()
     if state.phase is Phase.WAITING:
         state = replace(state, phase=Phase.DONE, stop=event.signal, wake_at=None, exit_code=128 + event.signal)
-        return state, (Say(f"{name}: no further attempt"),)
+        return state, (f"{name}: no further attempt",)
     if state.stop is not None:
         plan = _plan(event.at + settings.grace_s, settings.grace_s)
         state, sent = _send(replace(state, forced=True, plan=plan), state.running, signal.SIGKILL)
-        return state, (Say(f"{name} again: killing all processes"), *sent)
+        return state, (f"{name} again: killing all processes", *sent)
     if state.phase in (Phase.FAILING, Phase.REGROWING):
         phase = Phase.FAILING if state.phase is Phase.FAILING else Phase.STOPPING
         unasked = state.running - state.sent.keys()
         state, sent = _send(replace(state, phase=phase, stop=event.signal), unasked, event.signal)
-        return state, (Say(f"{name}: no further attempt"), *sent)
+        return state, (f"{name}: no further attempt", *sent)
     plan = _plan(event.at + settings.stop_timeout_s, settings.grace_s, signal.SIGKILL)
     state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None)
     state, sent = _send(state, state.running, event.signal)
     text = f"{name} passed on; all have {settings.stop_timeout_s:g} s to save and leave, a second signal kills them"
-    return state, (Say(text), *sent)
+    return state, (text, *sent)
 
 
 def _tick(state: State, now: float) -> tuple[State, Commands]:
@@ -185,7 +183,7 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
         state, sent = _send(
             replace(state, phase=Phase.REGROWING, plan=plan, wake_at=None), state.running, signal.SIGTERM
         )
-        return state, (Say(f"asking all to save and leave, to go on with {largest} processes"), *sent)
+        return state, (f"asking all to save and leave, to go on with {largest} processes", *sent)
     commands: Commands = ()
     while state.plan and now >= state.plan[0][0]:
         number = state.plan[0][1]
@@ -197,19 +195,19 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
             tasks = state.running if number == signal.SIGKILL else state.running - state.sent.keys()
             state, more = _send(state, tasks, number)
             if tasks:
-                more = (Say(f"still there: {_names(tasks)}; sending {number.name}"), *more)
+                more = (f"still there: {_names(tasks)}; sending {number.name}", *more)
         commands += more
     return state, commands
 
 
 def _give_up(state: State, now: float) -> tuple[State, Commands]:
-    """Gives up after SIGKILL: the system itself holds the processes, and nothing can be started beside them."""
+    """Gives up after SIGKILL: the system holds the processes, and nothing can be started beside them."""
     held = state.running
     ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, sent=signal.SIGKILL) for task in sorted(held))
     state = replace(state, ends=state.ends + ends, running=frozenset(), forced=False)
     state, record = _record(state, now, find_guilty(state.ends), "failed")
     text = f"cannot be ended, not even by SIGKILL: {_names(held)}; a device or a file system holds it"
-    return replace(state, phase=Phase.DONE, exit_code=FAILED), (Say(text), record)
+    return replace(state, phase=Phase.DONE, exit_code=FAILED), (text, record)
 
 
 def _over(state: State, now: float) -> tuple[State, Commands]:
@@ -231,7 +229,7 @@ def _over(state: State, now: float) -> tuple[State, Commands]:
         state, record = _record(state, now, cause, "failed" if cause else "stopped" if code else "finished")
         return replace(state, phase=Phase.DONE, exit_code=code), (record,)
     state, record = _record(state, now, cause, "failed")
-    trial = state.grown and record.duration_s < state.regrow_s  # growing did not work: no restart is used up
+    trial = state.grown and record.duration_s < state.regrow_s  # growing failed: it uses up no restart
     if (
         state.stop is not None
         or not restart_may_help(cause)
@@ -258,7 +256,7 @@ def _restart(state: State, now: float, record: Attempt, *, trial: bool) -> tuple
         quick=quick,
     )
     which = "back to fewer" if trial else f"restart {state.restarts} of {settings.max_restarts}"
-    return state, (record, Say(f"{which} in {wait_s:.1f} s, with {state.size} processes"))
+    return state, (record, f"{which} in {wait_s:.1f} s, with {state.size} processes")
 
 
 def _record(state: State, now: float, cause: End | None, outcome: str) -> tuple[State, Attempt]:
@@ -289,7 +287,7 @@ def _names(tasks: frozenset[Task]) -> str:
 
 
 class Restarts:
-    """The servers of a parameter server: each is restarted alone, later each time."""
+    """The servers of a parameter server, each of which is restarted alone, later each time."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int):
         self.tasks, self._seed = tuple(tasks), seed
@@ -300,11 +298,11 @@ class Restarts:
 
     @property
     def next_at(self) -> float | None:
-        """When the next one is due; None if all run, or need not."""
+        """When the next server is due; None if none is."""
         return min(self._due.values(), default=None)
 
     def due(self, now: float) -> list[Task]:
-        """Takes those to start now; they count as running then."""
+        """Returns the servers to start now, which then count as running."""
         tasks = sorted(task for task, at in self._due.items() if at <= now)
         for task in tasks:
             del self._due[task]
@@ -312,14 +310,14 @@ class Restarts:
         return tasks
 
     def attempt(self) -> None:
-        """Makes all that do not run due, as another attempt of the job begins."""
+        """Makes all servers due that do not run, as another attempt of the job begins."""
         self._due |= {task: 0.0 for task in self.tasks if task not in self._started}
 
     def ended(self, task: Task, code: int, now: float) -> str:
-        """Takes in an end, and makes the server due again if that may help.
+        """Takes in a server's end, and makes it due again if that may help.
 
         Returns:
-            A line for the user; "" for a server that the coordinator has ended.
+            A line for the user; "" if the coordinator has ended the server.
         """
         quick = now - self._started.pop(task) < QUICK_S
         end = End(task=task, code=code, at=now)

@@ -1,4 +1,4 @@
-"""Lays a user's data out in batches for a strategy."""
+"""Batches of a user's data for a strategy, and the epochs that they make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,17 +18,10 @@ from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import RandomAccessSource
 from jdist.errors import DatasetError
 
+if TYPE_CHECKING:  # brings gRPC
+    from jdist.ps.coordinator.datasets import WorkerDataset
+
 PyTree = Any
-
-
-class Batches(Protocol):
-    """Batches to loop over: a `DistributedDataset`, or a dataset that a parameter server's workers read."""
-
-    element_spec: PyTree
-
-    def __iter__(self) -> Any: ...
-
-
 _PASSED = "passed"
 
 
@@ -39,20 +32,20 @@ class Feed:
     Attributes:
         batches: once through them is a *pass*.
         kind: what the user gave, for messages.
-        steps_per_epoch: how many steps an epoch has, where a pass may be several; None: each pass is an epoch.
-        num_steps: how many steps all that was asked for has; None: not known before.
+        steps_per_epoch: steps of an epoch, where a pass may be several; None: each pass is an epoch.
+        num_steps: steps of all epochs; None: not known before.
         pads: whether batches will have to be filled up, as far as that is known before.
-        is_begun: whether data without a position was read from before, so that it goes on where that has ended.
+        is_begun: whether data without a position was read from before, and goes on where that has ended.
     """
 
-    batches: Batches
+    batches: DistributedDataset | WorkerDataset
     kind: str
     steps_per_epoch: int | None
     num_steps: int | None
     pads: bool = False
     is_begun: bool = False
-    _passed: int = 0  # batches of the pass that a worker's dataset has handed out
-    _skip: int = 0  # of its next pass
+    _passed: int = 0  # batches of this pass, of a `WorkerDataset`
+    _skip: int = 0  # batches that its next pass leaves out
 
     @property
     def has_position(self) -> bool:
@@ -60,28 +53,28 @@ class Feed:
         return isinstance(self.batches, DistributedDataset) and self.batches.is_resumable
 
     def one_pass(self) -> Iterator[PyTree]:
-        """The batches from the position to the end of the pass."""
+        """Yields the batches from the position to the end of the pass."""
         skip, self._skip, self._passed = self._skip, 0, 0
         for batch in self.batches:
             self._passed += 1
             if self._passed > skip:
                 yield batch
-            del batch  # whether a worker's batch is still wanted is of interest
+            del batch  # so that a worker sees when nobody wants it any more
 
     def end_pass(self) -> None:
-        """The pass has come to its end: a position that is saved now is the beginning of the next one."""
+        """Ends the pass: a position that is saved now is the beginning of the next one."""
         self._passed = 0
         if isinstance(self.batches, DistributedDataset):
             self.batches.rewind()
 
     def state(self) -> dict[str, Any]:
-        """The position in the pass, to save; of data that has none, how many batches of it were handed out."""
+        """Saves the position in the pass; of data that has none, the number of its batches that were handed out."""
         if not isinstance(self.batches, DistributedDataset):
             return {_PASSED: self._passed}
         return self.batches.state() if self.has_position else {_PASSED: self.batches.position}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on where `state` says; data without a position is read up to there once more, unless it is begun."""
+        """Goes to a saved position; data without one is read up to there once more, unless it is begun."""
         if state is None:
             return
         if self.has_position or _PASSED not in state:
@@ -105,23 +98,15 @@ def open_feed(
     steps_per_call: int = 1,
     batch_axis: Any = 0,
 ) -> Feed:
-    """Lays data out for a strategy.
+    """Distributes a user's data to a strategy's replicas; the arguments are those of `jdist.fit`.
 
-    Args:
-        data: as `jdist.fit` takes it.
-        strategy: whose replicas get it.
-        epochs: how often to go through it.
-        steps: how many steps to make; at most one of both is given, none is one pass.
-        global_batch: rows of a step, of arrays.
-        shuffle_seed: seed of the order, of arrays.
-        steps_per_epoch: how many steps an epoch has, whatever a pass has; `steps` is given then.
-        steps_per_call: how many batches a call takes.
-        batch_axis: the axis of a batch's rows, as the step has it.
+    At most one of `epochs` and `steps` is given; neither means one pass. `steps_per_epoch` comes with `steps`. `batch_axis` is
+    the step's.
 
     Raises:
-        DatasetError: `data` is nothing to train on, or an option does not go with it.
+        DatasetError: `data` is not data, or an option does not go with it.
     """
-    kind = "arrays" if is_arrays(data) else _kind(data)
+    kind = _kind(data)
     if is_arrays(data):
         if global_batch is None:
             raise DatasetError(
@@ -140,7 +125,7 @@ def open_feed(
         for name, value in (("global_batch", global_batch), ("shuffle_seed", shuffle_seed)):
             if value is not None:
                 raise DatasetError(
-                    f"`{name}` is {value}, but `data` is {_kind(data)}, which has batches of its own. Leave it out, or give "
+                    f"`{name}` is {value}, but `data` is {kind}, which has batches of its own. Leave it out, or give "
                     "arrays: a dict of numpy arrays of one length."
                 )
         if isinstance(data, ArraySource):
@@ -152,7 +137,7 @@ def open_feed(
             kind=kind,
             steps_per_epoch=steps_per_epoch or data.steps_per_epoch,
             num_steps=data.num_steps,
-            pads=has_to_fill_up(data, strategy, steps),
+            pads=_has_to_fill_up(data, strategy, steps),
         )
     if isinstance(data, DistributedDataset) or (strategy.coordinator is not None and _is_of_workers(data)):
         batches: Any = data
@@ -201,7 +186,7 @@ def _check_is_data(data: Any) -> None:
         )
 
 
-def has_to_fill_up(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
+def _has_to_fill_up(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
     """Whether a batch has to be filled up before `steps` are made."""
     if source.global_batch % strategy.num_replicas:
         return True
@@ -223,7 +208,7 @@ def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) ->
 
 
 def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> ArraySource:
-    """Gives the source its epochs: each draws a new order, which a second pass over the source would not do."""
+    """Sets a source's epochs: each draws a new order, which a second pass over the source would not do."""
     if epochs is not None and source.epochs not in (None, 1):
         raise DatasetError(
             f"`epochs` is {epochs}, and `data` has {source.epochs} epochs already. Say it once: leave out one of them."
@@ -234,7 +219,7 @@ def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> 
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether data is arrays of rows, not batches of them: a dict or tuple of arrays, or one array."""
+    """Whether data is arrays of rows, no batches: a dict or tuple of arrays, or one array."""
     if isinstance(data, Mapping | tuple):
         leaves: Sequence[Any] = jax.tree.leaves(dict(data) if isinstance(data, Mapping) else data)
         return bool(leaves) and all(isinstance(x, np.ndarray | jax.Array) for x in leaves)
@@ -248,6 +233,8 @@ def _is_of_workers(data: Any) -> bool:
 
 
 def _kind(data: Any) -> str:
+    if is_arrays(data):
+        return "arrays"
     if isinstance(data, DistributedDataset) or not isinstance(data, Iterable):
         return f"a {type(data).__name__}"
     return f"a {type(data).__name__} of batches"

@@ -1,4 +1,4 @@
-"""Evaluating and predicting: once through a data set, under any strategy; and the evaluation that goes along with training."""
+"""Evaluation and prediction, once through a data set, under any strategy; and the evaluation of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate(
     global_batch: int | None = None,
     metrics: Mapping[str, Metric] | Metric | None = None,
 ) -> dict[str, Any]:
-    """Evaluates a state on a data set, each row counted once, whatever the batches.
+    """Evaluates a state on a data set; each row counts once, whatever the batches.
 
     Args:
         step: `(state, batch) -> metrics` of one replica's slice of the batch, distributed already or not; or a
@@ -50,15 +50,14 @@ def evaluate(
         data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
-        metrics: the metrics of `jdist.metrics` whose contributions the step returns, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that it returns is the contribution. None: the task's.
+        metrics: the metrics of `jdist.metrics` whose contributions the step returns, as for `jdist.fit`; None: the task's.
 
     Returns:
         The results by name, the loss first; the same on all processes.
 
     Raises:
         StepError: `step` is no step, or returns something else.
-        DatasetError: `data` has no rows, or is nothing to evaluate on.
+        DatasetError: `data` has no rows, or is not data.
 
     Warns:
         UserWarning: the step never reads the mask of arrays whose batches are filled up.
@@ -91,7 +90,7 @@ def evaluate(
 def predict(
     step: Any, state: PyTree, data: Any, *, strategy: Strategy | None = None, global_batch: int | None = None
 ) -> PyTree:
-    """A step's results for each row of a data set, in its order, without padding.
+    """Computes a step's results for each row of a data set, in its order, without padding.
 
     Args:
         step: `(state, batch) -> results` of one replica's slice of the batch, a tree of arrays [rows, ...]; distributed
@@ -106,7 +105,7 @@ def predict(
 
     Raises:
         StepError: `step` is no step, or a result has no row for each row of the batch.
-        DatasetError: `data` has no rows, or is nothing to predict for.
+        DatasetError: `data` has no rows, or is not data.
 
     Example:
         >>> import jdist, numpy as np
@@ -139,14 +138,14 @@ def _on_host(x: Any) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Evaluates a state, called with it.
+    """The evaluation of a run, a function of its state.
 
     Attributes:
         step: the evaluation step, distributed.
-        feed: what to evaluate on.
+        feed: the data to evaluate on.
         strategy: where to evaluate.
         trained_by: the strategy whose state it is.
-        metrics: which of the results are contributions of metrics, as for `MetricTotals`.
+        metrics: as for `MetricTotals`.
     """
 
     step: Distributed
@@ -161,16 +160,8 @@ class Evaluation:
         return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics)
 
     def names(self, state: PyTree, *, depth: int) -> frozenset[str] | None:
-        """The names of what it will measure; None where only a call shows them.
-
-        Args:
-            state: as training has it, or its shapes.
-            depth: how many calls below the user's own this one is, for the place that warnings name.
-
-        Raises:
-            StepError: the step does not return what it should.
-        """
-        if self.strategy is not self.trained_by:  # what `fetch` would give
+        """Lists the names of what it will measure, of a training state or its shapes; see `names_of`."""
+        if self.strategy is not self.trained_by:  # as `fetch` would return it
             state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), user_state(shapes_of(state)))
         return names_of(self.step, state, self.feed, self.metrics, depth=depth + 1)
 
@@ -182,21 +173,18 @@ def measure(
     cluster: Runtime | None = None,
     metrics: Metrics = None,
 ) -> Measured:
-    """The means and metrics over all rows.
+    """Computes the means and metrics of a state over all rows of `batches`; the same on all processes.
 
     Args:
         eval_step: `(state, batch) -> metrics` by name: scalars, each the mean over the rows of the batch that are no
             padding, and what metrics contribute.
-        state: what to evaluate.
+        state: the state.
         batches: distributed batches, once through, from the beginning; the "mask" of a dict says which of its rows count.
         cluster: the processes that share the rows of each batch; None: this one alone.
         metrics: as for `MetricTotals`.
 
-    Returns:
-        The results by name, the same on all processes: each batch weighs as many rows as it has.
-
     Raises:
-        DatasetError: there is not one row.
+        DatasetError: there is no row.
     """
     cluster = cluster or alone()
     totals = MetricTotals(metrics)

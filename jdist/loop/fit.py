@@ -1,4 +1,4 @@
-"""Training from first step to last, with everything that usually goes with it."""
+"""`jdist.fit`: training with evaluation, metrics, logs and callbacks."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def fit(
     progress: bool = True,
     verify: Verify = "first",
 ) -> tuple[PyTree, History]:
-    """Trains a state: the loop over a decorated step, with evaluation, metrics, logs and callbacks.
+    """Trains a state by a step, with evaluation, metrics, logs and callbacks.
 
     Args:
         step: `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or that step distributed already,
             which is how other options of `jdist.distribute` are given; or a `jdist.tasks.Task`.
         state: laid out by the strategy (`strategy.init(...)`), or on the host. It is consumed, as by a call of the step.
-        data: what to train on: numpy arrays (a dict, a tuple or one array, [rows, ...]); a source of global batches
+        data: to train on: numpy arrays (a dict, a tuple or one array, [rows, ...]); a source of global batches
             (`jdist.data.from_arrays`, `from_files`, any iterable of numpy trees); a function from a `jdist.InputContext` to
             a source, as for `strategy.distribute_datasets_from_function`; or a dataset that was distributed already.
         strategy: where the step runs; None: the step's own, else the current one.
@@ -76,12 +76,12 @@ def fit(
             filled up and masked.
         shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
         steps_per_call: how many steps are compiled into one call; None: the step's own, else 1.
-        eval_data: what to evaluate on, as `data`; arrays in batches of `global_batch`.
+        eval_data: to evaluate on, as `data`; arrays in batches of `global_batch`.
         eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
         eval_every: how many steps lie between evaluations; None: an epoch. At the end as well, unless it was stopped before.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
         metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: the task's.
+            `jdist.metrics.collect`, whose contribution is all that a step returns. None: the task's.
         callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
@@ -97,7 +97,7 @@ def fit(
 
     Raises:
         StepError: the step, its results or an option is not valid.
-        DatasetError: the data is nothing to train on, or ends before `steps`.
+        DatasetError: `data` is not data, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
         VerificationError: the first step is another than on one replica, and `verify` is "strict".
         SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
@@ -120,17 +120,12 @@ def fit(
     Source: `tf.keras.Model.fit`
     """
     check_verify(verify)
-    log_every = _count("log_every", log_every)
-    counts = {
-        "epochs": epochs,
-        "steps": steps,
-        "steps_per_epoch": steps_per_epoch,
-        "steps_per_call": steps_per_call,
-        "eval_every": eval_every,
-    }
-    epochs, steps, steps_per_epoch, steps_per_call, eval_every = (
-        None if value is None else _count(name, value) for name, value in counts.items()
-    )
+    log_every = _check_count("log_every", log_every)
+    epochs = _check_optional_count("epochs", epochs)
+    steps = _check_optional_count("steps", steps)
+    steps_per_epoch = _check_optional_count("steps_per_epoch", steps_per_epoch)
+    steps_per_call = _check_optional_count("steps_per_call", steps_per_call)
+    eval_every = _check_optional_count("eval_every", eval_every)
     if epochs is not None and steps is not None:
         raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
     if steps_per_epoch is not None and steps is None:
@@ -143,7 +138,6 @@ def fit(
         if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):
             eval_step = objects.of_state(eval_step)
     metrics = metrics_of(step, metrics)
-    per_call = train_step.options.steps_per_call
     feed = open_feed(
         data,
         strategy,
@@ -152,7 +146,7 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         global_batch=global_batch,
         shuffle_seed=shuffle_seed,
-        steps_per_call=per_call,
+        steps_per_call=train_step.options.steps_per_call,
         batch_axis=train_step.options.batch_axis,
     )
     evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_every, eval_strategy, global_batch, metrics)
@@ -176,8 +170,8 @@ def fit(
         except Exception as exc:
             if run.first is not None:
                 exc.add_note(
-                    f"jdist.fit was at step {run.step:,}.{_which(exc, step, run.first)} The newest state of a step that you "
-                    "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+                    f"jdist.fit was at step {run.step:,}.{_name_step(exc, step, run.first)} The newest state of a step that "
+                    "you distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
                 )
             raise
     state = run.state if objects is None else objects.with_state(run.state)
@@ -222,7 +216,7 @@ def _evaluation(
 def _callbacks(
     callbacks: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
 ) -> list[Callback]:
-    """Lists the callbacks given, then those that report."""
+    """Checks a user's callbacks and adds those that report."""
     if isinstance(callbacks, Callback) or callable(callbacks):
         raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
     if not isinstance(callbacks, Sequence):
@@ -235,7 +229,7 @@ def _callbacks(
 
 
 def _on_step(function: Any) -> Callback:
-    """A function of a moment as a callback."""
+    """Makes a callback of a function of a moment."""
     if callable(function) and function in vars(ready_made).values():
         raise StepError(
             f"`callbacks` has `jdist.callbacks.{function.__name__}` itself. Call it: `{function.__name__}(...)` makes the "
@@ -261,19 +255,20 @@ def _takes_a_moment(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _count(name: str, value: Any) -> int:
+def _check_count(name: str, value: Any) -> int:
     if (number := as_int(value, least=1)) is None:
         raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
     return number
 
 
-def _which(exc: Exception, step: Any, first: int) -> str:
-    """Says which step of the run an error means that counts from 0.
+def _check_optional_count(name: str, value: Any) -> int | None:
+    return None if value is None else _check_count(name, value)
 
-    Args:
-        exc: the error.
-        step: what `fit` was given; a plain function has been distributed for this run.
-        first: how many steps the run had behind it when it began, or went on.
+
+def _name_step(exc: Exception, step: Any, first: int) -> str:
+    """Translates the step that an error names, which counts from 0, into that of the run.
+
+    A plain `step` has been distributed for this run, which had `first` steps behind it when it began.
     """
     if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
         return ""

@@ -1,4 +1,4 @@
-"""Arguments as other libraries have them, and what they are here."""
+"""Hints for arguments as Keras has them: what they are here."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ _HERE = {
 
 
 def _is_keras_model(value: object) -> bool:
-    """Known by its classes' names, as importing Keras takes seconds."""
+    # By its classes' names, as importing Keras takes seconds.
     return any(each.__name__ == "Model" and "keras" in each.__module__.split(".") for each in type(value).__mro__)
 
 
 def with_hints(call: Callable[P, R], /) -> Callable[P, R]:
-    """The function itself, which says what to write instead of another library's arguments."""
-
+    """Wraps a function so that an argument of another library's is refused with what to write instead."""
     known = inspect.signature(call).parameters
 
     @functools.wraps(call)
-    def explaining(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:  # here, as what `fit` warns of counts the calls to the user's own
             check(args, kwargs)
             return call(*args, **kwargs)
@@ -75,4 +74,4 @@ def with_hints(call: Callable[P, R], /) -> Callable[P, R]:
             if meant := did_you_mean(name, known):
                 raise StepError(f"jdist.{call.__name__} has no argument `{name}`.{meant}")
 
-    return explaining
+    return checked

@@ -1,4 +1,4 @@
-"""Adds up what steps measure, exactly, over batches of any size, replicas and processes."""
+"""Totals of what steps measure, exact over batches of any size, replicas and processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdist.data.batching import Masked
 from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.metrics import Metric
-from jdist.report.history import OF_ROWS, PREFIXES
+from jdist.report.metrics_file import OF_ROWS, PREFIXES
 from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
 from jdist.step.tree_checks import kind_of
 from jdist.support.arrays import local_rows
@@ -29,18 +29,18 @@ _EXCHANGE_S = 600.0
 
 
 class MetricTotals:
-    """Adds up what the calls of a step return for metrics, by epoch.
+    """The results of a step's calls for metrics, added up by epoch.
 
-    A scalar is averaged, each step with the weight that its batch has: the sum of its mask, else its rows; it is left out where
-    a parameter server's workers read the batches, as their rows are not known here. What a
-    `jdist.metrics.Metric` has contributed is added up by that metric.
+    A scalar is averaged, each step weighted by its batch: the sum of its mask, else its rows. It is left out where a parameter
+    server's workers read the batches, as their rows are not known here. The contributions of a `jdist.metrics.Metric` are added
+    up by that metric.
 
     Args:
         metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
-            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`; a step that
-            returns scalars by name has these.
+            metric, such as a `jdist.metrics.collect`, whose contribution is all that a step returns; a step that returns
+            scalars by name has these.
         steps_per_call: how many steps a call makes; above 1 results lead with that axis.
-        skips: whether steps that are not finite are left out of the training, and so are their scalars.
+        skips: whether the training, and so the means, leaves out steps that are not finite.
 
     Raises:
         StepError: `metrics` is neither.
@@ -48,7 +48,7 @@ class MetricTotals:
 
     def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1, skips: bool = False):
         self._whole = metrics if isinstance(metrics, Metric) else None
-        self._metrics = _by_name(metrics)
+        self._metrics = _check_metrics(metrics)
         self._steps_per_call, self._skips = steps_per_call, skips
         self._waiting: list[tuple[Any, Any, Sequence[int], Any]] = []
         self._left_out = 0  # steps, as counted after the newest call that was read
@@ -57,21 +57,17 @@ class MetricTotals:
         self._checked = False
 
     def begin(self, left_out: Any) -> None:
-        """Counts the steps that are left out from here on.
-
-        Args:
-            left_out: as for `add`, before the first call.
-        """
-        self._left_out = _flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
+        """Counts the steps that are left out from here on; `left_out` is as for `add`, before the first call."""
+        self._left_out = _read_flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
 
     def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,), left_out: Any = None) -> None:
-        """Takes in what a call has returned; waits for it later.
+        """Adds the results of a call, which are read later.
 
         Args:
             measured: scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above 1.
-            batch: what the call was given.
-            epochs: the epoch that each of its steps belongs to.
-            left_out: how many steps were left out until after this call, as `Distributed.count_left_out` gives it; None: none.
+            batch: the argument of the call.
+            epochs: the epoch of each of its steps.
+            left_out: `Distributed.count_left_out` after this call; None: no step was left out.
 
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
@@ -81,17 +77,7 @@ class MetricTotals:
             self._read(_READ_AHEAD)
 
     def note(self, measured: Any) -> Mapping[str, Any]:
-        """Takes in what a call has returned for `newest` alone: nothing is added up.
-
-        Args:
-            measured: as for `add`.
-
-        Returns:
-            It, by name.
-
-        Raises:
-            StepError: as `add`.
-        """
+        """Notes the results of a call for `newest` without adding them up, and returns them by name; see `add`."""
         if self._whole is not None and self._is_of(self._whole, measured):
             measured = {_WHOLE: measured}
         if not self._checked:
@@ -100,11 +86,7 @@ class MetricTotals:
         return measured
 
     def names(self, measured: Any, *, by: str) -> frozenset[str] | None:
-        """The names of what a step returns for metrics; None where one metric stands for all.
-
-        Args:
-            measured: as for `add`, or the shapes of that.
-            by: the step's name, for errors.
+        """Lists the names of a step's results, or of their shapes; None: one metric stands for all. `by` names the step.
 
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
@@ -115,56 +97,53 @@ class MetricTotals:
         return frozenset(measured)
 
     def newest(self) -> Measured:
-        """Gives the last step's metrics, which it waits for: plain numbers by name, the loss first."""
+        """Waits for the metrics of the last step: plain numbers by name, the loss first."""
         if self._newest is None:
             return {}
         values = jax.device_get(dict(self._newest))
         if self._steps_per_call > 1:
             values = jax.tree.map(lambda x: x[-1], values)
-        return _flat({name: self._result(name, value) for name, value in values.items()})
+        return _flatten_results({name: self._result(name, value) for name, value in values.items()})
 
     def take(self, epoch: int = 0, cluster: Runtime | None = None) -> tuple[Measured, float]:
-        """The results of an epoch, which is forgotten then, and the weight of all its steps.
+        """Takes an epoch out: its means and results by name, the loss first, and the weight of all its steps.
 
-        Args:
-            epoch: as given to `add`.
-            cluster: the processes that share the rows of each batch; None: this one alone. All have to ask.
-
-        Returns:
-            Means and results by name, the loss first; empty if there was no step.
+        `cluster` are the processes that share the rows of each batch; all have to ask.
         """
         self._read(0)
         totals = self._epochs.pop(epoch, None) or _Totals()
         weight, sums = totals.together(cluster)
         results: Measured = {name: total / weight if weight else math.nan for name, total in sums.items()}
         results |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
-        return _flat(results), weight
+        return _flatten_results(results), weight
 
     def notes(self, cluster: Runtime | None = None) -> dict[str, Any]:
-        """Gives the totals of epochs that have not ended as plain JSON values; all processes have to ask."""
+        """Saves the totals of epochs that have not ended as plain JSON values; all processes have to ask."""
         self._read(0)
         notes = {}
         for epoch, totals in sorted(self._epochs.items()):
             weight, sums = totals.together(cluster)
-            contributed = {name: _kept(self._metrics[name].zero, total) for name, total in totals.contributed.items()}
+            contributed = {
+                name: _pack_total(self._metrics[name].zero, total) for name, total in totals.contributed.items()
+            }
             notes[str(epoch)] = {"weight": to_plain(weight), "sums": to_plain(sums), "contributed": contributed}
         return notes
 
     def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
-        """Goes on from what `notes` gave."""
-        is_one = cluster is None or cluster.is_chief  # each has a part of the sums, one has all of this
+        """Restores what `notes` saved."""
+        is_one = cluster is None or cluster.is_chief  # the processes add up their sums
         for epoch, note in notes.items():
             totals = self._epochs[int(epoch)] = _Totals()
             totals.weight = from_plain(note["weight"]) if is_one else 0.0
             totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
             totals.contributed = {
-                name: _found(self._metrics[name].zero, kept)
+                name: _unpack_total(self._metrics[name].zero, kept)
                 for name, kept in note["contributed"].items()
                 if name in self._metrics
             }
 
     def _is_of(self, metric: Metric, measured: Any) -> bool:
-        """Whether all that a step returned is a metric's contribution; one that keeps rows is not of its zero's form."""
+        """Whether all that a step returned is a metric's contribution, which is not of its zero's form where it keeps rows."""
         alike = jax.tree.structure(measured) == jax.tree.structure(metric.zero)
         return alike or not (isinstance(measured, Mapping) and all(map(self._is_scalar, measured.values())))
 
@@ -205,7 +184,7 @@ class MetricTotals:
                 )
 
     def _read(self, keep: int) -> None:
-        """Reads all that waits but the last `keep`."""
+        """Adds up the calls that wait, but for the last `keep`."""
         end = len(self._waiting) - keep
         read, self._waiting = self._waiting[:end], self._waiting[end:]
         for measured, weights, epochs, left_out in read:
@@ -225,10 +204,10 @@ class MetricTotals:
                 self._epochs.setdefault(epoch, _Totals()).add(weight, values_of_step, self._metrics)
 
     def _which_left_out(self, num_steps: int, left_out: Any) -> set[int]:
-        """Which steps of a call were left out."""
+        """Finds the steps of a call that were left out."""
         if not self._skips or left_out is None:
             return set()
-        count, _, *each = _flags(left_out)
+        count, _, *each = _read_flags(left_out)
         if each:
             return {i for i, was in enumerate(each[:num_steps]) if was}
         before, self._left_out = self._left_out, count
@@ -239,13 +218,13 @@ class MetricTotals:
         return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
 
 
-def _flags(left_out: Any) -> list[int]:
-    """The count, a number of no use here, and a flag for each step of the call if it has them."""
+def _read_flags(left_out: Any) -> list[int]:
+    """Reads the count, a number of no use here, and a flag for each step of the call if there are any."""
     host = left_out.addressable_data(0) if isinstance(left_out, jax.Array) else left_out
     return [*np.ravel(host).tolist(), 0][: max(2, np.size(host))]
 
 
-def _by_name(metrics: Any) -> dict[str, Metric]:
+def _check_metrics(metrics: Any) -> dict[str, Metric]:
     if isinstance(metrics, Metric):
         return {_WHOLE: metrics}
     if metrics is not None and not (
@@ -259,13 +238,15 @@ def _by_name(metrics: Any) -> dict[str, Metric]:
 
 
 class _Totals:
+    """The totals of one epoch."""
+
     def __init__(self) -> None:
         self.weight = 0.0
         self.sums: dict[str, float] = {}
         self.contributed: dict[str, Any] = {}
 
     def together(self, cluster: Runtime | None) -> tuple[float, dict[str, float]]:
-        """The weight and the sums of all processes: each knows the weights of its own rows; what was measured is the same."""
+        """Adds up weight and sums over the processes: each knows the weights of its own rows; measured values are the same."""
         if cluster is None or cluster.num_processes == 1:
             return self.weight, self.sums
         totals = cluster.exchange("a mean over all rows", [self.weight, self.sums], _EXCHANGE_S)
@@ -283,27 +264,27 @@ class _Totals:
                 self.sums.setdefault(name, 0.0)
 
 
-def _kept(zero: PyTree, total: PyTree) -> dict[str, Any]:
-    """A total as plain JSON values: the leaves of what is of its zero's form, as that may be of any types."""
+def _pack_total(zero: PyTree, total: PyTree) -> dict[str, Any]:
+    """Turns a total into plain JSON values: its leaves alone where it is of its zero's form, which may hold any types."""
     leaves, structure = jax.tree.flatten(total)
     if structure == jax.tree.structure(zero):
         return tree_to_plain(leaves)
     if isinstance(zero, Mapping):
-        return {"dict": {name: _kept(zero[name], each) for name, each in total.items()}}
+        return {"dict": {name: _pack_total(zero[name], each) for name, each in total.items()}}
     return tree_to_plain(total)
 
 
-def _found(zero: PyTree, kept: dict[str, Any]) -> PyTree:
-    """The total of which `_kept` made this."""
+def _unpack_total(zero: PyTree, kept: dict[str, Any]) -> PyTree:
+    """Inverts `_pack_total`."""
     total, structure = tree_from_plain(kept), jax.tree.structure(zero)
     leaves = jax.tree.leaves(total)
     if len(leaves) == structure.num_leaves:
         return jax.tree.unflatten(structure, leaves)
-    return {name: _found(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
+    return {name: _unpack_total(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
 
 
 def _weights(batch: PyTree, steps_per_call: int) -> Any:
-    """A function that gives the weights of a batch's rows, or of each step's; it holds no other array of the batch."""
+    """Makes a function that reads the weights of a batch's rows, or of each step's; it holds no other array of the batch."""
     mask = batch.get(MASK) if isinstance(batch, Mapping) else batch.mask if isinstance(batch, Masked) else None
     if mask is not None:
         return lambda: np.asarray(local_rows(mask, axis=int(steps_per_call > 1)), np.float64)
@@ -313,17 +294,15 @@ def _weights(batch: PyTree, steps_per_call: int) -> Any:
     return lambda: np.ones(leaf.shape[:1])
 
 
-def _flat(results: Measured) -> Measured:
-    """Results with those of a collection of metrics by their own names, the loss first."""
+def _flatten_results(results: Measured) -> Measured:
+    """Names the results of a collection of metrics by their own names, and puts the loss first.
+
+    JAX hands dicts back sorted by name.
+    """
     flat: Measured = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
             flat |= {inner if name == _WHOLE else f"{name}/{inner}": each for inner, each in value.items()}
         else:
             flat[name] = value
-    return loss_first(flat)
-
-
-def loss_first(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics in the order to show them in: JAX hands dicts back sorted by name."""
-    return dict(sorted(measured.items(), key=lambda item: item[0] != "loss"))
+    return dict(sorted(flat.items(), key=lambda item: item[0] != "loss"))

@@ -1,4 +1,4 @@
-"""Checks metric names against the traced steps, before anything is compiled."""
+"""Checks of a run against its traced steps, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from jdist.checkpoint import CheckpointWarning
 from jdist.errors import StepError
 from jdist.loop.data import Feed
 from jdist.loop.metric_totals import Metrics, MetricTotals
-from jdist.report.history import PREFIXES
+from jdist.report.metrics_file import EPOCH, EVAL
 from jdist.step.base import Distributed
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
-_EVAL, _EPOCH = PREFIXES
 
 
 def names_of(
     step: Distributed, state: PyTree, feed: Feed, metrics: Metrics, *, depth: int = 3
 ) -> frozenset[str] | None:
-    """The names of what a step measures, of metrics those that they have among its results; None where only a call shows them.
+    """Lists the names of what a step measures; None where only a call shows them.
 
     Args:
         step: the distributed step.
@@ -63,16 +62,7 @@ def names_of(
 
 
 def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: frozenset[str] | None) -> None:
-    """Refuses a metric of which no step returns a contribution.
-
-    Args:
-        metrics: as for `MetricTotals`.
-        trained: the names of what the train step measures; None: not known yet.
-        evaluated: those of an evaluation.
-
-    Raises:
-        StepError: says what is returned.
-    """
+    """Raises a `StepError` for a metric of which no step returns a contribution; see `check_watched` for the names."""
     if not isinstance(metrics, Mapping) or trained is None or evaluated is None:
         return
     there = sorted(trained | evaluated)
@@ -85,16 +75,7 @@ def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: 
 
 
 def check_resumes(callbacks: Sequence[Callback], feed: Feed, *, depth: int) -> None:
-    """Tells what it costs to go on with a run on data that has no position.
-
-    Args:
-        callbacks: all of the run.
-        feed: of the train step.
-        depth: how many calls below the user's own this one is, for the place that the warning names.
-
-    Warns:
-        CheckpointWarning: one of the callbacks goes on with runs, and the data cannot.
-    """
+    """Warns of what it costs to go on with a run on data that has no position, if a callback goes on with runs."""
     names = [callback.name for callback in callbacks if callback.on_resume is not None]
     if names and not feed.has_position:
         warnings.warn(
@@ -123,12 +104,11 @@ def check_watched(
         evaluates: whether the run evaluates.
 
     Raises:
-        StepError: says what there will be.
+        StepError: lists what will be measured.
     """
     logged = _logged(callbacks)
-    measured = {prefix + name for prefix in ("", _EPOCH) for name in trained or ()} | {
-        _EVAL + n for n in evaluated or ()
-    }
+    measured = {prefix + name for prefix in ("", EPOCH) for name in trained or ()}
+    measured |= {EVAL + name for name in evaluated or ()}
     for callback in callbacks:
         for name in callback.logs or ():
             if name in measured:
@@ -136,9 +116,9 @@ def check_watched(
                     f"{callback.name}: it logs {name!r}, which a step returns already. Choose another name."
                 )
         for metric in callback.watches:
-            is_eval = metric.startswith(_EVAL)
+            is_eval = metric.startswith(EVAL)
             if is_eval and not evaluates:
-                # What saves by a metric, saves by an evaluation's.
+                # Checkpoints go by an evaluation's metric alone.
                 other = "" if callback.on_save is not None else ", or take a metric of training, such as 'epoch/loss'"
                 raise StepError(
                     f"{callback.name}: {metric!r} is never measured, as this run does not evaluate. Give `eval_data` and "
@@ -147,7 +127,7 @@ def check_watched(
             names = evaluated if is_eval else trained
             if names is None or logged is None or metric in logged:
                 continue
-            prefix = _EVAL if is_eval else _EPOCH if metric.startswith(_EPOCH) else ""
+            prefix = EVAL if is_eval else EPOCH if metric.startswith(EPOCH) else ""
             name = metric.removeprefix(prefix)
             if name not in names and name.partition("/")[0] not in names:
                 there = sorted(prefix + each for each in names)

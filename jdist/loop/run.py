@@ -1,16 +1,16 @@
-"""The training loop: `jdist.fit` and `jdist run` make a `Run`, and `Run.train` trains."""
+"""The training loop of `jdist.fit` and `jdist run`."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
-from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Return, Stop
+from jdist.callbacks.callback import Callback, Event, Keeps, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
@@ -27,7 +27,6 @@ from jdist.step.base import Distributed
 from jdist.step.options import Verify
 
 PyTree = Any
-Event = Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
 
 
 class Run:
@@ -36,16 +35,16 @@ class Run:
     Args:
         strategy: where it trains.
         train_step: makes the steps.
-        feed: gives the batches.
-        metrics: which of the step's results are contributions of metrics, as for `MetricTotals`.
+        feed: the batches.
+        metrics: as for `MetricTotals`.
         callbacks: called as the run goes on, in this order.
         steps: how many steps to make; None: as many as `passes` have.
         passes: how often to go through the data; None: as often as `steps` takes, or until the data ends.
         log_every: how many steps lie between logged rows.
-        evaluate: what measures a state; None: there is nothing to evaluate on.
-        eval_every: at the multiples of these steps is evaluated; none: at the end of each epoch.
-        measures_epochs: whether each epoch's means and metrics are worked out, and logged in a row.
-        length: what the number of steps was asked for by, for errors.
+        evaluate: evaluates a state; None: there is no data for it.
+        eval_every: evaluates at the multiples of these steps; empty: at the end of each epoch.
+        measures_epochs: whether each epoch's means and metrics are computed, and logged in a row.
+        length: the argument that the number of steps comes from, for errors.
 
     Attributes:
         state: the newest state.
@@ -71,19 +70,26 @@ class Run:
         measures_epochs: bool = True,
         length: str = "`steps`",
     ):
-        self._strategy, self._train_step, self._feed, self._metrics = strategy, train_step, feed, metrics
+        self._strategy = strategy
         self._cluster = strategy.cluster
-        self._callbacks, self._steps, self._passes, self._length = callbacks, steps, passes, length
+        self._train_step = train_step
+        self._feed = feed
+        self._metrics = metrics
+        self._callbacks = callbacks
+        self._steps = steps
+        self._passes = passes
         self._total = steps if steps is not None else feed.num_steps
-        self._log_every, self._evaluate, self._eval_every = log_every, evaluate, eval_every
+        self._log_every = log_every
+        self._evaluate = evaluate
+        self._eval_every = eval_every
         self._measures_epochs = measures_epochs
+        self._length = length
         self._per_call = train_step.options.steps_per_call
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
-        self._kept = _by_name(callbacks)
-        events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "save", "end")
-        self._functions = {
-            event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events
+        self._kept = _keeps_by_name(callbacks)
+        self._functions: dict[Event, list[Any]] = {
+            event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in get_args(Event)
         }
         self.state: PyTree = None
         self.step = self.epoch = self._before = 0
@@ -95,11 +101,11 @@ class Run:
         self._meter = Meter(step=0, total=None)
 
     def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
-        """Trains from a state, or from where a callback finds that an earlier process left off, to the end.
+        """Trains to the end, from a state or from where an earlier process left off, as a callback finds out.
 
         Args:
             state: laid out by the strategy, or on the host; it is consumed.
-            stop: says when the process, or another of its job, was asked to stop.
+            stop: says when this process, or another of its job, was asked to stop.
             verify: as for `jdist.fit`.
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
@@ -130,7 +136,7 @@ class Run:
             self._end(interrupted=stop.reason is not None)
 
     def _preflight(self, state: PyTree, depth: int) -> None:
-        """Refuses what the traced steps show to be wrong, before anything is compiled."""
+        """Checks the run against the traced steps, before anything is compiled."""
         trained = names_of(self._train_step, state, self._feed, self._metrics, depth=depth + 1)
         evaluated = frozenset() if self._evaluate is None else self._evaluate.names(state, depth=depth + 1)
         check_returned(self._metrics, trained, evaluated)
@@ -138,9 +144,9 @@ class Run:
         check_watched(self._callbacks, trained=trained, evaluated=evaluated, evaluates=self._evaluate is not None)
 
     def _is_over(self, stop: Preemption) -> bool:
-        return self._reason is not None or self._is_enough() or stop.stops_after(self.step)
+        return self._reason is not None or self._is_complete() or stop.stops_after(self.step)
 
-    def _is_enough(self) -> bool:
+    def _is_complete(self) -> bool:
         """Whether no further pass over the data is wanted."""
         if self._steps is not None:
             return self.step >= self._steps
@@ -149,7 +155,7 @@ class Run:
         return self._passes is not None and self.epoch >= self._passes
 
     def _start(self, state: PyTree, depth: int) -> None:
-        """Begins with a state, or where a callback says that an earlier run left off."""
+        """Begins with a state, or where a callback resumes an earlier run."""
         self.state = state
         for keeps in self._kept.values():
             keeps.begin(state)
@@ -157,8 +163,8 @@ class Run:
             answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
-                self._restore_feed(answer.data)
-                self._go_on(answer.notes, depth + 1)
+                self._restore_position(answer.data)
+                self._restore_notes(answer.notes, depth + 1)
             else:
                 self._act_on("resume", answer)
         self._totals.begin(self._train_step.count_left_out(self.state))
@@ -167,7 +173,7 @@ class Run:
         self._call_back("start", None)
         self._cluster.at_step(self.step)
 
-    def _restore_feed(self, position: dict[str, Any] | None) -> None:
+    def _restore_position(self, position: dict[str, Any] | None) -> None:
         try:
             self._feed.restore(position)
         except DatasetError as exc:
@@ -177,8 +183,8 @@ class Run:
             )
             raise
 
-    def _go_on(self, notes: Mapping[str, Any], depth: int) -> None:
-        """Takes up what `Moment.notes` has noted."""
+    def _restore_notes(self, notes: Mapping[str, Any], depth: int) -> None:
+        """Restores what `_notes` has saved."""
         before, now = notes.get("steps_per_epoch"), self._feed.steps_per_epoch
         self.epoch = int(notes.get("epoch", self.step // now if now else 0))
         if "steps_per_epoch" in notes and before != now:
@@ -193,7 +199,7 @@ class Run:
         self.history.rows[:] = [_row_from_plain(row) for row in notes.get("rows", [])]
         if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
             self._evaluated = self.history.rows[-1]["step"]
-        self._totals.restore(notes.get("tally", {}), self._strategy.cluster)
+        self._totals.restore(notes.get("tally", {}), self._cluster)
 
     def _notes(self) -> dict[str, Any]:
         self._train_step.wait()  # a step that was not finite is known before anything is written
@@ -201,11 +207,11 @@ class Run:
             "epoch": self.epoch,
             "steps_per_epoch": self._feed.steps_per_epoch,
             "rows": to_plain(self.history.rows),
-            "tally": self._totals.notes(self._strategy.cluster),
+            "tally": self._totals.notes(self._cluster),
         }
 
     def _call(self, batch: PyTree) -> None:
-        """Makes the step, or the steps, of one call, and whatever is due after it."""
+        """Makes the steps of one call, and what is due after it."""
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
         self.state, measured = self._train_step(self.state, batch)
         self._before, self.step = self.step, self.step + count
@@ -225,41 +231,41 @@ class Run:
             self._after_call(range(self._before // per_epoch, self.step // per_epoch))
 
     def _end_pass(self) -> None:
-        """Ends a pass over the data; where each pass is an epoch, that as well."""
+        """Ends a pass over the data, and the epoch where each pass is one."""
         self._feed.end_pass()
         if self._feed.steps_per_epoch is None:
-            self._before = self.step  # callbacks hear of each step once
+            self._before = self.step  # callbacks are called once for each step
             self._after_call((self.epoch,))
 
     def _end(self, *, interrupted: bool) -> None:
-        """Evaluates what is left to evaluate, and calls back that it is over."""
+        """Evaluates the last state unless that is done, and calls `on_end`."""
         self._interrupted = interrupted
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
-            measured = self._evaluated_now()
-            row = self._with(None, "eval", measured)
+            measured = self._evaluate_state()
+            row = self._add_to_row(None, "eval", measured)
             self._call_back("eval", row, measured)
             self._log(row)
             self._save(row)
         self._call_back("end", None)
 
     def _after_call(self, ended: Sequence[int]) -> None:
-        """Does what is due after a call, or at the end of a pass, with which these epochs have ended."""
+        """Does what is due after a call, or at the end of a pass, which has ended these epochs."""
         for epoch in ended[:-1]:  # of a call that spans several
-            self._end_early(epoch)
+            self._log_earlier_epoch(epoch)
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
-        row = self._row_of_step() if is_last or self._is_due(self._log_every) else None
+        row = self._make_step_row() if is_last or self._is_due(self._log_every) else None
         due: list[tuple[Event, Measured]] = []
         if self._evaluate is not None and (
             any(map(self._is_due, self._eval_every)) if self._eval_every else bool(ended)
         ):
-            due.append(("eval", self._evaluated_now()))
+            due.append(("eval", self._evaluate_state()))
         for epoch in ended[-1:]:
             self.epoch = epoch + 1
-            due.append(("epoch", self._totals.take(epoch, self._strategy.cluster)[0]))
+            due.append(("epoch", self._totals.take(epoch, self._cluster)[0]))
         for event, measured in due:  # whole before anyone sees it, or saves it
-            row = self._with(row, event, measured)
+            row = self._add_to_row(row, event, measured)
         for event, measured in due:
             self._call_back(event, row, measured)
         if self.step > self._before:
@@ -267,25 +273,25 @@ class Run:
         self._log(row)
         self._save(row)
 
-    def _row_of_step(self) -> dict[str, Any]:
-        """A row with what the newest step has measured."""
+    def _make_step_row(self) -> dict[str, Any]:
+        """Makes a row of the newest step's metrics."""
         if self._strategy.coordinator is None:  # workers are not kept waiting for each other
             self._train_step.wait()  # a step that was not finite is known before its row is written
         with self._cluster.blocked():
-            return self._row(self._totals.newest())
+            return self._make_row(self._totals.newest())
 
-    def _evaluated_now(self) -> Measured:
+    def _evaluate_state(self) -> Measured:
         assert self._evaluate is not None
         self._train_step.wait()
         self._evaluated = self.step
         with self._meter.stopped():
             return self._evaluate(self.state)
 
-    def _end_early(self, epoch: int) -> None:
-        """An epoch has ended within a call, which goes on in a later one: it has a row of its own."""
+    def _log_earlier_epoch(self, epoch: int) -> None:
+        """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""
         self.epoch = epoch + 1
-        measured, _ = self._totals.take(epoch, self._strategy.cluster)
-        row = self._with(None, "epoch", measured)
+        measured, _ = self._totals.take(epoch, self._cluster)
+        row = self._add_to_row(None, "epoch", measured)
         row["step"] = self.epoch * (self._feed.steps_per_epoch or 0)
         self._call_back("epoch", row, measured)
         self._log(row)
@@ -293,14 +299,14 @@ class Run:
     def _is_due(self, every: int) -> bool:
         return self.step // every > self._before // every
 
-    def _row(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_row(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         row = {"step": self.step, "epoch": self.epoch, "time_s": round(self._meter.train_s, 3), **measured}
         self.history.rows.append(row)
         return row
 
-    def _with(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
-        """The row, a new one if there is none yet, with what was measured."""
-        row = self._row({}) if row is None else row
+    def _add_to_row(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
+        """Adds what was measured to the row, a new one if there is none yet."""
+        row = self._make_row({}) if row is None else row
         row["epoch"] = self.epoch
         row.update({f"{event}/{name}": value for name, value in measured.items()})
         return row
@@ -352,11 +358,11 @@ class Run:
 
 
 def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the history; a list was an array."""
+    """Reads a row of the history; a list was an array."""
     return {name: np.asarray(x) if isinstance(x, list) else x for name, x in from_plain(dict(row)).items()}
 
 
-def _by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
+def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
     keeps: dict[str, Keeps] = {}
     for callback in callbacks:
         if callback.keeps is not None:

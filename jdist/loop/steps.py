@@ -21,11 +21,11 @@ from jdist.strategies.default import get_strategy
 
 
 def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
-    """The strategy to use: the one given, else the step's own, else the current one.
+    """Finds the strategy to use: the one given, else the step's own, else the current one.
 
     Raises:
-        StrategyError: the step was distributed under another one, `strategy` is none, or nobody has named the one that has
-            laid the state out.
+        StrategyError: the step was distributed under another one, `strategy` is no strategy, or none is given for a state that
+            lies on several devices.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
@@ -36,7 +36,7 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
             "strategy that trained it; or that strategy."
         )
     if not isinstance(step, Distributed):
-        return _current(state) if strategy is None else strategy
+        return _current_strategy(state) if strategy is None else strategy
     if strategy is not None and strategy is not step.strategy:
         raise StrategyError(
             f"{step.__name__} is distributed under {step.strategy!r}, and `strategy` is {strategy!r}. Leave `strategy` out, "
@@ -45,7 +45,7 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
     return step.strategy
 
 
-def _current(state: Any) -> Strategy:
+def _current_strategy(state: Any) -> Strategy:
     strategy = get_strategy()
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = max((len(leaf.sharding.device_set) for leaf in arrays), default=1)
@@ -59,7 +59,7 @@ def _current(state: Any) -> Strategy:
 
 
 def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) -> Distributed:
-    """The distributed train step of what `jdist.fit` was given.
+    """Makes the distributed train step of what `jdist.fit` was given.
 
     Raises:
         StepError: it is no step, or was made with another `steps_per_call`.
@@ -67,7 +67,7 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
     if isinstance(step, Task):
         step = step.train_step
     if not isinstance(step, Distributed):
-        step = _callable(step)
+        step = _check_callable(step)
         return distribute(step, strategy, returns=("state", "metrics"), steps_per_call=steps_per_call or 1)
     if steps_per_call not in (None, step.options.steps_per_call):
         raise StepError(
@@ -88,13 +88,13 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
 
 
 @functools.lru_cache(maxsize=32)  # so that an evaluation in a loop is compiled once
-def distributed_once(step: Callable[..., Any], strategy: Strategy, returns: ReturnRole) -> Distributed:
-    """A plain function of state and batch, distributed; the same one for the same function and strategy."""
+def _distribute_once(step: Callable[..., Any], strategy: Strategy, returns: ReturnRole) -> Distributed:
+    """Distributes a plain function of state and batch, once for each function and strategy."""
     return distribute(step, strategy, args=("state", "batch"), returns=(returns,))
 
 
 def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRole = "metrics") -> Distributed:
-    """The distributed step of what `jdist.evaluate` or `jdist.predict` was given.
+    """Makes the distributed step of what `jdist.evaluate` or `jdist.predict` was given.
 
     Raises:
         StepError: it is no step, or a distributed one that returns something else.
@@ -107,7 +107,7 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRol
             f"function itself, with all objects in one argument as the state has them: `(objects, batch) -> {returns}`."
         )
     if not isinstance(step, Distributed):
-        return distributed_once(_callable(step, call), strategy, returns)
+        return _distribute_once(_check_callable(step, call), strategy, returns)
     if step.options.args != ("state", "batch"):
         raise StepError(
             f"{step.__name__} has args={step.options.args!r}; {call} calls a step with a state and a batch. Distribute it "
@@ -122,11 +122,11 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRol
 
 
 def metrics_of(step: Any, metrics: Metrics) -> Metrics:
-    """The metrics to use: those given, else a task's own."""
+    """Finds the metrics to use: those given, else a task's own."""
     return step.metrics if metrics is None and isinstance(step, Task) else metrics
 
 
-def _callable(step: Any, call: str = "jdist.fit") -> Callable[..., Any]:
+def _check_callable(step: Any, call: str = "jdist.fit") -> Callable[..., Any]:
     if not callable(step):
         raise StepError(
             f"{call} needs a step, it got a {type(step).__name__}: give a function of a state and a batch, or a "

@@ -1,4 +1,4 @@
-"""A task: a model, a loss and data, as five plain functions."""
+"""Tasks: a model, a loss and data, as five plain functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PyTree = Any
 class Task:
     """A model, its loss and its data, for `jdist run`.
 
-    A config names a function that returns one, by import path (`my_package.my_task:make`); the
-    config's `task.options` are that function's keyword arguments, checked against its annotations. What it finds
-    wrong with one it says by a `jdist.tasks.options.OptionError`, or by the checks in that module.
+    A config names a function that returns one, by import path (`my_package.my_task:make`); its `task.options` are the
+    keyword arguments, checked against the annotations. The function refuses one by a `jdist.tasks.options.OptionError`, or by
+    the checks in that module.
 
     Attributes:
         create_state: `(key, tx) -> state`; pure, so that a strategy can allocate it in its own layout.
@@ -31,7 +31,7 @@ class Task:
         train_data: `(global_batch, seed, epochs) -> source`; `epochs` None repeats without end.
         eval_data: `(global_batch) -> source`, once through the held-out rows.
         metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: there are scalars alone.
+            `jdist.metrics.collect`, whose contribution is all that a step returns. None: there are scalars alone.
         baselines: figures to show beside the evaluation metrics, by name; called once, when the run ends.
     """
 

@@ -1,6 +1,6 @@
 """Metrics that are exact over batches, replicas and processes, padding left out.
 
-Start at `metric.Metric`: sums that can be added, and what is computed of them in the end.
+Start at `metric.Metric`: contributions that are added up, and the result that is computed of their total.
 
 May import: replica, core and what is below them.
 """

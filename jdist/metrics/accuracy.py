@@ -1,4 +1,4 @@
-"""How often the label is predicted, or is among the first k."""
+"""Accuracy, and top-k accuracy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import jax.numpy as jnp
 
 from jdist.errors import StepError
 from jdist.metrics.in_step import class_ids, class_labels, class_scores, real_numbers
-from jdist.metrics.mean import ZERO, mean_sums, quotient
+from jdist.metrics.mean import mean_sums, of_mean
 from jdist.metrics.metric import Metric
-from jdist.metrics.sums import of_sums
 from jdist.support.checks import as_int, as_real
 
 PyTree = Any
 
 
 def accuracy(threshold: float | None = None) -> Metric:
-    """The part of the rows whose label is predicted.
+    """Measures the fraction of rows whose label is predicted.
 
     `update(predictions, labels, mask=None)`, with integer labels of any shape [...]; every element counts as a row.
 
@@ -60,11 +59,11 @@ def accuracy(threshold: float | None = None) -> Metric:
             )
         return mean_sums(call, (scores > threshold).astype(jnp.int32) == labels, mask)
 
-    return of_sums("accuracy", sums, lambda total: quotient("accuracy", total), zero=ZERO)
+    return of_mean("accuracy", sums)
 
 
 def top_k(k: int) -> Metric:
-    """The part of the rows whose label has one of the `k` highest scores; of equal scores the later class goes first.
+    """Measures the fraction of rows whose label has one of the `k` highest scores; of equal scores the later class goes first.
 
     `update(predictions, labels, mask=None)`, with logits or probabilities [..., classes] and integer labels [...]. A label that
     is no class, or whose score is NaN, is never among them.
@@ -76,7 +75,7 @@ def top_k(k: int) -> Metric:
         The metric; its result is a float, of no rows NaN with a warning.
 
     Raises:
-        StepError: `k` is none, or when traced, larger than the number of classes.
+        StepError: `k` is not a positive integer; when traced: it is larger than the number of classes.
 
     Example:
         >>> import jdist, jax.numpy as jnp
@@ -104,4 +103,4 @@ def top_k(k: int) -> Metric:
         is_class = (labels >= 0) & (labels < classes) & (own[..., 0] == own[..., 0])
         return mean_sums(call, (ahead < k) & is_class, mask)
 
-    return of_sums("top_k", sums, lambda total: quotient("top_k", total), zero=ZERO)
+    return of_mean("top_k", sums)

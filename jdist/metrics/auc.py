@@ -19,7 +19,7 @@ _NAMES = {"score", "label", "weight"}
 
 
 def auc() -> Metric:
-    """The area under the ROC curve: how often a row of class 1 has a higher score than one of class 0; equal ones count half.
+    """Measures the area under the ROC curve: how often class 1 has a higher score than class 0; equal ones count half.
 
     `update(scores, labels, mask=None)`, with a score for class 1 (a logit or probability) and a label 0 or 1 for each row, both
     of one shape [...]; every element counts as a row. Each step gathers the scores, labels and weights of its global batch,
@@ -51,27 +51,29 @@ def auc() -> Metric:
         if jnp.issubdtype(scores.dtype, jnp.floating):
             scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
         rows = {"score": scores, "label": labels, "weight": weights(call, mask, labels.shape)}
-        # A tuple of one, so that contributions and totals are added by being put one behind the other.
-        return (all_rows(call, {name: x.reshape(-1) for name, x in rows.items()}),)
+        # A tuple of one, so that contributions and totals are added by concatenation.
+        return (all_rows({name: x.reshape(-1) for name, x in rows.items()}),)
 
     def add(total: PyTree, contribution: PyTree) -> PyTree:
-        return (*total, *_that_count(contribution))
+        return (*total, *_real_rows(contribution))
 
-    return Metric(name="auc", update=update, zero=(), add=add, compute=lambda total: _area(_that_count(total)))
+    return Metric(name="auc", update=update, zero=(), add=add, compute=lambda total: _area(_real_rows(total)))
 
 
-def _that_count(given: Any) -> tuple[Rows, ...]:
-    """The rows of a contribution that are no padding, on the host."""
-    if not isinstance(given, tuple) or not all(isinstance(rows, dict) and rows.keys() == _NAMES for rows in given):
+def _real_rows(contribution: Any) -> tuple[Rows, ...]:
+    """Copies the rows of a contribution that are no padding to the host."""
+    if not isinstance(contribution, tuple) or not all(
+        isinstance(rows, dict) and rows.keys() == _NAMES for rows in contribution
+    ):
         raise StepError(
-            f"jdist.metrics.auc: a contribution is a {type(given).__name__}; it must be what `update` returned, out of a "
-            "step's metrics. Of what `strategy.run` returned take one version: `result.local_results()[0]`."
+            f"jdist.metrics.auc: a contribution is a {type(contribution).__name__}; it must be what `update` returned, out of "
+            "a step's metrics. Of what `strategy.run` returned take one version: `result.local_results()[0]`."
         )
-    found = []
-    for rows in given:
+    chunks = []
+    for rows in contribution:
         flat = {name: to_host(x).reshape(-1) for name, x in rows.items()}
-        found.append({name: x[flat["weight"] != 0] for name, x in flat.items()})
-    return tuple(found)
+        chunks.append({name: x[flat["weight"] != 0] for name, x in flat.items()})
+    return tuple(chunks)
 
 
 def _area(chunks: tuple[Rows, ...]) -> float:

@@ -13,7 +13,7 @@ PyTree = Any
 
 
 def collect(metrics: Mapping[str, Metric]) -> Metric:
-    """Several metrics by name, as one metric whose contributions, totals and results are dicts.
+    """Combines metrics by name into one, whose contributions, totals and results are dicts.
 
     `update(inputs, mask=None)`, with a dict that gives each metric its inputs: a tuple, or the input itself where it is
     one; the mask is for all of them.
@@ -50,8 +50,8 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
 
     def update(inputs: Mapping[str, Any], mask: Any = None) -> PyTree:
         _check_names("`inputs`", inputs, metrics)
-        given = {name: x if isinstance(x, tuple) else (x,) for name, x in inputs.items()}
-        return {name: metric.update(*given[name], mask=mask) for name, metric in metrics.items()}
+        arguments = {name: x if isinstance(x, tuple) else (x,) for name, x in inputs.items()}
+        return {name: metric.update(*arguments[name], mask=mask) for name, metric in metrics.items()}
 
     def add(total: PyTree, contribution: PyTree) -> PyTree:
         _check_names("a contribution", contribution, metrics)
@@ -65,19 +65,19 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
     return Metric(name=f"collect({', '.join(metrics)})", update=update, zero=zero, add=add, compute=compute)
 
 
-def _check_names(what: str, given: Any, metrics: Mapping[str, Metric]) -> None:
-    if not isinstance(given, Mapping):
+def _check_names(what: str, tree: Any, metrics: Mapping[str, Metric]) -> None:
+    if not isinstance(tree, Mapping):
         raise StepError(
-            f"jdist.metrics.collect: {what} is a {type(given).__name__}; it must be a dict with the names "
+            f"jdist.metrics.collect: {what} is a {type(tree).__name__}; it must be a dict with the names "
             f"{', '.join(map(repr, metrics))}."
         )
-    for name in given:
+    for name in tree:
         if name not in metrics:
             raise StepError(
                 f"jdist.metrics.collect: {what} has {name!r}, of which there is no metric; there are "
                 f"{', '.join(map(repr, metrics))}.{did_you_mean(name, metrics)}"
             )
-    missing = [name for name in metrics if name not in given]
+    missing = [name for name in metrics if name not in tree]
     if missing:
         raise StepError(
             f"jdist.metrics.collect: {what} lacks {', '.join(map(repr, missing))}; every metric needs its own in every step."

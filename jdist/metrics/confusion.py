@@ -1,4 +1,4 @@
-"""The confusion matrix, and what follows from it: precision, recall, F1."""
+"""The confusion matrix, and precision, recall and F1 of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Average = Literal["macro", "micro", "weighted", "binary"]
 
 
 def confusion_matrix(num_classes: int) -> Metric:
-    """How many rows of each class were predicted as each class.
+    """Counts the rows of each class by the class that is predicted.
 
     `update(predictions, labels, mask=None)`, with integer labels [...] and logits [..., classes] or class numbers [...]; every
     element counts as a row.
@@ -32,7 +32,8 @@ def confusion_matrix(num_classes: int) -> Metric:
         The metric; its result is an array [labels, predictions], int64, or float64 if the mask holds fractions.
 
     Raises:
-        StepError: `num_classes` is none; or in `compute`, a row that counts has a label or prediction that is no class.
+        StepError: `num_classes` is not a positive integer; in `compute`: a row that counts has a label or prediction that is no
+            class.
 
     Example:
         >>> import jdist, jax.numpy as jnp
@@ -46,7 +47,7 @@ def confusion_matrix(num_classes: int) -> Metric:
 
 
 def precision(num_classes: int, average: Average | None = "macro") -> Metric:
-    """Of the rows predicted as a class, the part that is of it; for `update`, see `confusion_matrix`.
+    """Measures the fraction of the rows predicted as a class that are of it; for `update` see `confusion_matrix`.
 
     Args:
         num_classes: a positive integer.
@@ -71,7 +72,7 @@ def precision(num_classes: int, average: Average | None = "macro") -> Metric:
 
 
 def recall(num_classes: int, average: Average | None = "macro") -> Metric:
-    """Of the rows of a class, the part that was predicted as it; arguments and result as of `precision`.
+    """Measures the fraction of the rows of a class that are predicted as it; arguments and result as of `precision`.
 
     Source: `sklearn.metrics.recall_score` with `labels=range(num_classes), zero_division=0`.
     """
@@ -79,7 +80,7 @@ def recall(num_classes: int, average: Average | None = "macro") -> Metric:
 
 
 def f1(num_classes: int, average: Average | None = "macro") -> Metric:
-    """The harmonic mean of precision and recall; arguments and result as of `precision`.
+    """Computes the harmonic mean of precision and recall; arguments and result as of `precision`.
 
     Source: `sklearn.metrics.f1_score` with `labels=range(num_classes), zero_division=0`.
     """
@@ -99,7 +100,7 @@ def _from_matrix(name: str, num_classes: int, compute: Callable[[np.ndarray], An
         ids = class_ids(call, predictions, labels)
         weight = weights(call, mask, labels.shape)
         is_class = (labels >= 0) & (labels < n) & (ids >= 0) & (ids < n)
-        # One cell more, for what is outside.
+        # One cell more, for rows of other classes.
         cell = jnp.where(is_class, labels * n + ids, n * n).reshape(-1)
         cells = jnp.zeros(n * n + 1, weight.dtype).at[cell].add(weight.reshape(-1))
         return {"matrix": cells[:-1].reshape(n, n), "outside": cells[-1]}
@@ -116,7 +117,7 @@ def _from_matrix(name: str, num_classes: int, compute: Callable[[np.ndarray], An
 
 
 def _score(name: str, num_classes: int, average: Average | None, parts: Callable[..., tuple[Any, Any]]) -> Metric:
-    """A metric of quotients; `parts` gives their numerators and denominators from the counts of each class."""
+    """Makes a metric of quotients; `parts` computes their numerators and denominators from the counts of each class."""
     call = f"jdist.metrics.{name}"
     if average is not None and average not in get_args(Average):
         raise StepError(
@@ -144,5 +145,5 @@ def _score(name: str, num_classes: int, average: Average | None, parts: Callable
 
 
 def _quotients(numerators: Any, denominators: Any) -> np.ndarray:
-    """Quotients, 0 where there is nothing to divide by."""
+    """Divides; 0 where the denominator is 0."""
     return np.where(denominators == 0, 0.0, numerators / np.where(denominators == 0, 1, denominators))

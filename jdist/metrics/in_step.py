@@ -1,8 +1,4 @@
-"""Checks a metric's inputs inside a step, weighs its rows, and gathers them from the replicas.
-
-What leaves here is a total over replicas and microbatches, by `jdist.all_reduce(x, "sum")`: a step hands it out as it
-is, integers as integers.
-"""
+"""A metric's work inside a step: checks of its inputs, weights of its rows, and their gathering from the replicas."""
 
 from __future__ import annotations
 
@@ -20,18 +16,10 @@ from jdist.support.arrays import is_key
 PyTree = Any
 
 
-def all_rows(call: str, rows: PyTree) -> PyTree:
-    """The rows of the global batch, from those of a replica, as one total.
+def all_rows(rows: PyTree) -> PyTree:
+    """Gathers the rows of all replicas and microbatches, a pytree of arrays [rows], as a sum.
 
-    Each replica adds its rows to zeros at a place of their own, which is exact, and so are the microbatches': all that
-    adds up totals joins rows.
-
-    Args:
-        call: who was called, for errors.
-        rows: pytree of arrays of shape [rows].
-
-    Returns:
-        Arrays of shape [rows of all replicas and microbatches].
+    Each replica adds its rows to zeros at a place of their own, which is exact.
     """
     number, count = collectives.replica_id(), collectives.num_replicas()
 
@@ -43,12 +31,12 @@ def all_rows(call: str, rows: PyTree) -> PyTree:
 
 
 def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """How much each element counts: int32 of a mask of bools or integers, which is exact, else floating point.
+    """Computes the weight of each element: int32 of a mask of bools or integers, which is exact, else floating point.
 
     Args:
-        call: who was called, for errors.
+        call: the caller, for errors.
         mask: bools or weights; None: each element counts once.
-        shape: that of the elements, with which the mask's has to begin.
+        shape: of the elements; the mask's is the beginning of it.
 
     Raises:
         StepError: the mask does not fit, or there are too many elements to be counted in 32 bits.
@@ -73,11 +61,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def real_numbers(call: str, name: str, x: Any) -> jax.Array:
-    """An input as an array of real numbers or bools.
-
-    Raises:
-        StepError: it is none.
-    """
+    """Converts an input to an array of real numbers or bools, else raises a `StepError`."""
     array = as_array(call, name, x)
     if is_key(array) or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise StepError(f"{call}: {name} is {array.dtype}{list(array.shape)}; it must hold real numbers or bools.")
@@ -85,11 +69,7 @@ def real_numbers(call: str, name: str, x: Any) -> jax.Array:
 
 
 def class_labels(call: str, x: Any, name: str = "`labels`") -> jax.Array:
-    """An input as class numbers, int32.
-
-    Raises:
-        StepError: they are no integers.
-    """
+    """Converts an input of integers to class numbers, int32; raises a `StepError` for others."""
     labels = real_numbers(call, name, x)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         raise StepError(
@@ -100,10 +80,10 @@ def class_labels(call: str, x: Any, name: str = "`labels`") -> jax.Array:
 
 
 def class_scores(call: str, scores: Any, labels: jax.Array) -> jax.Array:
-    """An input as one score for each class, [..., classes] for labels of shape [...].
+    """Checks scores [..., classes] for labels [...].
 
     Raises:
-        StepError: it has another shape, or fewer than two classes.
+        StepError: they have another shape, or fewer than two classes.
     """
     scores = real_numbers(call, "`predictions`", scores)
     if scores.shape[:-1] != labels.shape or scores.ndim != labels.ndim + 1:
@@ -120,7 +100,7 @@ def class_scores(call: str, scores: Any, labels: jax.Array) -> jax.Array:
 
 
 def class_ids(call: str, predictions: Any, labels: jax.Array) -> jax.Array:
-    """The predicted classes, int32 of the labels' shape: given as they are, or the largest logits' of each row.
+    """Finds the predicted classes, int32 of the labels' shape, of class numbers or of logits.
 
     Raises:
         StepError: the predictions are neither.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,11 +14,10 @@ from jdist.metrics.metric import Metric
 from jdist.metrics.sums import of_sums
 
 PyTree = Any
-ZERO = {"total": 0, "weight": 0}
 
 
 def mean() -> Metric:
-    """The weighted mean of values, `sum(mask * values) / sum(mask)`.
+    """Averages values, weighted by a mask: `sum(mask * values) / sum(mask)`.
 
     `update(values, mask=None)`, with values of shape [rows, ...] and a mask of bools or weights whose shape is the beginning of
     that. Bools are counted exactly; other values are added up in float32 (or wider, if they are) within a batch and in float64
@@ -38,23 +38,27 @@ def mean() -> Metric:
     def sums(values: Any, mask: Any = None) -> PyTree:
         return mean_sums("jdist.metrics.mean", values, mask)
 
-    return of_sums("mean", sums, lambda total: quotient("mean", total), zero=ZERO)
+    return of_mean("mean", sums)
 
 
 def mean_sums(call: str, values: Any, mask: Any) -> PyTree:
-    """The sums that `quotient` divides: of the weighted values and of the weights."""
+    """Sums the weighted values and the weights."""
     values = real_numbers(call, "`values`", values)
     weight = weights(call, mask, values.shape)
     values = values.astype(jnp.int32 if values.dtype == jnp.bool_ else jnp.promote_types(values.dtype, jnp.float32))
     return {"total": jnp.where(weight != 0, weight * values, 0).sum(), "weight": weight.sum()}
 
 
-def quotient(name: str, total: dict[str, np.ndarray]) -> float:
-    """The mean, from its sums."""
-    if total["weight"] == 0:
-        undefined(name, "no row counts")
-        return float("nan")
-    return float(total["total"] / total["weight"])
+def of_mean(name: str, sums: Callable[..., PyTree]) -> Metric:
+    """Makes a metric that divides what `sums` returns, as `mean_sums` does: weighted values by weights."""
+
+    def compute(total: dict[str, np.ndarray]) -> float:
+        if total["weight"] == 0:
+            undefined(name, "no row counts")
+            return float("nan")
+        return float(total["total"] / total["weight"])
+
+    return of_sums(name, sums, compute, zero={"total": 0, "weight": 0})
 
 
 def undefined(name: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""A metric: each batch adds a contribution, and the total gives the result."""
+"""Metrics: each batch contributes to a total, from which the result is computed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 PyTree = Any
 
-# How many batches' contributions may wait to be read: steps are dispatched ahead, and a parameter server's workers all
-# have something to do, while the memory that contributions take stays bounded.
+# How many contributions may wait to be read: steps run ahead, and a parameter server's workers all
+# have work, while the memory that contributions take stays bounded.
 _AHEAD = 32
 
 
@@ -23,9 +23,9 @@ class Metric:
     to cut a data set into batches, replicas and processes gives the same total.
 
     Attributes:
-        name: how errors call it.
-        update: `(*inputs, mask=None) -> contribution`; called in a step, on every replica, with its slice of the batch. What it
-            returns is that of the global batch already, the same on every replica, and goes out among the step's metrics.
+        name: for errors.
+        update: `(*inputs, mask=None) -> contribution`; called in a step, on every replica, with its slice of the batch. The
+            contribution is that of the global batch, the same on every replica, and is returned among the step's metrics.
         zero: the total of nothing.
         add: `(total, contribution) -> total`. A leading axis of several steps (`steps_per_call`) is added up, too.
         compute: `(total) -> result`; of a single contribution as well.
@@ -47,7 +47,7 @@ class Metric:
     compute: Callable[[PyTree], Any]
 
     def total(self, contributions: Iterable[PyTree]) -> PyTree:
-        """Adds up contributions, waiting for each only after some more were asked for, so that steps run ahead.
+        """Adds up contributions, and reads each only after some more were asked for, so that steps run ahead.
 
         Args:
             contributions: for example `eval_step(state, batch) for batch in batches`.

@@ -19,10 +19,10 @@ PyTree = Any
 
 
 def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], Any], *, zero: PyTree) -> Metric:
-    """A metric of sums over rows; most are, and those of your own are made by this.
+    """Makes a metric of sums over rows, as most are.
 
     Args:
-        name: how errors call it.
+        name: for errors.
         sums: `(*inputs, mask=None) -> tree of sums`, over the rows of one replica; leaves out where `mask` is zero, and
             calls no collective. Count in integers: they are added up in 32 bits in a step, in 64 bits over the steps.
         compute: `(tree of numpy arrays, int64 and float64) -> result`.
@@ -47,14 +47,15 @@ def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], 
     def update(*inputs: Any, **named_inputs: Any) -> PyTree:
         return collectives.all_reduce(sums(*inputs, **named_inputs), "sum")
 
-    def as_total(given: PyTree) -> PyTree:
-        if jax.tree.structure(given) != jax.tree.structure(zero):
+    def as_total(contribution: PyTree) -> PyTree:
+        structure, wanted = jax.tree.structure(contribution), jax.tree.structure(zero)
+        if structure != wanted:
             raise StepError(
-                f"jdist.metrics.{name}: a contribution has the tree {jax.tree.structure(given)!s:.200}; that of `update` is "
-                f"{jax.tree.structure(zero)!s:.200}. Add what `update` returned, out of a step's metrics; of what "
-                "`strategy.run` returned, one version: `result.local_results()[0]`."
+                f"jdist.metrics.{name}: a contribution has the tree {structure!s:.200}; that of `update` is {wanted!s:.200}. "
+                "Add what `update` returned, out of a step's metrics; of what `strategy.run` returned, one version: "
+                "`result.local_results()[0]`."
             )
-        return jax.tree_util.tree_map_with_path(lambda path, like, x: _summed(name, path, like, x), zero, given)
+        return jax.tree_util.tree_map_with_path(lambda path, like, x: _summed(name, path, like, x), zero, contribution)
 
     def add(total: PyTree, contribution: PyTree) -> PyTree:
         return jax.tree.map(np.add, as_total(total), as_total(contribution))
@@ -63,7 +64,7 @@ def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], 
 
 
 def _summed(name: str, path: Any, like: np.ndarray, x: Any) -> np.ndarray:
-    """A sum as one of 64 bits; of several steps, whose axis leads, their sum."""
+    """Widens a sum to 64 bits, and adds up those of several steps, whose axis leads."""
     array = _wide(to_host(x))
     if array.shape[max(array.ndim - like.ndim, 0) :] != like.shape:
         raise StepError(

@@ -1,4 +1,4 @@
-"""The functions that the script of a launched function calls in each process, by their full names."""
+"""The functions that a launched function's script calls in each process, by their full names."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from jdist.errors import LaunchError
 from jdist.notebook import source, values
 
 
-def given_file(script: Path) -> Path:
-    """Names the file of a script's arguments, names and defaults."""
+def input_file(script: Path) -> Path:
+    """Names the file of a script's arguments, and of the notebook's values that it uses."""
     return script.with_suffix(".given.npz")
 
 
-def returned_file(script: Path) -> Path:
+def result_file(script: Path) -> Path:
     """Names the file of the function's result in process 0."""
     return script.with_suffix(".returned.npz")
 
 
 def given(script: str, name: str) -> Any:
-    """Returns the value of a name of the notebook, for the file `script`."""
-    return _given(script)["names"][name]
+    """Reads the value that a name has in the notebook."""
+    return _inputs(script)["names"][name]
 
 
 def restore(definition: Any, script: str, name: str) -> None:
-    """Restores the values that a function or class had in the notebook, as its source has just been run."""
-    source.restore(inspect.unwrap(definition), _given(script)["changed"][name])
+    """Restores the values that a function or class has in the notebook, after its source was run."""
+    source.restore(inspect.unwrap(definition), _inputs(script)["changed"][name])
 
 
 def run(fn: Callable[..., Any], script: str) -> None:
     """Calls the function; process 0 writes its result beside the script.
 
     Raises:
-        LaunchError: the result cannot be handed back.
+        LaunchError: the result cannot be returned to the notebook.
     """
     try:
-        value = fn(*_given(script)["args"])
+        value = fn(*_inputs(script)["args"])
     except KeyboardInterrupt:  # the notebook's, which reports it itself
         exit_status.failed(exit_status.INTERRUPTED)
         sys.exit(exit_status.INTERRUPTED)
@@ -53,7 +53,7 @@ def run(fn: Callable[..., Any], script: str) -> None:
     if spec is not None and spec.process_index > 0:
         return
     try:
-        values.write(returned_file(Path(script)), value, jax_arrays=True)
+        values.write(result_file(Path(script)), value, jax_arrays=True)
     except values.NotPlain as exc:
         where = f"at {exc.path} " * bool(exc.path)
         raise LaunchError(
@@ -63,5 +63,5 @@ def run(fn: Callable[..., Any], script: str) -> None:
 
 
 @functools.cache
-def _given(script: str) -> dict[str, Any]:
-    return values.read(given_file(Path(script)))
+def _inputs(script: str) -> dict[str, Any]:
+    return values.read(input_file(Path(script)))

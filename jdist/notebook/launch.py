@@ -1,4 +1,4 @@
-"""`jdist.notebook_launch`: a function that is defined in a notebook, in several processes."""
+"""`jdist.notebook_launch`: calls a notebook's function in several processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdist.launcher.launch import make_log_dir
 from jdist.launcher.loop import Launched, Launcher
 from jdist.launcher.options import check_cpu_devices, check_positive, whole_number
 from jdist.notebook import values
-from jdist.notebook.child import returned_file
+from jdist.notebook.child import result_file
 from jdist.notebook.program import Program
 from jdist.strategies import libtpu
 
@@ -33,32 +33,31 @@ def notebook_launch(
     """Calls a function in several processes of this machine, from a notebook, a script or a shell; none is left afterwards.
 
     Each process is a fresh Python, whatever this one has done with JAX. It runs the source of `fn` and of what `fn` uses: the
-    notebook's imports, its functions and classes (with the defaults and public class attributes that they have now), and plain
-    values as they are now. All else (models, strategies, arrays of JAX) is made inside of `fn`, or comes in `args`; anything
-    that cannot go along is refused by name. `jdist.multi_worker()` in `fn` finds the processes.
+    notebook's imports, its functions and classes (with their present defaults and public class attributes), and plain values
+    as they are now. All else (models, strategies, arrays of JAX) is made inside of `fn`, or passed in `args`; anything that
+    cannot go to another process is refused by name. `jdist.multi_worker()` in `fn` finds the processes.
 
-    Their output is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
-    them to end and kills those that have not after `grace_s`; the notebook itself goes on, and `fn` may catch the
-    KeyboardInterrupt and return what it has. (Python hears of interrupts in its main thread, where cells run.)
+    Their output is shown line by line, with the index of its process. Interrupting the cell (Ctrl-C) asks them to end, and
+    kills those that have not after `grace_s`; the notebook goes on, and `fn` may catch the KeyboardInterrupt and return what
+    it has. (Python takes interrupts in its main thread, where cells run.)
 
-    A TPU is driven by one process of each host, with all its chips: there `jdist.tpu()` in the notebook itself is what uses
-    it, and more than one process is refused unless they are to have virtual CPU devices. GPUs are for one process, too,
-    unless `fn` itself takes one by its index.
+    One process of each host drives all chips of a TPU: use it by `jdist.tpu()` in the notebook itself; several processes are
+    refused there, except with virtual CPU devices. GPUs are for one process, too, unless `fn` itself takes one by its index.
 
     Args:
         fn: a function at the top of a cell, of a script or of a module, or its name "package.module:function".
         args: its arguments: plain values, and arrays of NumPy or JAX, which arrive as NumPy's.
         processes: how many.
-        devices_per_process: run on this many virtual CPU devices each; None for the devices that JAX finds.
-        timeout_s: seconds until all are asked to end; None for as long as it takes.
+        devices_per_process: number of virtual CPU devices of each; None: the devices that JAX finds.
+        timeout_s: seconds until all are asked to end; None: no limit.
         grace_s: seconds that the others get to end after one has failed, and all after an interrupt or the timeout.
-        log_dir: folder for the script that runs and each process's output; None for runs/launch-TIME.
+        log_dir: folder for the script and each process's output; None: runs/launch-TIME.
 
     Returns:
-        What `fn` returned in process 0, with NumPy arrays in place of JAX's; None if it left by `sys.exit(0)`.
+        The result of `fn` in process 0, with NumPy arrays in place of JAX's; None if it left by `sys.exit(0)`.
 
     Raises:
-        LaunchError: `fn`, what it uses, or an option is not right; says what to write instead.
+        LaunchError: `fn`, what it uses, or an option is not allowed; tells what to write instead.
         ProcessFailedError: `fn` failed in a process, with its traceback; or the time was over.
         KeyboardInterrupt: the cell was interrupted.
 
@@ -80,8 +79,8 @@ def notebook_launch(
     folder = make_log_dir(log_dir)
     devices = "" if devices_per_process is None else f" --devices-per-process {devices_per_process}"
     script = program.write(folder, command=f"jdist launch --processes {processes}{devices}")
-    returned = returned_file(script)
-    returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
+    result = result_file(script)
+    result.unlink(missing_ok=True)  # of an earlier launch into the same folder
     which = f"{processes} process{'es' if processes > 1 else ''}"
     launcher = Launcher(
         Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
@@ -93,7 +92,7 @@ def notebook_launch(
     )
     launched = launcher.run(f"{which} of {script}")
     if launched.exit_code == FINISHED:
-        return values.read(returned) if returned.exists() else None
+        return values.read(result) if result.exists() else None
     raise _error(launched, which, timeout_s)
 
 

@@ -1,8 +1,8 @@
-"""A function of a notebook, written as a script with all that it uses of the notebook.
+"""`Program`: a notebook's function as a script, with all that it uses of the notebook.
 
-Not a copy of the process (fork): after JAX has started its threads, a forked child may hang. Not its objects (pickle):
-what a cell defines cannot be imported elsewhere, and unpickling runs any code. The other processes run its source, as if
-it had been in a file from the start; and then it is in one, to be read and to be run again.
+The other processes run its source, which is then in a file, to be read and to be run again. They are no copies of this one
+(fork): after JAX has started its threads, a forked child may hang. They get none of its objects (pickle): what a cell
+defines cannot be imported elsewhere, and unpickling runs any code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 from jdist.errors import LaunchError
 from jdist.notebook import source, values
-from jdist.notebook.child import given_file
+from jdist.notebook.child import input_file
 from jdist.notebook.source import NoSource
 
 _CHILD = "jdist.notebook.child"
-# Names that IPython gives every notebook. Elsewhere the first two are Python's own, and the third does not exist.
+# Names that IPython sets in every notebook. The first two exist in Python as well.
 _OF_IPYTHON = ("exit", "quit", "get_ipython")
-# Calls that it makes of lines with `!` or `%`.
+# The calls that it makes of lines with `!` or `%`.
 _MAGICS = {f"get_ipython().{name}" for name in ("system", "getoutput", "run_line_magic", "run_cell_magic")}
 _SCRIPT = """\
 # What `jdist.notebook_launch` ran in each process. To run it again: {command}
@@ -49,22 +49,22 @@ class Program:
     """A function with all that it needs.
 
     Attributes:
-        name: of the function.
+        name: the function's name.
         args: its arguments.
-        imports: lines.
-        given: names of the notebook -> their plain values.
-        changed: names of functions and classes -> values that differ from their source, see `source.changes`.
+        imports: lines of import.
+        constants: plain values of the notebook, by name.
+        changes: of functions and classes, by name, the values that differ from their source; see `source.changes`.
         definitions: sources of functions and classes, each after the names that it needs at once.
         future: whether annotations stay text.
     """
 
     def __init__(self, fn: Callable[..., Any] | str, args: Sequence[Any]) -> None:
-        """Collects all from a function, or "package.module:function", and its arguments.
+        """Collects what a function, or "package.module:function", needs.
 
         Raises:
             LaunchError: the function, something that it uses, or an argument cannot go to another process.
         """
-        self.imports, self.given, self.changed = {f"import {_CHILD}"}, {}, {}
+        self.imports, self.constants, self.changes = {f"import {_CHILD}"}, {}, {}
         self.definitions, self.future = [], False
         self._namespace: dict[str, Any] = {}
         self._cells: Sequence[str] = ()
@@ -84,31 +84,30 @@ class Program:
                 ) from None
 
     def write(self, folder: Path, *, command: str) -> Path:
-        """Writes the script, with the `command` that runs it again in its first line, and beside it its `given_file`."""
+        """Writes the script, whose first line has the `command` that runs it again, and its `input_file`."""
         # Not by the function's name alone: others would import a script `random.py` as `random`.
         script = folder / f"notebook_{self.name}.py"
-        values.write(
-            given_file(script), {"args": self.args, "names": self.given, "changed": self.changed}, jax_arrays=True
-        )
+        inputs = {"args": self.args, "names": self.constants, "changed": self.changes}
+        values.write(input_file(script), inputs, jax_arrays=True)
         script.write_text(self._text(f"{command} -- {shlex.quote(str(script))}"), encoding="utf-8")
         return script
 
     def _text(self, command: str) -> str:
-        below = (sys.prefix, sys.base_prefix)  # the other processes have these by themselves
+        below = (sys.prefix, sys.base_prefix)  # on every Python's path
         path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)))
-        given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.given)
+        constants = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.constants)
         return _SCRIPT.format(
             command=command,
             future="from __future__ import annotations\n" if self.future else "",
             path=path,
             imports="\n".join(sorted(self.imports, key=lambda line: (line.startswith("from"), line))),
-            definitions="\n\n".join([given] * bool(given) + self.definitions),
+            definitions="\n\n".join([constants] * bool(constants) + self.definitions),
             child=_CHILD,
             name=self.name,
         )
 
     def _start(self, fn: Callable[..., Any] | str) -> str:
-        """Adds the function that is to run; returns its name."""
+        """Adds the function to call; returns its name."""
         if isinstance(fn, str):
             module, _, name = fn.partition(":")
             if not all(part.isidentifier() for part in (*module.split("."), name)):
@@ -128,7 +127,7 @@ class Program:
         return name
 
     def _add(self, user: str, name: str) -> None:
-        """Adds the value of a name, and the names that it needs at once; the rest waits."""
+        """Adds the value of a name, and the names that it needs at once; the others wait."""
         there = self._namespace if name in self._namespace else vars(builtins)
         if name in self._seen or name not in there or name.startswith("__"):
             return  # an unknown name is the same error there as here
@@ -151,7 +150,7 @@ class Program:
                 values.check(value, jax_arrays=False)
             except values.NotPlain as exc:
                 raise LaunchError(_refusal(user, name + exc.path, exc.value, self.name)) from None
-            self.given[name] = value
+            self.constants[name] = value
 
     def _define(self, user: str, name: str, value: object, definition: FunctionType | type) -> None:
         try:
@@ -162,7 +161,7 @@ class Program:
                 raise NoSource(f"is another name of `{definition.__name__}`; use that one")
             if value is not definition and not written.is_decorated:
                 raise NoSource(f"is made by a call from `{name}`; use a decorator, or make it inside of `{user}`")
-            changed = source.changes(definition, written.node, self._namespace)
+            changes = source.changes(definition, written.node, self._namespace)
         except NoSource as exc:
             used = "" if user == name else f", which `{user}` uses,"
             raise LaunchError(f"`{name}`{used} {exc}. Other processes run its source.") from exc.__cause__
@@ -170,8 +169,8 @@ class Program:
             self._add(name, needed)
         self._waiting.extend((name, needed) for needed in written.later)
         self.definitions.append(written.text)
-        if changed:
-            self.changed[name] = changed
+        if changes:
+            self.changes[name] = changes
             self.definitions.append(f'{_CHILD}.restore({name}, __file__, "{name}")\n')
         self.imports |= {f"import {module}" for module in _submodules(written.attributes, self._namespace)}
         if isinstance(definition, FunctionType):
@@ -186,14 +185,14 @@ def _unwrapped(value: object) -> object:
 
 
 def _module_of(value: object) -> str:
-    """Names the module of a value's code, or of its class: `__module__` of a wrapper is that of the wrapped function."""
+    """Names the module of a value's code, or of its class: a wrapper's `__module__` is the wrapped function's."""
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
     return str(getattr(value.__func__, "__module__", "")) if isinstance(value, MethodType) else type(value).__module__
 
 
 def _import_of(value: object, name: str) -> str | None:
-    """Makes the line that imports a function or class under a name; None if it is of no module."""
+    """Makes the line that imports a function or class under a name; None if no module has it."""
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualified, str) or module == "__main__":
         return None
@@ -206,7 +205,7 @@ def _import_of(value: object, name: str) -> str | None:
 
 
 def _submodules(attributes: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
-    """Finds modules that are reached by dots from an imported package, `xml.etree` by `xml.etree.ElementTree`."""
+    """Finds the modules that dotted names reach from an imported package, `xml.etree` in `xml.etree.ElementTree`."""
     modules: set[str] = set()
     for dotted in attributes:
         parts = dotted.split(".")

@@ -1,8 +1,8 @@
-"""The source of a function or class of a notebook, the names that it uses, and the values that it gives no more.
+"""The source of a notebook's function or class, the names that it uses, and the values in which it differs by now.
 
-The source is run again elsewhere. `def f(rate=RATE)` has there what RATE is by then, and here what it was; and a class may
-have been given another attribute by a later cell. Such defaults and attributes are restored if they are plain data, and
-refused if they are seen to differ and are not.
+The source is run again elsewhere. There `def f(rate=RATE)` has what RATE is now, and here what it was; and a later cell may
+have set a class's attribute. Such defaults and attributes are restored if they are plain data; if they are not, and are
+seen to differ, they are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 from jdist.notebook import values
 
-# {"defaults": {method's name, or "" for a function's own: {parameter: value}}, "attributes": {name: value}}
+# {"defaults": {method's name, "" for a function's own: {parameter: value}},
+#  "attributes": {name: value}}
 Changes = dict[str, dict[str, Any]]
 _UNKNOWN = object()  # the value of an expression that would have to be run
 
@@ -33,11 +34,11 @@ class Source:
     """The source of one definition."""
 
     text: str  # the source, decorators included
-    # names that the definition itself uses: in decorators, defaults, base classes, a class's body
+    # names that the definition itself uses, in decorators, defaults, base classes, a class's body
     at_once: tuple[str, ...]
-    later: tuple[str, ...]  # names that are used when it is called
+    later: tuple[str, ...]  # names that a call uses
     attributes: frozenset[str]  # dotted names, "jax.numpy.zeros"
-    is_decorated: bool  # whether it has decorators
+    is_decorated: bool
     node: ast.stmt  # the source, parsed
 
 
@@ -45,8 +46,8 @@ def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
     """Finds the source of a function or class that is defined at the top of a cell or of a script.
 
     Args:
-        definition: the function or class, without the wrappers of decorators.
-        cells: the notebook's cells in the order in which they ran; none for a script.
+        definition: the function or class, without its decorators' wrappers.
+        cells: the notebook's cells in the order in which they ran; of a script none.
 
     Raises:
         NoSource: there is none that would mean the same elsewhere.
@@ -86,7 +87,7 @@ def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
 
 
 def _names(table: symtable.SymbolTable, at_once: set[str], later: set[str], *, now: bool) -> None:
-    """Collects the global names that a scope and those inside of it read; a class's body runs where it stands."""
+    """Collects the global names that a scope and its inner scopes read; a class's body runs where it stands."""
     names = at_once if now else later
     names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
     for inner in table.get_children():
@@ -94,7 +95,7 @@ def _names(table: symtable.SymbolTable, at_once: set[str], later: set[str], *, n
 
 
 def _of_class(name: str, cells: Sequence[str]) -> str:
-    """Finds the newest definition of a class in cells; `inspect` looks for classes in files only."""
+    """Finds the newest definition of a class in cells, as `inspect` looks for classes only in files."""
     for cell in reversed(cells):
         try:
             tree = ast.parse(cell)
@@ -108,7 +109,7 @@ def _of_class(name: str, cells: Sequence[str]) -> str:
 
 
 def changes(definition: FunctionType | type, node: ast.stmt, namespace: Mapping[str, object]) -> Changes:
-    """Finds the plain values that a definition has now and its source may not give.
+    """Finds the plain values that a definition has now and its source may not yield.
 
     `node` is its source, `namespace` the names that this uses, as they are now.
 
@@ -138,7 +139,7 @@ def changes(definition: FunctionType | type, node: ast.stmt, namespace: Mapping[
 
 
 def restore(definition: FunctionType | type, current: Changes) -> None:
-    """Restores the result of `changes` in the same definition elsewhere."""
+    """Restores the `changes` of a definition in the same definition elsewhere."""
     for name, defaults in current.get("defaults", {}).items():
         function = function_in(vars(definition)[name] if name else definition)
         assert function is not None  # it is the same source
@@ -218,7 +219,7 @@ def _replaced(name: str, function: FunctionType) -> NoSource:
 
 
 def _assigned(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
-    """Lists the names that a class's body assigns, with the expression; None where that is a part of another."""
+    """Lists the names that a class's body assigns, with their expressions; None for a part of one."""
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
             yield statement.target.id, statement.value
@@ -246,7 +247,7 @@ def _differs(value: Any, expression: ast.expr | None, namespace: Mapping[str, ob
 
 
 def _is_as_written(value: Any, expression: ast.expr | None, namespace: Mapping[str, object]) -> bool | None:
-    """Whether an expression gives a value; None if it would have to be run, being neither literal nor name."""
+    """Whether an expression yields a value; None if it is neither literal nor name, and would have to be run."""
     if isinstance(expression, ast.Name | ast.Attribute):
         named = _named(expression, namespace)
         return None if named is _UNKNOWN else named is value

@@ -1,6 +1,6 @@
-"""Plain values, and arrays in them, as a file, for the arguments and the result of a function in another process.
+"""Files of plain values, and of arrays in them: the arguments and the result of a function in another process.
 
-The file is NumPy's own .npz without pickled objects: arrays, and one JSON text with their places in the value.
+A file is NumPy's .npz without pickled objects: arrays, and one JSON text with their places in the value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NotPlain(Exception):
 
 
 def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
-    """Writes a plain value into an .npz file, with `jax_arrays` also arrays of JAX, which are read as NumPy's.
+    """Writes a plain value to an .npz file, with `jax_arrays` also arrays of JAX, which are read as NumPy's.
 
     Raises:
         NotPlain: part of it is something else.
@@ -47,7 +47,7 @@ def read(file: Path) -> Any:
 
 
 def check(value: Any, *, jax_arrays: bool) -> None:
-    """Refuses, by NotPlain, a value that `write` would refuse."""
+    """Raises NotPlain for a value that `write` would refuse."""
     _plain(value, "", {}, jax_arrays)
 
 
@@ -67,7 +67,7 @@ def is_jax_array(value: object) -> bool:
 
 
 def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: bool) -> Any:
-    """Makes a value for JSON; its arrays go into `arrays`, and are named in it."""
+    """Makes a value for JSON, which names the arrays that it adds to `arrays`."""
     if type(value) in _ATOMS:
         return value
     if type(value) in (list, tuple):

@@ -8,6 +8,8 @@ collectives  exchanges of the devices: kind, count, bytes, mesh axis; copies to 
 roofline     a model of the step's time from public figures of each chip, in chips.yaml
 plan         all of it in order; table prints it, sweep tries global batches
 
+A chip is an entry of chips.yaml; what devices there may be, and how they are named, is in target alone.
+
 May import: experiment and what is below it.
 """
 

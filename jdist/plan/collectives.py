@@ -1,4 +1,4 @@
-"""Collectives of a compiled program, and its copies between a device and its host."""
+"""The collectives of a compiled program, and its copies between a device and its host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from math import prod
 
 import numpy as np
 
-from jdist.plan.hlo import Executed, Instruction, Module, executed, shape_bytes
+from jdist.plan.hlo import KINDS, Executed, Instruction, Module, executed, shape_bytes
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # ends the kind of what TPU slices exchange among each other
 _ARRAY = re.compile(r"\b[a-z]+\d*\w*\[[^\]]*\](?:\{[^}]*\})?")
 _ON_HOST = "S(5)"  # marks an array in the host's memory, in its layout
@@ -37,14 +36,16 @@ class Collective:
     count: int  # runs in one call of the program, loop trips included
     bytes: int  # payload of all `count` together on one device: the operand of a reduction, the result of a gather
     certain: bool  # False in a loop whose number of trips cannot be read; one trip is then counted
+    per_domain: int | None = None  # devices of a group that fast links join, as those of a host do; None: not known
 
 
-def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives(module: Module, mesh_shape: Mapping[str, int], *, domain: int | None = None) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled program, equal ones together, the largest first.
 
-    `mesh_shape` has the devices along each mesh axis, in the order of the mesh.
+    `mesh_shape` has the devices along each mesh axis, in the order of the mesh; fast links join each `domain` of them in a
+    row, such as the GPUs of a host.
     """
-    totals: dict[tuple[str, str, int, int, bool], Counter[str]] = {}
+    totals: dict[tuple[str, str, int, int, bool, int | None], Counter[str]] = {}
     starts = _starts(module)
     chains = {_chain(module.computations[computation][name]) for computation, name in starts}
     for item in executed(module):
@@ -52,30 +53,34 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         if kind is None:
             continue
         if _chain(item.instruction) in chains and (item.computation, item.instruction.name) not in starts:
-            continue  # the rest of one that was counted where it starts
+            continue  # part of one that is counted where it starts
         groups = replica_groups(item.instruction.attributes, module.num_devices)
         size = module.num_devices if groups is None else max(map(len, groups))
         payload = module.operand_bytes(item.computation, item.instruction)
         if kind == "all-gather":
             payload *= size
         if kind.endswith(BETWEEN_SLICES):
-            sent = module.computations[item.computation].get(item.instruction.operands[0])
-            payload = 0 if sent is None else shape_bytes(sent.shape)
+            message, *_ = module.operands(item.computation, item.instruction)  # the others are tokens
             slices = prod(mesh_shape.values()) // module.num_devices
-            payload *= slices if kind == "all-gather" + BETWEEN_SLICES else 1
+            payload = shape_bytes(message.shape) * (slices if kind == "all-gather" + BETWEEN_SLICES else 1)
             axes, count, size = "between slices", 1, 0
         elif size == 1:
             continue  # a device by itself exchanges nothing
         else:
             axes, count = ("?", 1) if groups is None else (axes_of(groups, mesh_shape), len(groups))
-        total = totals.setdefault((kind, axes, count, size, item.certain), Counter())
+        joined = None if domain is None or groups is None else max(_most_in_a_domain(group, domain) for group in groups)
+        total = totals.setdefault((kind, axes, count, size, item.certain, joined), Counter())
         total["count"] += item.times
         total["bytes"] += item.times * payload
-    listed = [
-        Collective(kind=kind, axes=axes, groups=groups, group_size=size, certain=certain, **total)
-        for (kind, axes, groups, size, certain), total in totals.items()
+    alike = [
+        Collective(kind=kind, axes=axes, groups=groups, group_size=size, certain=certain, per_domain=joined, **total)
+        for (kind, axes, groups, size, certain, joined), total in totals.items()
     ]
-    return tuple(sorted(listed, key=lambda c: -c.bytes))
+    return tuple(sorted(alike, key=lambda c: -c.bytes))
+
+
+def _most_in_a_domain(group: tuple[int, ...], domain: int) -> int:
+    return max(Counter(device // domain for device in group).values())
 
 
 def _kind(item: Executed) -> str | None:
@@ -124,20 +129,21 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] |
         >>> replica_groups(", replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
         [(0, 2), (1, 3)]
     """
+    # One branch for each form that XLA writes.
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if pairs:
         return _connected([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])])
     if "replica_groups=" not in attributes or "replica_groups={}" in attributes:
         return [tuple(range(num_devices))]
-    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
-    if listed:
-        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
-    counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if counted:
-        shape, dims = (tuple(map(int, counted[i].split(","))) for i in (1, 2))
-        ids = np.arange(int(np.prod(dims))).reshape(dims)
-        if counted[3]:
-            ids = ids.transpose(tuple(map(int, counted[3].split(","))))
+    lists = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
+    if lists:
+        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", lists[1])]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, dims = (tuple(map(int, iota[i].split(","))) for i in (1, 2))
+        ids = np.arange(prod(dims)).reshape(dims)
+        if iota[3]:
+            ids = ids.transpose(tuple(map(int, iota[3].split(","))))
         return [tuple(int(i) for i in group) for group in ids.reshape(shape)]
     by_axes = re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", attributes)
     if by_axes:
@@ -158,9 +164,9 @@ def _connected(pairs: list[tuple[int, int]]) -> list[tuple[int, ...]]:
 def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
     """Lists places on the flattened mesh, a row for each group of devices that differ along `axes` alone."""
     names = list(mesh_shape)
-    ids = np.arange(int(np.prod(list(mesh_shape.values())))).reshape(tuple(mesh_shape.values()))
+    ids = np.arange(prod(mesh_shape.values())).reshape(tuple(mesh_shape.values()))
     order = [i for i, name in enumerate(names) if name not in axes] + [names.index(name) for name in axes]
-    return ids.transpose(order).reshape(-1, int(np.prod([mesh_shape[name] for name in axes]))).tolist()
+    return ids.transpose(order).reshape(-1, prod(mesh_shape[name] for name in axes)).tolist()
 
 
 def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str:
@@ -170,19 +176,19 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
         >>> axes_of([(0, 2), (1, 3)], {"host": 2, "core": 2})
         'host'
     """
-    wanted = {frozenset(group) for group in groups}
+    distinct = {frozenset(group) for group in groups}
     for size in range(1, len(mesh_shape) + 1):
         for axes in itertools.combinations(mesh_shape, size):
-            if {frozenset(row) for row in _rows(mesh_shape, axes)} == wanted:
+            if {frozenset(row) for row in _rows(mesh_shape, axes)} == distinct:
                 return " x ".join(axes)
-    if len(wanted) == 1 and len(mesh_shape) == 1 and int(np.prod(list(mesh_shape.values()))) % len(groups[0]) == 0:
+    if len(distinct) == 1 and len(mesh_shape) == 1 and prod(mesh_shape.values()) % len(groups[0]) == 0:
         return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
     return "?"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """The copies between one device and its host in one call: their number, and their bytes in both directions."""
+    """The copies between one device and its host in one call, in both directions."""
 
     count: int
     bytes: int
@@ -192,15 +198,14 @@ def host_copies(module: Module) -> HostCopies:
     """Counts the copies between a device and its host, loop trips included; messages between TPU slices are none."""
     count = total = 0
     for item in executed(module):
-        operands = [module.computations[item.computation].get(name) for name in item.instruction.operands]
-        moved = _moved(item.instruction, [x for x in operands if x is not None])
-        if moved is not None:
+        copied = _copied_bytes(item.instruction, module.operands(item.computation, item.instruction))
+        if copied is not None:
             count += item.times
-            total += item.times * moved
+            total += item.times * copied
     return HostCopies(count=count, bytes=total)
 
 
-def _moved(instruction: Instruction, operands: list[Instruction]) -> int | None:
+def _copied_bytes(instruction: Instruction, operands: list[Instruction]) -> int | None:
     """Counts the bytes that an instruction copies between device and host; None for one that copies nothing."""
     opcode, attributes = instruction.opcode, instruction.attributes
     by_message = "is_host_transfer=true" in attributes and "_xla_megascale" not in attributes
@@ -209,13 +214,14 @@ def _moved(instruction: Instruction, operands: list[Instruction]) -> int | None:
     if opcode == "infeed" or (opcode == "recv" and by_message):
         return shape_bytes(instruction.shape)
     if opcode.startswith("custom-call") and "DEVICE_TYPE_HOST" in attributes:  # a program of the host, and its result
-        ends = opcode == "custom-call-done"
-        return (_on_device(instruction.shape) if ends else sum(_on_device(x.shape) for x in operands)) or None
+        copied = [instruction] if opcode == "custom-call-done" else operands
+        return sum(_device_bytes(each.shape) for each in copied) or None
     if not operands:
         return None
     from_host = _is_on_host(operands[0].shape)
-    if opcode in ("copy", "copy-start"):  # what a start makes is (there, here, context)
-        return shape_bytes(operands[0].shape) if from_host != _is_on_host(_arrays(instruction.shape)[0]) else None
+    if opcode in ("copy", "copy-start"):  # the shape of a start is (destination, source, context)
+        to_host = _is_on_host(_ARRAY.findall(instruction.shape)[0])
+        return shape_bytes(operands[0].shape) if from_host != to_host else None
     if opcode == "dynamic-slice" and from_host and not _is_on_host(instruction.shape):
         return shape_bytes(instruction.shape)
     if opcode == "dynamic-update-slice" and from_host and not _is_on_host(operands[1].shape):
@@ -227,10 +233,6 @@ def _is_on_host(shape: str) -> bool:
     return _ON_HOST in shape
 
 
-def _on_device(shape: str) -> int:
+def _device_bytes(shape: str) -> int:
     """Counts the bytes of those arrays of a shape that are in the device's memory."""
-    return sum(shape_bytes(array) for array in _arrays(shape) if not _is_on_host(array))
-
-
-def _arrays(shape: str) -> list[str]:
-    return _ARRAY.findall(shape)
+    return sum(shape_bytes(array) for array in _ARRAY.findall(shape) if not _is_on_host(array))

@@ -1,4 +1,4 @@
-"""A planned step, compiled: memory and bytes by the compiler's account, and its memory beside that of a real step."""
+"""A planned step, compiled: its memory and bytes by the compiler's account; that memory beside a real step's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts, state_maker
-from jdist.plan.hlo import Module, parse
+from jdist.plan.hlo import Module, bytes_accessed, parse
 from jdist.plan.step import PlannedStep
 from jdist.support.arrays import is_key
 
@@ -53,7 +53,7 @@ class CompiledStep:
     """A step that the compiler took."""
 
     memory: Memory  # of one device
-    bytes_moved: float  # between a device and its memory in one call; the compiler's count, times `_loops`
+    bytes_moved: float  # between a device and its memory in one call
     module: Module  # the program
     compile_s: float  # seconds to lower and compile it
 
@@ -86,7 +86,10 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
         + stats.host_temp_size_in_bytes,
     )
     cost: Any = compiled.cost_analysis()
-    moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
+    if cost is None:  # as for GPUs that are not here
+        moved = float(bytes_accessed(module))
+    else:
+        moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
     return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s)
 
 
@@ -99,20 +102,21 @@ def too_large(message: str) -> TooLarge:
     """
     text = message.partition("RESOURCE_EXHAUSTED:")[2].strip() or message
     text = re.sub(r"^E\d+: \w+: ", "", text)  # newer compilers number their errors
-    used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", text)
+    whole = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", text)
     temporaries = re.search(
         r"required for HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", text
     )
-    sizes = used or temporaries
+    sizes = whole or temporaries
     return TooLarge(
         message=text.splitlines()[0],
         needed=None if sizes is None else _bytes(sizes[1]),
         available=None if sizes is None else _bytes(sizes[2]),
-        partly=used is None and temporaries is not None,
+        partly=whole is None and temporaries is not None,
     )
 
 
 def _bytes(text: str) -> int:
+    """Reads a size such as "17.50G"."""
     exponent = "KMGT".find(text[-1]) + 1
     return round(float(text.rstrip("KMGT")) * 1024**exponent)
 
@@ -129,9 +133,9 @@ def _loops(planned: PlannedStep, counted_flops: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCheck:
-    """Predicted and measured bytes on one device, of `what`."""
+    """Bytes on one device, predicted and measured."""
 
-    what: str
+    what: str  # "arguments", "outputs" or "allocator's peak"
     predicted: int
     measured: int
 

@@ -1,4 +1,4 @@
-"""The text of a compiled program, read: its instructions, and how often one call runs each."""
+"""The text of a compiled program -> its instructions, and how often one call runs each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # Bits of an element, as XLA names its types.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "bf16": 16}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -42,18 +43,22 @@ class Module:
         counts = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
         return prod(int(match[1]) for match in counts if match)
 
-    def operand_bytes(self, computation: str, instruction: Instruction) -> int:
-        """Bytes of all that an instruction reads."""
+    def operands(self, computation: str, instruction: Instruction) -> list[Instruction]:
+        """Finds the instructions that one reads."""
         known = self.computations[computation]
-        return sum(shape_bytes(known[name].shape) for name in instruction.operands if name in known)
+        return [known[name] for name in instruction.operands if name in known]
+
+    def operand_bytes(self, computation: str, instruction: Instruction) -> int:
+        """Counts the bytes of all that an instruction reads."""
+        return sum(shape_bytes(operand.shape) for operand in self.operands(computation, instruction))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executed:
     """An instruction and how often one call of the program runs it."""
 
-    computation: str  # name of its computation
-    instruction: Instruction  # the instruction
+    computation: str  # the one that it is in
+    instruction: Instruction
     times: int  # how often; in a branch of a conditional as if the branch were taken
     certain: bool  # False in a loop whose number of trips cannot be read: `times` then takes one
 
@@ -105,7 +110,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _until_closed(text: str) -> tuple[str, str]:
-    """Splits a text after the parenthesis that closes the first one."""
+    """Splits a text after the parenthesis that closes its first one."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -144,9 +149,8 @@ def _executed(module: Module, computation: str, times: int, certain: bool) -> It
         called = dict(_CALLED.findall(instruction.attributes))
         if instruction.opcode == "while":
             trips = trip_count(module, computation, instruction)
-            yield from _executed(
-                module, called["body"], times * (1 if trips is None else trips), certain and trips is not None
-            )
+            loops = 1 if trips is None else trips
+            yield from _executed(module, called["body"], times * loops, certain and trips is not None)
         elif instruction.opcode in ("call", "conditional", "async-start", "custom-call", "fusion"):
             names = [name for key, name in called.items() if key != "condition"]
             for several in _CALLED_SEVERAL.findall(instruction.attributes):
@@ -157,8 +161,7 @@ def _executed(module: Module, computation: str, times: int, certain: bool) -> It
 
 
 def _is_collective(module: Module, computation: str) -> bool:
-    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-    return any(i.opcode.startswith(kinds) for i in module.computations.get(computation, {}).values())
+    return any(i.opcode.startswith(KINDS) for i in module.computations.get(computation, {}).values())
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
@@ -200,3 +203,78 @@ def _constant(known: dict[str, Instruction], instruction: Instruction | None) ->
     if instruction is None or instruction.opcode != "constant":
         return None
     return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None
+
+
+# Instructions that name or join what is there, and those whose work is that of other computations.
+_MOVES_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota")
+_CALLS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
+
+
+def bytes_accessed(module: Module) -> int:
+    """Counts the bytes that one call moves between a device and its memory: what each instruction reads and writes.
+
+    Of an array of which a fusion reads or writes a slice, the slice counts.
+    """
+    total = 0
+    for item in executed(module):
+        instruction = item.instruction
+        opcode = instruction.opcode
+        if opcode in _MOVES_NOTHING or opcode in _CALLS or opcode.endswith("-done"):
+            continue
+        if opcode == "fusion":
+            moved = _fusion_bytes(module, item)
+        else:
+            moved = module.operand_bytes(item.computation, instruction) + shape_bytes(instruction.shape)
+        total += item.times * moved
+    return total
+
+
+def _fusion_bytes(module: Module, item: Executed) -> int:
+    """Counts what a fusion reads and writes."""
+    inside = module.computations[dict(_CALLED.findall(item.instruction.attributes))["calls"]]
+    arguments = {i.name: int(i.arguments) for i in inside.values() if i.opcode == "parameter"}
+    operands = module.operands(item.computation, item.instruction)
+    moved, updated = 0, 0
+    for name, index in arguments.items():
+        users = [i for i in inside.values() if name in i.operands]
+        whole = shape_bytes(operands[index].shape) if index < len(operands) else shape_bytes(inside[name].shape)
+        if users and all(i.opcode == "dynamic-slice" and i.operands[0] == name for i in users):
+            moved += sum(shape_bytes(i.shape) for i in users)
+        elif users and all(i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users):
+            slices = sum(shape_bytes(inside[i.operands[1]].shape) for i in users if i.operands[1] in inside)
+            updated += whole - slices  # of the result, which has the same size, the slice alone is written
+        else:
+            moved += whole
+    return moved + max(0, shape_bytes(item.instruction.shape) - updated)
+
+
+def overlap(module: Module) -> tuple[int, int]:
+    """Counts the payload of asynchronous collectives in one call, and how much of it is in flight beside matrix products.
+
+    A program that is scheduled has its instructions in the order in which they are issued: what stands between a collective's
+    start and its end runs meanwhile. Products and convolutions are what a device takes its time for.
+
+    Returns:
+        Bytes on one device, of all of them and of those beside which a product runs; (0, 0) in a program without any.
+    """
+    total = beside = 0
+    flying: dict[tuple[str, str], tuple[int, bool]] = {}
+    for item in executed(module):
+        instruction, opcode = item.instruction, item.instruction.opcode
+        if opcode.endswith("-start") and opcode.removesuffix("-start") in KINDS:
+            payload = item.times * module.operand_bytes(item.computation, instruction)
+            flying[item.computation, instruction.name] = (payload, False)
+        elif opcode.endswith("-done") and instruction.operands:
+            payload, has_product = flying.pop((item.computation, instruction.operands[0]), (0, False))
+            total, beside = total + payload, beside + payload * has_product
+        elif flying and _is_product(module, instruction):
+            flying = {start: (payload, True) for start, (payload, _) in flying.items()}
+    return total, beside
+
+
+def _is_product(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction is a matrix product or a convolution, a fusion or a call that holds one."""
+    if instruction.opcode in ("dot", "convolution") or re.search(r'"__cu(blas|dnn)', instruction.attributes):
+        return True
+    called = dict(_CALLED.findall(instruction.attributes)).get("calls", "")
+    return any(_is_product(module, inner) for inner in module.computations.get(called, {}).values())

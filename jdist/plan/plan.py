@@ -1,12 +1,10 @@
-"""The plan of a config's step on a target, step by step from top to bottom."""
+"""The plan of a config's step on a target; reads top to bottom."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from jdist.errors import ConfigError
@@ -16,12 +14,14 @@ from jdist.experiment.prepare import Parts, prepare
 from jdist.experiment.summary import arithmetic
 from jdist.experiment.validate import validate
 from jdist.plan import roofline
-from jdist.plan.collectives import Collective, collectives, host_copies
-from jdist.plan.compile import CompiledStep, TooLarge, check_memory, compile_step
+from jdist.plan.collectives import collectives, host_copies
+from jdist.plan.compile import TooLarge, check_memory, compile_step
+from jdist.plan.hlo import overlap
 from jdist.plan.roofline import Chip, chip_of
 from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
 from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
+from jdist.strategies.gpu_topology import GPUS
 from jdist.strategies.topology import parse_topology
 
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
@@ -33,14 +33,15 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
     Args:
         config: the YAML file, as for `jdist run`.
         *overrides: values that replace those of the file, "train.global_batch=4096".
-        topology: a TPU as CHIP:SHAPE ("v5e:2x4", "v5p:16x16x16"), "cpu:8", "gpu" or "gpu:4".
+        topology: a TPU as CHIP:SHAPE ("v5e:2x4", "v5p:16x16x16"), GPUs as CHIP:GPUS or CHIP:HOSTSxGPUS ("h100:8",
+            "h100:4x8"), "cpu:8", "gpu" or "gpu:4".
 
     Returns:
         The plan; `jdist.plan.show` of it is what the command prints.
 
     Raises:
         ConfigError: the config is not right, or JAX has started in this process with other devices already.
-        DeviceError: the topology is not known, or libtpu is missing.
+        DeviceError: the topology is not known, or its compiler (libtpu, JAX's CUDA plugin) is missing.
 
     Example:
         >>> import jdist
@@ -78,6 +79,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         global_batch=config.train.global_batch,
         summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),
+        capacity_note=_preallocated() if target.gpus_per_host else "",
         state_bytes=0 if parts.strategy.name == "central_storage" else planned.state_bytes,
         rows=max(1, config.train.global_batch // (parts.strategy.num_replicas * config.train.accumulate)),
         flops=planned.flops,
@@ -88,21 +90,24 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         available = plan.capacity if compiled.available is None else compiled.available
         return dataclasses.replace(plan, refusal=compiled, capacity=available)
     mesh = parts.strategy.mesh
-    exchanged = _per_step(compiled, {} if mesh is None else mesh.shape, steps)
+    exchanged = () if mesh is None else collectives(compiled.module, mesh.shape, domain=target.gpus_per_host)
     copies = host_copies(compiled.module)
+    in_flight, overlapped = overlap(compiled.module)
     plan = dataclasses.replace(
         plan,
         memory=compiled.memory,
         bytes_moved=compiled.bytes_moved / steps,
-        collectives=exchanged,
+        collectives=tuple(
+            dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in exchanged
+        ),
         host_transfers=-(-copies.count // steps),
         host_bytes=copies.bytes // steps,
-    )
-    return dataclasses.replace(
-        plan if chip is None else _with_model(plan, chip, target),
+        in_flight_bytes=in_flight // steps,
+        overlapped_bytes=overlapped // steps,
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
         compile_s=compiled.compile_s,
     )
+    return plan if chip is None else _with_model(plan, chip, target)
 
 
 def _more_than_the_data(config: Config, parts: Parts) -> list[str]:
@@ -121,8 +126,7 @@ def check_global_batch(name: str, rows: int) -> None:
 
 def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
     """Adds a model of the step's time to a plan."""
-    topology = parse_topology(target.name) if target.platform == "tpu" else None
-    domain = math.prod(topology.shape) if topology is not None and topology.slices > 1 else chip.domain_chips
+    domain = target.domain_chips or chip.domain_chips
     missing = []
     if plan.num_devices == 1:
         missing.append("more than one chip: it was compiled for one device, which does not show what several exchange")
@@ -145,17 +149,33 @@ def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
     return dataclasses.replace(plan, estimates=estimates, not_in_model=tuple(missing), domain_chips=domain)
 
 
-def _per_step(compiled: CompiledStep, mesh_shape: Mapping[str, int], steps: int) -> tuple[Collective, ...]:
-    """Divides the collectives of a call among its optimiser steps."""
-    of_call = collectives(compiled.module, mesh_shape) if mesh_shape else ()
-    return tuple(dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in of_call)
-
-
 def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
     """Finds the memory of one device: of its allocator, its maker, or its share of this machine's."""
     if target.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    if target.gpus_per_host:
+        return int(GPUS[parse_topology(target.name).chip].memory_bytes * _memory_fraction())
     stats = devices[0].memory_stats() if target.is_here else None
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return None if chip is None else chip.hbm_bytes
+
+
+def _memory_fraction() -> float:
+    """Reads the share of a GPU's memory that JAX takes when it starts: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
+
+    Raises:
+        ConfigError: the variable is no share.
+    """
+    value = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    try:
+        fraction = float(value)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {value!r}; it must be a number above 0, and at most 1.")
+    return fraction
+
+
+def _preallocated() -> str:
+    return f"the {_memory_fraction():.0%} of a GPU that JAX takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION)"

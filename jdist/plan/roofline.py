@@ -16,11 +16,12 @@ FORMULA = (
     "device = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
     "bandwidth, each over all n chips, of which the links join k = min(n, d), f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
     "gather, scatter or all-to-all, 1 for a permute; beyond d + sum of f(m) x what crosses / network bandwidth over the "
-    "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / d (of a "
-    "permute or all-to-all all bytes); host = bytes that all chips copy to and from their hosts / n / host link; step = "
-    "device + exchange + host, without overlap or latency; share = exchange / step; the batch of a replica stays the same"
+    "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / k (of a "
+    "permute or all-to-all all bytes); a collective of smaller groups over its k chips of a domain and its m domains; host = "
+    "bytes that all chips copy to and from their hosts / n / host link; step = device + exchange + host, without overlap or "
+    "latency; share = exchange / step; the batch of a replica stays the same"
 )
-_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # nothing is put together before it crosses
+_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # cross the network as they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +123,19 @@ def estimate(
         The estimate, by `FORMULA`.
     """
     by_flops, by_memory = flops / chip.flops_per_s, memory_bytes / chip.hbm_bytes_per_s
-    joined = min(chips, chip.domain_chips if domain_chips is None else domain_chips)
-    exchange: float | None = 0.0
+    domain = chip.domain_chips if domain_chips is None else domain_chips
+    messages = any(c.kind.endswith(BETWEEN_SLICES) for c in exchanged)
+    within = crossing = 0.0
     for collective in exchanged:
-        if not collective.kind.endswith(BETWEEN_SLICES):
-            exchange += _factor(collective.kind, joined) * collective.bytes / chip.link_bytes_per_s
-    crossing = _crossing(exchanged, joined, -(-chips // joined))
+        joined, domains = _spread(collective, chips, domain)
+        if collective.kind.endswith(BETWEEN_SLICES):  # the compiler has listed what crosses
+            crossing += _factor(collective.kind.removesuffix(BETWEEN_SLICES), domains) * collective.bytes
+            continue
+        within += _factor(collective.kind, joined) * collective.bytes
+        if not messages:
+            share = 1 if collective.kind in _DIRECT else joined
+            crossing += _factor(collective.kind, domains) * collective.bytes / share
+    exchange: float | None = within / chip.link_bytes_per_s
     if crossing:
         network = chip.network_bytes_per_s
         exchange = None if network is None else exchange + crossing / network
@@ -141,12 +149,16 @@ def estimate(
     )
 
 
-def _crossing(exchanged: Sequence[Collective], joined: int, domains: int) -> float:
-    """Counts the bytes that a chip sends over the network to other domains, of `joined` chips each."""
-    messages = [c for c in exchanged if c.kind.endswith(BETWEEN_SLICES)]
-    if messages:  # the program was compiled for several slices, and the compiler has listed what crosses
-        return sum(_factor(c.kind.removesuffix(BETWEEN_SLICES), domains) * c.bytes for c in messages)
-    return sum(_factor(c.kind, domains) * c.bytes / (1 if c.kind in _DIRECT else joined) for c in exchanged)
+def _spread(collective: Collective, chips: int, domain: int) -> tuple[int, int]:
+    """Finds how many chips of a domain exchange in a collective, and how many domains, on a number of chips."""
+    joined = min(chips, domain)
+    domains = -(-chips // joined)
+    per_domain, size = collective.per_domain, collective.group_size
+    if per_domain is None or collective.groups == 1:
+        return joined, domains
+    if per_domain == size:
+        return min(size, joined), 1
+    return min(per_domain, joined), domains
 
 
 def _factor(kind: str, n: int) -> float:

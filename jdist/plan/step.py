@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdist.experiment.config import Config
-from jdist.experiment.dry_run import shapes_of_run
+from jdist.experiment.dry_run import batch_shapes, state_shapes
 from jdist.experiment.prepare import Parts, make_train_step
 from jdist.jaxpr import graph
 from jdist.step.mesh_step import DistributedStep
@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """A step with the shapes of its arguments."""
+    """The step of a config, and the shapes of its arguments."""
 
     step: DistributedStep  # the config's train step
     state: PyTree  # shapes of the state
@@ -37,8 +37,8 @@ class PlannedStep:
 def plan_step(config: Config, parts: Parts) -> PlannedStep:
     """Makes the train step of an experiment, ready to be lowered; the devices of its strategy need not be here."""
     steps = config.train.steps_per_call
-    shapes = shapes_of_run(config, parts)
-    state, batch = shapes.state, shapes.batch
+    state, _ = state_shapes(config, parts)
+    batch = batch_shapes(parts, parts.train_data, steps_per_call=steps)
     of_one_step = batch
     if steps > 1:
         of_one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)

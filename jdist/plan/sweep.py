@@ -78,12 +78,12 @@ def parse_sweep(text: str) -> list[int]:
 
 
 def _batches(text: str) -> list[int]:
-    listed = re.fullmatch(r"(?:train\.)?global_batch=(\d+(?:,\d+)*)", text)
-    if listed and all(int(n) for n in listed[1].split(",")):
-        return sorted({int(n) for n in listed[1].split(",")})
-    doubled = re.fullmatch(r"(?:train\.)?global_batch=([1-9]\d*)\.\.([1-9]\d*)", text)
-    if doubled and int(doubled[1]) <= int(doubled[2]):
-        first, last = int(doubled[1]), int(doubled[2])
+    values = re.fullmatch(r"(?:train\.)?global_batch=(\d+(?:,\d+)*)", text)
+    if values and all(int(n) for n in values[1].split(",")):
+        return sorted({int(n) for n in values[1].split(",")})
+    doublings = re.fullmatch(r"(?:train\.)?global_batch=([1-9]\d*)\.\.([1-9]\d*)", text)
+    if doublings and int(doublings[1]) <= int(doublings[2]):
+        first, last = int(doublings[1]), int(doublings[2])
         return [first << n for n in range((last // first).bit_length())]
     raise ConfigError(
         f"--sweep is {text!r}; it must be global_batch=128,256,384 or global_batch=128..4096, which doubles from 128."

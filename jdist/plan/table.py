@@ -26,7 +26,8 @@ class Plan:
         num_devices: number of devices.
         global_batch: rows of a step over all replicas.
         summary: strategy, batch and length in words.
-        capacity: bytes of a device's memory; None if it is not known.
+        capacity: bytes of a device's memory that a step can have; None if it is not known.
+        capacity_note: what part of the memory that is, in words; "" if all of it.
         state_bytes: of the state, if each device holds it whole; 0 where the hosts do.
         rows: of a microbatch, or of the batch, of one device.
         memory: of one device; None if the compiler refused the step.
@@ -36,6 +37,8 @@ class Plan:
         collectives: what the devices exchange in one step.
         host_transfers: copies between a device and its host.
         host_bytes: of these copies, on one device.
+        in_flight_bytes: payload of the asynchronous collectives of one step, on one device.
+        overlapped_bytes: of these, what is in flight beside matrix products, by the compiler's schedule.
         steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
         estimates: a model of the step's time; empty if the chip has no public figures here.
         not_in_model: omissions of that model, in words.
@@ -51,6 +54,7 @@ class Plan:
     global_batch: int
     summary: str
     capacity: int | None
+    capacity_note: str = ""
     state_bytes: int = 0
     rows: int = 0
     memory: Memory | None = None
@@ -60,6 +64,8 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     host_transfers: int = 0
     host_bytes: int = 0
+    in_flight_bytes: int = 0
+    overlapped_bytes: int = 0
     steps_per_call: int = 1
     estimates: tuple[roofline.Estimate, ...] = ()
     not_in_model: tuple[str, ...] = ()
@@ -69,14 +75,24 @@ class Plan:
     compile_s: float = 0.0
 
     @property
+    def free_bytes(self) -> int | None:
+        """Bytes of a device's memory that the step leaves, below 0 if it needs more; None if one of them is not known."""
+        return None if self.memory is None or self.capacity is None else self.capacity - self.memory.total
+
+    @property
     def fits(self) -> bool | None:
         """Whether a device's memory holds the step; None if its size is not known."""
-        if self.refusal is not None or self.memory is None:
+        if self.memory is None:  # the compiler refused it
             return False
-        return None if self.capacity is None else self.memory.total <= self.capacity
+        return None if self.free_bytes is None else self.free_bytes >= 0
+
+    @property
+    def verdict(self) -> str:
+        """`fits` in words."""
+        return {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values; sizes in bytes, times in seconds."""
+        """Returns the plan as plain values; sizes in bytes, times in seconds."""
         values = dataclasses.asdict(self) | {"fits": self.fits, "formula": roofline.FORMULA}
         if self.memory is not None:
             values["memory"]["total"] = self.memory.total
@@ -87,10 +103,9 @@ class Plan:
         return values
 
     def __repr__(self) -> str:
-        fits = {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
         return (
-            f"Plan({self.target}: {self.num_devices:,} {self.device_kind} devices, global batch {self.global_batch:,}, {fits}; "
-            "`jdist.plan.show` has all of it)"
+            f"Plan({self.target}: {self.num_devices:,} {self.device_kind} devices, global batch {self.global_batch:,}, "
+            f"{self.verdict}; `jdist.plan.show` has all of it)"
         )
 
     def _repr_html_(self) -> str:
@@ -99,7 +114,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
-    """A part of a plan: a table, without a header where its rows are names and values, and notes below it."""
+    """A part of a plan: a table, whose rows are names and values where it has no header, and notes below it."""
 
     title: str
     header: tuple[str, ...] = ()
@@ -156,10 +171,9 @@ def sweep_row(plan: Plan) -> str:
 def _cells(plan: Plan) -> tuple[str, str, str, str]:
     if plan.memory is None:
         needed = None if plan.refusal is None else plan.refusal.needed
-        return f"{plan.global_batch:,}", size(needed) if needed else "?", "", "does not fit"
-    free = None if plan.capacity is None else plan.capacity - plan.memory.total
-    verdict = {True: "fits", False: "does not fit", None: "memory not known"}[plan.fits]
-    return f"{plan.global_batch:,}", size(plan.memory.total), "" if free is None else size(free), verdict
+        return f"{plan.global_batch:,}", size(needed) if needed else "?", "", plan.verdict
+    free = "" if plan.free_bytes is None else size(plan.free_bytes)
+    return f"{plan.global_batch:,}", size(plan.memory.total), free, plan.verdict
 
 
 def _memory(plan: Plan) -> _Section:
@@ -172,6 +186,10 @@ def _memory(plan: Plan) -> _Section:
             what = "temporaries alone" if plan.refusal.partly else "it"
             notes.append(f"{what} would need {size(needed)} of {size(available)}, {size(needed - available)} too much")
         return _Section(title=title, notes=[*notes, *_remedies(plan)])
+    note = "the memory of this device is not known"
+    if plan.capacity is not None and plan.free_bytes is not None:
+        margin = f"{size(plan.free_bytes)} free" if plan.fits else f"{size(-plan.free_bytes)} too much"
+        note = f"of {size(plan.capacity)}: {plan.verdict}, {margin}"
     m = plan.memory
     rows = [
         ("arguments", size(m.arguments), "state and batch"),
@@ -183,9 +201,10 @@ def _memory(plan: Plan) -> _Section:
         ),
         ("program", size(m.code), ""),
         ("host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
-        ("total", size(m.total), _verdict(plan)),
+        ("total", size(m.total), note),
     ]
-    return _Section(title=title, rows=rows, notes=[] if plan.fits is not False else _remedies(plan))
+    notes = [f"{size(plan.capacity)} are {plan.capacity_note}"] if plan.capacity_note and plan.capacity else []
+    return _Section(title=title, rows=rows, notes=notes + (_remedies(plan) if plan.fits is False else []))
 
 
 def _remedies(plan: Plan) -> list[str]:
@@ -205,21 +224,14 @@ def _remedies(plan: Plan) -> list[str]:
     return ["a smaller train.global_batch, more devices, or train.accumulate=2 need less"]
 
 
-def _verdict(plan: Plan) -> str:
-    assert plan.memory is not None
-    if plan.capacity is None:
-        return "the memory of this device is not known"
-    free = plan.capacity - plan.memory.total
-    of = f"of {size(plan.capacity)}"
-    return f"{of}: fits, {size(free)} free" if free >= 0 else f"{of}: does not fit, {size(-free)} too much"
-
-
 def _work(plan: Plan) -> _Section:
-    rows = [
-        ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
-        ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, by the compiler's count; loops scaled"),
-    ]
-    return _Section(title="work of a device in one step", rows=rows)
+    return _Section(
+        title="work of a device in one step",
+        rows=[
+            ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
+            ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory"),
+        ],
+    )
 
 
 def _collectives(plan: Plan) -> _Section:
@@ -227,15 +239,26 @@ def _collectives(plan: Plan) -> _Section:
         return _Section(title="collectives in one step: none")
     rows = []
     for c in plan.collectives:
-        sure = "" if c.certain else " at least: a loop's trips could not be read"
-        groups = f"{c.groups:,} of {c.group_size:,}{sure}" if c.group_size else sure.strip()
-        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, groups))
+        groups = [f"{c.groups:,} of {c.group_size:,}"] if c.group_size else []
+        if c.per_domain is not None:
+            hosts = -(-c.group_size // c.per_domain)
+            groups.append("within a host" if hosts == 1 else f"between {hosts:,} hosts")
+        doubt = [] if c.certain else ["at least: a loop's trips could not be read"]
+        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, " ".join(groups + doubt)))
     header = ("kind", "count", "bytes", "mesh axis", "groups")
-    return _Section(title="collectives in one step", header=header, rows=rows)
+    notes = []
+    if plan.in_flight_bytes:
+        share = plan.overlapped_bytes / plan.in_flight_bytes
+        notes = [
+            f"asynchronous: {plan.in_flight_bytes:,} bytes, of which {plan.overlapped_bytes:,} ({share:.0%}) are in flight "
+            "beside matrix products, in the order that the compiler has scheduled"
+        ]
+    return _Section(title="collectives in one step", header=header, rows=rows, notes=notes)
 
 
 def _model(plan: Plan) -> _Section:
-    if plan.chip is None:
+    chip = plan.chip
+    if chip is None:
         return _Section(title=f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}")
     rows = []
     for e in plan.estimates:
@@ -257,10 +280,12 @@ def _model(plan: Plan) -> _Section:
         )
     formula = textwrap.wrap(roofline.FORMULA, 108)
     missing = [f"not in the model: {what}" for what in plan.not_in_model]
+    host = ""
+    if chip.host_bytes_per_s is not None and plan.host_bytes:
+        host = f", to the host {chip.host_bytes_per_s / 1e9:,.0f} GB/s each way"
     peaks = (
-        f"{plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
-        f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
-        f"d = {plan.domain_chips:,} chips{_host_link(plan)} ({plan.chip.source})"
+        f"{chip.name}: {chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory {chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, "
+        f"links {chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over d = {plan.domain_chips:,} chips{host} ({chip.source})"
     )
     return _Section(
         title="time of a step: a model from public peaks, not a measurement",
@@ -270,18 +295,13 @@ def _model(plan: Plan) -> _Section:
     )
 
 
-def _host_link(plan: Plan) -> str:
-    link = None if plan.chip is None else plan.chip.host_bytes_per_s
-    return "" if link is None or not plan.host_bytes else f", to the host {link / 1e9:,.0f} GB/s each way"
-
-
 def _checks(plan: Plan) -> _Section:
-    counted = any("peak" in c.what for c in plan.checks)
+    has_peak = any("peak" in c.what for c in plan.checks)
     return _Section(
         title="memory: predicted, and measured in one real step (bytes of a device)",
         header=("what", "predicted", "measured", "error"),
         rows=[(c.what, f"{c.predicted:,}", f"{c.measured:,}", f"{c.error:+.2%}") for c in plan.checks],
-        notes=[] if counted else ["this device has no allocator that counts, so the temporaries are not compared"],
+        notes=[] if has_peak else ["this device has no allocator that counts, so the temporaries are not compared"],
     )
 
 

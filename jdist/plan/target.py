@@ -1,4 +1,4 @@
-"""The devices to compile for, named by `--topology`, and a config's strategy on them."""
+"""The devices to compile for, named by `--topology`, and a config's strategy on them; JAX is imported where it is needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from jdist.support.suggest import did_you_mean
 if TYPE_CHECKING:
     from jdist.core.strategy import Device, Strategy
 
+# Options of strategies that say where they run.
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
-KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
+KNOWN = (
+    'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; GPUs such as "h100:8" or, on four hosts, "h100:4x8"; "cpu:8"; '
+    '"gpu" or "gpu:4" for those that are here'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,16 +31,30 @@ class Target:
 
     name: str  # the argument, "v5p:8x8x8"
     platform: str  # "tpu", "cpu" or "gpu"
-    count: int | None = None  # number of devices; None for all that are here, or for a TPU, whose topology has it
+    count: int | None = None  # number of devices; None for all that are here, or for a topology, which has it
 
     @property
     def is_here(self) -> bool:
         """Whether the devices are here, so that a step can also be run."""
-        return self.platform != "tpu"
+        return self.name.partition(":")[0] in ("cpu", "gpu")
+
+    @property
+    def gpus_per_host(self) -> int | None:
+        """GPUs of a host that is not here; None for other devices."""
+        return self.domain_chips if self.platform == "gpu" else None
+
+    @property
+    def domain_chips(self) -> int | None:
+        """Number of chips that the fast links join, where the topology says so; None: as many as they join at most."""
+        if self.is_here:
+            return None
+        from jdist.strategies.topology import parse_topology
+
+        return parse_topology(self.name).domain_chips
 
 
 def parse_target(name: str) -> Target:
-    """Reads "cpu:8", "gpu", "gpu:4", or a TPU topology; starts no JAX devices.
+    """Reads "cpu:8", "gpu", "gpu:4", or a topology of TPUs or GPUs; starts no JAX devices.
 
     Raises:
         DeviceError: none of these, or more CPU devices than a process can have.
@@ -58,16 +76,15 @@ def parse_target(name: str) -> Target:
     if name.lower().startswith(("cpu", "gpu")) or not (":" in name or is_by_size(name)):
         hint = did_you_mean(name, ["cpu:8", "gpu"]) or nearest(name)
         raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
-    parse_topology(name)
-    return Target(name=name, platform="tpu")
+    return Target(name=name, platform=parse_topology(name).platform)
 
 
 def configure_platform(target: Target, section: PlatformSection) -> None:
     """Configures JAX before it starts, by a config's `platform` section, with the target's number of virtual CPU devices."""
-    if target.platform == "gpu":
+    if target.platform == "gpu" and target.is_here:
         apply_platform(section.model_copy(update={"cpu_devices": None}))
     elif "jax" not in sys.modules or not _started_with(target):
-        # A TPU's compiler runs on this machine's CPU, whatever else is here.
+        # The compiler of devices that are not here runs on this machine's CPU, whatever else is here.
         apply_platform(section.model_copy(update={"cpu_devices": target.count or 1}))
 
 
@@ -85,7 +102,7 @@ def find_target_devices(target: Target) -> tuple[Device, ...]:
     Raises:
         DeviceError: they are not there, or cannot be described.
     """
-    if target.platform == "tpu":
+    if not target.is_here:
         from jdist.strategies.topology import topology_devices
 
         return topology_devices(target.name)
@@ -114,16 +131,16 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
     """
     from jdist.strategies.by_name import STRATEGIES
 
-    # On given devices these are `mirrored`.
+    # On chosen devices these are `mirrored`.
     function = STRATEGIES["mirrored" if name in ("tpu", "multi_worker") else name]
-    kept = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
-    known = inspect.signature(function).parameters
-    if "devices" in known:
-        strategy = function(devices=devices, **kept)
-    elif "device" in known:
-        strategy = function(device=devices[0], **kept)
+    others = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
+    parameters = inspect.signature(function).parameters
+    if "devices" in parameters:
+        strategy = function(devices=devices, **others)
+    elif "device" in parameters:
+        strategy = function(device=devices[0], **others)
     elif target.is_here:
-        strategy = function(**kept)
+        strategy = function(**others)
     else:
         raise StrategyError(
             f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored"

@@ -84,7 +84,7 @@ class LocalCluster:
 def _restarter(
     addresses: Sequence[str], ps: int, token: str, devices: int | None
 ) -> Callable[[int], subprocess.Popen[str]]:
-    """Starts the process of a number again, under its address; holds on to nothing that keeps the cluster alive."""
+    """Makes what starts the process of a number again, under its address; it keeps no cluster alive."""
 
     def restart(number: int) -> subprocess.Popen[str]:
         role: Role = PS if number < ps else WORKER
@@ -112,7 +112,7 @@ def _command(role: Role, address: str) -> list[str]:
 
 
 def _environment(role: Role, token: str, devices: int | None) -> dict[str, str]:
-    """A server's environment: the program's own, but for what concerns devices and certificates."""
+    """Returns a server's environment: the program's own, but for what concerns devices and certificates."""
     # Certificates are for a cluster, and hold other names than 127.0.0.1.
     environ = {k: v for k, v in os.environ.items() if k not in (CERTIFICATE, KEY, AUTHORITY)} | {TOKEN: token}
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
@@ -128,22 +128,22 @@ def _environment(role: Role, token: str, devices: int | None) -> dict[str, str]:
 
 
 def _address(process: subprocess.Popen[str], role: Role) -> str:
-    """What a process says it listens on."""
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    """Waits until a process says where it listens, and returns the address."""
+    output: queue.SimpleQueue[str] = queue.SimpleQueue()
     assert process.stdout is not None  # it is a pipe
     lines = process.stdout
 
     def read() -> None:
         with lines:
             for line in lines:
-                said.put(line)
-        said.put("")
+                output.put(line)
+        output.put("")
 
     threading.Thread(target=read, daemon=True, name="jdist-serve-output").start()
     beginning, end = READY.format(role=role, address=""), time.monotonic() + START_S
     while True:
         try:
-            line = said.get(timeout=max(0.1, end - time.monotonic()))
+            line = output.get(timeout=max(0.1, end - time.monotonic()))
         except queue.Empty:
             raise LaunchError(
                 f"a {role} did not listen within {START_S:g} s. Is the machine overloaded? Start fewer workers, or see what "

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,58 +17,22 @@ from jdist.cluster.exit_status import FINISHED, PEER_LOST, PREEMPTED
 from jdist.cluster.listen import numeric_address
 from jdist.cluster.resolvers.tf_config import tf_config
 from jdist.errors import LaunchError, PortInUseError, WireError
-from jdist.ps.transport.interface import Header, Method, Methods
+from jdist.ps.transport.interface import Header, Method
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others
 
 Role = Literal["worker", "ps"]
 WORKER: Role = "worker"
 PS: Role = "ps"
-IS_SERVER = "JDIST_IS_SERVER"  # set in a worker's process, so that a script without a guard starts nothing in it
+# Set in a worker's process, so that a script without a guard starts nothing in it.
+IS_SERVER = "JDIST_IS_SERVER"
 READY = "jdist serve: {role} listens on {address}"
 _LOOK_S = 1.0
 _MOST_ADDRESSES = 4096
 _REACH_S = 5.0
 
 
-class LastHeard:
-    """When somebody last asked for something, and whether the coordinator has said that it is over."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._under_way = 0
-        self._lock = threading.Lock()
-        self.over = threading.Event()
-
-    def watch(self, methods: Methods) -> dict[str, Method]:
-        """Methods that take note of every call, and one more: "end"."""
-        watched = {name: dataclasses.replace(method, run=self._noting(method.run)) for name, method in methods.items()}
-        return {**watched, "end": Method(self._end)}
-
-    def silent_s(self) -> float:
-        """Seconds since the last call ended; 0 while one is under way."""
-        with self._lock:
-            return 0.0 if self._under_way else time.monotonic() - self._at
-
-    def _noting(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(header: Header, arrays: list[Any]) -> Any:
-            with self._lock:
-                self._under_way += 1
-            try:
-                return run(header, arrays)
-            finally:
-                with self._lock:
-                    self._under_way -= 1
-                    self._at = time.monotonic()
-
-        return noting
-
-    def _end(self, header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
-        self.over.set()
-        return {}, []
-
-
 def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
-    """What to be and where to listen: as the flags say, else as TF_CONFIG does.
+    """Returns what to be and where to listen: as the flags say, else as TF_CONFIG does.
 
     Raises:
         ClusterConfigError: TF_CONFIG is not right.
@@ -79,26 +41,26 @@ def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> 
     spec = None if role is not None and address is not None else tf_config(environ)
     if role is not None and role not in (WORKER, PS):
         raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
-    found: Role | None = role
-    if found is None and spec is not None:
+    task: Role | None = role
+    if task is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):
             raise LaunchError(
                 f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
                 "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give "
                 "--role and --address."
             )
-        found = PS if spec.task_type == "ps" else WORKER
-    if found is None:
+        task = PS if spec.task_type == "ps" else WORKER
+    if task is None:
         raise LaunchError("nothing says what to serve as: set TF_CONFIG, or give --role worker or --role ps.")
-    if address is None and spec is not None and spec.task_type == found:
+    if address is None and spec is not None and spec.task_type == task:
         if spec.address is None:
             raise LaunchError(
                 f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its "
                 "address there, or give --address."
             )
         host, port = split(spec.address)
-        return found, join(numeric_address(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
-    return found, "127.0.0.1:0" if address is None else address
+        return task, join(numeric_address(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
+    return task, "127.0.0.1:0" if address is None else address
 
 
 def serve(
@@ -153,19 +115,23 @@ def serve(
 
     keep_freed_memory()
     failpoints.arm(0, os.environ)
-    heard = LastHeard()
-    worker = None
+    over, worker = threading.Event(), None
     if role == WORKER:
         os.environ[IS_SERVER] = "1"
         worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow, script=script)
     # Its own shard, and the backup of another's.
     copies = [ReplicatedShard(lambda to: RpcChannel(to, security=security), allow=allow) for _ in range(2)]
     methods = slots(copies) if worker is None else {**worker.methods(), "reach": _reach(security)}
+
+    def end_server(header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
+        over.set()
+        return {}, []
+
     with contextlib.ExitStack() as ends, _ended_by_sigterm():
         for end in [copy.close for copy in copies] if worker is None else [worker.close]:
             ends.callback(end)
         try:
-            server = RpcServer(address, heard.watch(methods), security=security)
+            server = RpcServer(address, {**methods, "end": Method(end_server)}, security=security)
             ends.callback(server.stop, 1.0)
             if health_address is not None:
                 ends.callback(serve_health(health_address, SERVICE, is_well=lambda: server.is_well))
@@ -175,13 +141,13 @@ def serve(
             ) from exc
         print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)
         if with_parent:
-            threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()
-        while not heard.over.wait(min(_LOOK_S, grace_s)):
+            threading.Thread(target=_until_closed, args=(over,), daemon=True).start()
+        while not over.wait(min(_LOOK_S, grace_s)):
             if with_parent:
                 # What the parent has forked may live on, and hold the other end of standard input.
                 if os.getppid() != parent:
                     return FINISHED
-            elif heard.silent_s() > grace_s:
+            elif server.silent_s > grace_s:
                 print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
                 return PEER_LOST
         return FINISHED
@@ -210,17 +176,17 @@ def _check_form(flag: str, address: str) -> None:
 
 
 def _reach(security: Security) -> Method:
-    """Has this process try to reach others, as only it can tell whether it is let in there."""
+    """Makes the method that tries to reach other servers, as only this process can tell whether it is let in there."""
     from jdist.ps.transport.diagnose import reach_all
 
     def run(header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
         addresses = header.get("addresses")
         if not isinstance(addresses, list) or len(addresses) > _MOST_ADDRESSES:
-            raise WireError("no list of addresses")
+            raise WireError(f"`addresses` must be a list of at most {_MOST_ADDRESSES}")
         for address in addresses:
             _check_form("an address", str(address))
-        found = reach_all([str(a) for a in addresses], security, _REACH_S)
-        return {"found": [None if t is None else [t.text, t.lasts] for t in found]}, []
+        diagnoses = reach_all([str(a) for a in addresses], security, _REACH_S)
+        return {"found": [None if d is None else [d.text, d.lasts] for d in diagnoses]}, []
 
     return Method(run)
 

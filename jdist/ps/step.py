@@ -1,4 +1,4 @@
-"""A step under a parameter server; called like the step, it schedules closures and returns at once."""
+"""A step under a parameter server: a call schedules closures and returns at once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ import numpy as np
 
 from jdist.core.context import check_not_mixed
 from jdist.core.remote import fetched
-from jdist.core.static_leaves import pack, with_static_leaves
-from jdist.core.step_state import user_state
+from jdist.core.step_state import pack, user_state, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.batching import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
-from jdist.ps.coordinator.datasets import spread
+from jdist.ps.coordinator.datasets import RemoteBatch, flatten
 from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.coordinator.session import Session
-from jdist.ps.program.artifact import taking_keys, with_shardings, without_keys
-from jdist.ps.program.split_step import StepParts, take_apart
-from jdist.ps.program.sync import Combined, SyncParts, Traced
-from jdist.step import outputs as results
+from jdist.ps.program.artifact import taking_keys, without_keys
+from jdist.ps.program.function_plan import StepFunction, make_function
+from jdist.ps.program.split_step import split_step
+from jdist.ps.program.sync import make_sync_function
 from jdist.step.base import Distributed
 from jdist.step.call_errors import check_axis_bound
 from jdist.step.options import StepOptions
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.outputs import Traced
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Call, Signature, Step, is_same_state
 from jdist.step.tree_checks import check_arrays, check_batch, check_not_traced, check_state, summary
 from jdist.support.arrays import check_not_donated
@@ -40,13 +39,13 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """The arguments of a call that become a closure's.
+class _Arguments:
+    """The batches and other arguments of a call.
 
     Attributes:
         shapes: of all of them.
         treedef: of `(batches, others)`.
-        sent: the arrays that go with the closure.
+        sent: the arrays that go with its closure.
         place: which of the arguments the worker reads itself: the first one, and how many.
         reads: the batch that they are.
     """
@@ -58,9 +57,9 @@ class Given:
     reads: RemoteBatch | None
 
     @classmethod
-    def of(cls, batches: PyTree, others: PyTree) -> Given:
-        """Sorts them."""
-        leaves, treedef, place, reads = spread((batches, others))
+    def of(cls, batches: PyTree, others: PyTree) -> _Arguments:
+        """Takes in those of one call."""
+        leaves, treedef, place, reads = flatten((batches, others))
         start, count = place or (0, 0)
         sent = [*leaves[:start], *leaves[start + count :]]
         check_arrays(jax.tree.unflatten(treedef, leaves)[0] if place is None else sent, "the batch")
@@ -85,7 +84,7 @@ class PsStep(Distributed):
         self._left_out: RemoteValue | None = None
         self._job, self._step = job, with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
-        self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
+        self._functions: dict[Any, StepFunction] = {}
         self._adopted: tuple[PyTree, RemoteState] | None = None  # what was joined or brought there, and its handle
 
     @without_own_frames
@@ -101,24 +100,24 @@ class PsStep(Distributed):
         state, parts = self._find(state)
         call, several = dataclasses.replace(call, parts=parts), self.options.steps_per_call > 1
         each = _unstacked(batches, self.options.steps_per_call) if several else [batches]
-        given = [Given.of(one, others) for one in each]
+        arguments = [_Arguments.of(one, others) for one in each]
         try:
-            traced, told = self._trace(call, state, given[0])
+            function = self._function(call, state, arguments[0])
         except NameError as exc:
             check_axis_bound(exc, self.strategy.name, self._job.on_worker)
             raise
-        calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
+        calls = [_values(function, self._job.schedule(state, function, one.sent, one.reads)) for one in arguments]
         values = [stacked(same) for same in zip(*calls, strict=True)] if several else calls[0]
-        if traced.tells_finite:
+        if function.step.reports_finite:
             self._left_out = values.pop().map(lambda finite: np.pad(~np.atleast_1d(finite), (2, 0)).astype(np.int32))
-        outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
-        states = _handles(state, parts)
-        if "state" in told.returns:
+        outputs = jax.tree.unflatten(function.step.outputs_treedef, values)
+        states, traced = _handles(state, parts), function.step.spec.traced
+        if "state" in traced.returns:
             self.last_state = states[0] if len(states) == 1 else states
-        return _result(states, outputs, told, passed, turn)
+        return _result(states, outputs, traced, passed, turn)
 
     def _find(self, state: PyTree) -> tuple[RemoteState, tuple[int, ...] | None]:
-        """The handle of the state that the servers have, and which of its parts the step takes; None: all of it, as it is.
+        """Finds the handle of the state on the servers, and which of its parts the step takes; None: all of it, as it is.
 
         Raises:
             StepError: the states are parts of different ones.
@@ -142,21 +141,18 @@ class PsStep(Distributed):
         return self.adopt(parts[0].whole), places
 
     def _join(self, states: tuple[PyTree, ...]) -> RemoteState:
-        """One state on the servers of several that were made each by itself; their handles are parts of it from now on."""
+        """Joins states that were made each by itself into one on the servers; their handles are parts of it from now on."""
         if self._adopted is None or not is_same_state(self._adopted[0], states):
-            if len({id(x) for x in states if isinstance(x, RemoteState)}) < sum(
-                isinstance(x, RemoteState) for x in states
-            ):
+            remote = [id(x) for x in states if isinstance(x, RemoteState)]
+            if len(set(remote)) < len(remote):
                 raise StepError(f"{self.__name__} was called with one state twice; each of its states is another.")
             for state in states:
                 self._check_own(state)
                 if not isinstance(state, RemoteState):
                     check_arrays(state, "the state")
-            self._adopted = (
-                states,
-                RemoteState(self._job, jax.device_get(tuple(user_state(fetched(x)) for x in states))),
-            )
-            for state, part in zip(states, self._adopted[1].parts, strict=True):
+            joined = RemoteState(self._job, jax.device_get(tuple(user_state(fetched(x)) for x in states)))
+            self._adopted = states, joined
+            for state, part in zip(states, joined.parts, strict=True):
                 if isinstance(state, RemoteState):
                     state.joined = part
         return self._adopted[1]
@@ -169,7 +165,7 @@ class PsStep(Distributed):
             )
 
     def adopt(self, state: PyTree) -> RemoteState:
-        """A state's handle; of a tree of arrays one is made."""
+        """Returns a state's handle; of a tree of arrays it makes one."""
         self._check_own(state)
         if isinstance(state, RemoteState):
             return state
@@ -181,7 +177,7 @@ class PsStep(Distributed):
         return self._adopted[1]
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it; nothing of the step is run."""
+        """Makes the state that a call takes and returns; nothing of the step is run."""
         _, state, _, _ = self._signature.bind(args, kwargs)
         states = _handles(*self._find(state))
         return states[0] if len(states) == 1 else states
@@ -204,7 +200,7 @@ class PsStep(Distributed):
         return self._left_out
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Refused: there is no one program to lower.
+        """Refuses: there is no one program to lower.
 
         Raises:
             StepError: always.
@@ -214,58 +210,36 @@ class PsStep(Distributed):
             "under `jdist.one_device()`: a worker's program is that step's without the update."
         )
 
-    def _trace(self, call: Call, state: RemoteState, given: Given) -> tuple[Traced, results.Traced]:
-        treedef, arguments = given.treedef, given.shapes
-        key = (call, state.signature, treedef, given.place, tuple((x.shape, x.dtype) for x in arguments))
-        if key not in self._traced:
-            batches, others = jax.tree.unflatten(treedef, arguments)
-            told = results.Traced(parts=call.parts)
-            on_worker = self._job.on_worker
-            spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, FlagNames(), self.__name__)
-            scaling = self.options.loss_scaling
+    def _function(self, call: Call, state: RemoteState, arguments: _Arguments) -> StepFunction:
+        """Makes what workers compute of the step in calls of this form; traced once."""
+        shapes = tuple((x.shape, x.dtype) for x in arguments.shapes)
+        key = (call, state.signature, arguments.treedef, arguments.place, shapes)
+        if key not in self._functions:
+            batches, others = jax.tree.unflatten(arguments.treedef, arguments.shapes)
+            spec = ProgramSpec(
+                taking_keys(self._step),
+                self._job.on_worker,
+                self.options,
+                call,
+                Traced(parts=call.parts),
+                [],
+                self.__name__,
+            )
             self._check_rows(batches, 1)
-            parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
-            updates = bool(parts.update.reads)
-            loss_scale = (len(arguments) - 1, scaling.growth_interval) if scaling is not None and updates else None
-            tells = updates and (spec.policy == "skip" or scaling is not None)
-            if self._job.options.is_sync and updates:
-                if given.reads is not None:
+            step = split_step(spec, state.shapes, batches, others)
+            if self._job.options.is_sync and step.updates:
+                if arguments.reads is not None:
                     raise StepError(
                         "in synchronous mode the batch of an update is cut up among the workers, so it cannot be one that a "
                         "worker reads. Feed it by `strategy.distribute_dataset`."
                     )
-                self._check_rows(batches, n)
-                rows = len(jax.tree.leaves(batches))
-                parts = take_apart(spec, state.shapes, batches, others, closures=n)
-                sync = SyncParts(parts, n, treedef, arguments, rows)
-                made = Traced(
-                    parts,
-                    sync.worker,
-                    sync.arguments,
-                    sync.reported,
-                    spec.policy,
-                    sync,
-                    loss_scale=loss_scale,
-                    tells_finite=tells,
-                )
+                closures = self._job.options.gradients_per_update
+                self._check_rows(batches, closures)
+                step = split_step(spec, state.shapes, batches, others, closures=closures)
+                self._functions[key] = make_sync_function(step, closures)
             else:
-                worker = functools.partial(_worker, parts, treedef, tells)
-                arguments = with_shardings(on_worker.mesh, arguments, len(jax.tree.leaves(batches)))
-                inputs = [parts.update.shapes[i] for i in parts.read]
-                returned = jax.eval_shape(worker, [*inputs, *arguments])
-                outputs = returned[len(returned) - parts.outputs_treedef.num_leaves - tells :]
-                made = Traced(
-                    parts,
-                    worker,
-                    arguments,
-                    outputs,
-                    spec.policy,
-                    batch=given.place,
-                    loss_scale=loss_scale,
-                    tells_finite=tells,
-                )
-            self._traced[key] = made, told
-        return self._traced[key]
+                self._functions[key] = make_function(step, arguments.place)
+        return self._functions[key]
 
     def _check_rows(self, batches: PyTree, workers: int) -> None:
         k, devices = self.options.accumulate, self._job.on_worker.num_replicas
@@ -279,7 +253,7 @@ class PsStep(Distributed):
 
 
 def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
-    """The batches of each step of a call; the last call of a pass may have fewer than `most`."""
+    """Takes the batches of a call's steps apart; the last call of a pass may have fewer than `most`."""
     leaves = jax.tree.leaves(batches)
     if any(isinstance(leaf, RemoteBatch) for leaf in leaves):
         raise StepError(
@@ -296,50 +270,38 @@ def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
     return [jax.tree.map(lambda x, i=i: np.asarray(x)[i], batches) for i in range(max(counts))]
 
 
-def _values(traced: Traced, pending: Sequence[Pending]) -> list[RemoteValue]:
-    """What a call returns, leaf by leaf; last, where `tells_finite`, whether its gradients were finite."""
-    count = traced.parts.outputs_treedef.num_leaves
-    if traced.sync is None:
-        return [RemoteValue(pending, leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
-    sync, together = traced.sync, list[Combined]()
+def _values(function: StepFunction, pending: Sequence[Pending]) -> list[RemoteValue]:
+    """Makes the values that a call returns; last, where it `reports_finite`, whether its gradients were finite."""
+    if function.combine is None:
+        return [RemoteValue(pending, leaf(i), struct=struct) for i, struct in enumerate(function.outputs)]
+    combine, results = function.combine, list[list[Any]]()
 
-    def combined(found: list[list[Any]]) -> Combined:
-        if not together:  # by whom it is asked for first, for all
-            together.append(sync.combine(found))
-        return together[0]
+    def read(i: int, reported: list[list[Any]]) -> Any:
+        if not results:  # whoever reads first combines for all
+            _, finite, outputs = combine(reported)
+            results.append([*outputs, np.bool_(finite)])
+        return results[0][i]
 
-    def read(i: int, found: list[list[Any]]) -> Any:
-        return combined(found).outputs[i]
-
-    values = [RemoteValue(pending, functools.partial(read, i)) for i in range(count)]
-    if traced.tells_finite:
-        values.append(RemoteValue(pending, lambda found: np.bool_(combined(found).finite)))
-    return values
-
-
-def _worker(parts: StepParts, treedef: Any, tells_finite: bool, values: Sequence[Any]) -> list[Any]:
-    """A step's worker function, of a flat list: of a step that updates nothing the outputs alone."""
-    n = len(parts.read)
-    pushed, scalars, finite, outputs = parts.worker(values[:n], *jax.tree.unflatten(treedef, values[n:]))
-    told = [finite] if tells_finite else []
-    return [*pushed, *scalars, finite, *outputs, *told] if parts.update.reads else list(outputs)
+    count = function.step.outputs_treedef.num_leaves + function.step.reports_finite
+    return [RemoteValue(pending, functools.partial(read, i)) for i in range(count)]
 
 
 def _handles(state: RemoteState, parts: tuple[int, ...] | None) -> tuple[RemoteState | RemotePart, ...]:
-    """Of the states that a step takes."""
+    """Returns the handles of the states that a step takes."""
     return (state,) if parts is None else tuple(state.parts[i] for i in parts)
 
 
 def _result(
     states: Sequence[Any],
     outputs: tuple[PyTree, ...],
-    traced: results.Traced,
+    traced: Traced,
     batches: PyTree,
     turn: Callable[[PyTree], PyTree],
 ) -> Any:
+    """Puts states and outputs in the places where the step returns them, and drops the rows of padding."""
     if "examples" in traced.returns:
-        found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
-        real = next((rows for rows in found if rows is not None), None)
+        of_each = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+        real = next((rows for rows in of_each if rows is not None), None)
         outputs = tuple(
             jax.tree.map(lambda x: x.map(lambda rows: rows[real]), tree)
             if role == "examples" and real is not None

@@ -17,7 +17,7 @@ PyTree = Any
 
 
 def bucketed(bytes_per_pack: int) -> Reduction:
-    """One `lax.psum` for each pack of leaves, in place of one for all.
+    """Sums by one `lax.psum` for each pack of leaves, in place of one for all.
 
     XLA combines all-reduces that do not depend on each other into one, whatever the program says. So each pack
     is made to wait for the one before it: to one element of each leaf it adds a zero that is computed from the sums of
@@ -82,13 +82,13 @@ def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
 
 
 def _zero_after(sums: list[jax.Array]) -> jax.Array:
-    """A zero, float32 scalar, that no compiler can tell from its inputs: x * 0 is NaN for an infinite x."""
+    """Computes a zero, float32 scalar, that no compiler can tell from its inputs: x * 0 is NaN for an infinite x."""
     first = sum(jnp.real(leaf.ravel()[0]).astype(jnp.float32) for leaf in sums if leaf.size)
     return jnp.where(jnp.isfinite(first), first * 0, 0)
 
 
 def _plus(leaf: jax.Array, zero: jax.Array) -> jax.Array:
-    """The leaf with `zero` added to its first element."""
+    """Adds `zero` to the first element of a leaf."""
     if not leaf.size:
         return leaf
     flat = leaf.astype(jnp.int32).ravel() if leaf.dtype == jnp.bool_ else leaf.ravel()
@@ -121,7 +121,7 @@ def by_vectors(reduce: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree
 
 
 def concatenate(leaves: list[jax.Array]) -> jax.Array:
-    """Arrays of one dtype, laid end to end."""
+    """Lays arrays of one dtype end to end."""
     return leaves[0].ravel() if len(leaves) == 1 else jnp.concatenate([leaf.ravel() for leaf in leaves])
 
 
@@ -136,5 +136,5 @@ def split(vector: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
 
 
 def padded(vector: jax.Array, multiple: int) -> jax.Array:
-    """The vector with zeros behind it, up to a multiple of a number of elements."""
+    """Pads a vector with zeros to a multiple of a number of elements."""
     return jnp.pad(vector, (0, -vector.size % multiple))

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist.errors import StrategyError
-from jdist.reduction.algorithm import Reduction
+from jdist.reduction.algorithm import Reduction, psum
 from jdist.reduction.bucketed import bucketed
 from jdist.reduction.compressed import compressed
 from jdist.reduction.hierarchical import hierarchical
-from jdist.reduction.psum import psum
 from jdist.reduction.ring import ring, to_one_device
 from jdist.support.suggest import did_you_mean
 
@@ -27,7 +26,7 @@ AllReduce = str | Mapping[str, Any] | Reduction
 
 
 def make_reduction(all_reduce: AllReduce) -> Reduction:
-    """An all-reduce algorithm by name, by name and options, or the given one.
+    """Makes an all-reduce algorithm of a name, or of a name and options; returns a given one.
 
     Args:
         all_reduce: a name; a mapping with "name" and that algorithm's options; or a `Reduction` of your own.

@@ -15,7 +15,7 @@ from jdist.reduction.bucketed import concatenate, padded, split
 
 PyTree = Any
 CompressedType = Literal["bf16", "int8"]
-# (float32 [rows, elements]) -> (what crosses the wire [rows, words], what the receiver makes of it, as the input)
+# float32 [rows, elements] -> (what crosses the wire [rows, words], what the receiver decodes, as the input)
 Encode = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Decode = Callable[[jax.Array], jax.Array]
 BLOCK = 256  # elements that share a scale; its four bytes are 1.6 % of what is sent
@@ -50,7 +50,7 @@ def compressed(dtype: CompressedType) -> Reduction:
     encode, decode, block = (_to_bf16, _from_bf16, 1) if dtype == "bf16" else (_to_int8, _from_int8, BLOCK)
 
     def init(tree: PyTree) -> jax.Array:
-        """The residual at first: zeros; float32 [all elements of the floating-point leaves]."""
+        """Makes the first residual: zeros; float32 [all elements of the floating-point leaves]."""
         return jnp.zeros(sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree) if _is_real(leaf)))
 
     def apply(tree: PyTree, residual: jax.Array, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
@@ -78,7 +78,7 @@ def _is_real(leaf: Any) -> bool:
 def _exchange(
     vector: jax.Array, encode: Encode, decode: Decode, block: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of all replicas' vectors, and what of this replica's did not arrive in it."""
+    """Sums all replicas' vectors; returns the sum, and what of this replica's did not arrive in it."""
     n, own = axes_size(axes), jax.lax.axis_index(axes)
     parts = padded(vector, n * block).reshape(n, -1)
     words, arriving = encode(parts)
@@ -89,8 +89,10 @@ def _exchange(
     total = jax.lax.fori_loop(0, n, lambda i, sum_: sum_ + decode(row(received, i)), zeros)
     words, arrived = encode(total)
     whole = decode(jax.lax.all_gather(words, axes, axis=0, tiled=True))
-    left = (parts - arriving).at[own].add((total - arrived)[0])  # the second rounding is owed by the part's owner
-    left = jnp.where(jnp.isfinite(left), left, 0)  # a NaN is reported in the sum; it must not stay for ever
+    left = (
+        (parts - arriving).at[own].add((total - arrived)[0])
+    )  # the part's owner keeps the error of the second rounding
+    left = jnp.where(jnp.isfinite(left), left, 0)  # a NaN shows in the sum, and must not stay in the residual
     return whole.reshape(-1)[: vector.size], left.reshape(-1)[: vector.size]
 
 

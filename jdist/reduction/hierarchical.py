@@ -15,7 +15,7 @@ PyTree = Any
 
 
 def hierarchical(inner: int | str, outer: int | str) -> Reduction:
-    """Reduce-scatter within each inner group, all-reduce of the parts across groups, all-gather within each group.
+    """Sums by reduce-scatter within each inner group, all-reduce of the parts across groups, all-gather within each group.
 
     Only `1 / inner` of the tree crosses from group to group, so use it where that is the slow way: the machines of a
     cluster, the slices of a TPU pod.
@@ -61,7 +61,7 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
 
 
 def _stages(inner: Any, outer: Any, axes: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The arguments of collectives within a group and across groups, and the size of a group."""
+    """Makes the arguments of collectives within a group and across groups, and the size of a group."""
     if isinstance(inner, str):
         if {inner, outer} != set(axes):
             raise StrategyError(

@@ -10,7 +10,7 @@ from jdist.reduction.bucketed import by_vectors, padded
 
 
 def ring() -> Reduction:
-    """Each replica sends to the next one only: the vector travels in `num_replicas` parts, twice round the ring.
+    """Sums round a ring: each replica sends to the next one only, and the vector travels in parts, twice round.
 
     Every replica sends `2 (num_replicas - 1) / num_replicas` times the size of the tree, the least possible, in as many
     steps as there are replicas: for large trees over slow links, not for small ones.

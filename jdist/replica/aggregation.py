@@ -1,4 +1,4 @@
-"""Makes one of the replicas' versions of state that is no parameter: batch statistics, counters, metrics.
+"""One version made of the replicas' for state that is no parameter: batch statistics, counters, metrics.
 
 The meaning is that of `tf.VariableAggregation`, as a function: 5, to which replica i of 2 adds 1 + i, is 6.5 by "mean",
 8 by "sum" and 6 by "first".
@@ -25,11 +25,7 @@ _NOT_GIVEN: Any = object()
 
 
 def check_aggregation(how: object) -> None:
-    """Refuses what is no aggregation.
-
-    Raises:
-        StepError: lists those allowed.
-    """
+    """Raises StepError for what is no aggregation."""
     if how not in get_args(Aggregation):
         raise StepError(f"the aggregation is {how!r}; allowed are {', '.join(map(repr, get_args(Aggregation)))}.")
 

@@ -19,8 +19,7 @@ from jdist.core import context
 from jdist.core.collective_marks import Collective, alone, emit, without_gradient
 from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.errors import StepError, StrategyError
-from jdist.reduction import psum
-from jdist.reduction.algorithm import apply_reduction, axes_size
+from jdist.reduction.algorithm import apply_reduction, axes_size, psum
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -28,9 +27,9 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 
 
 def replica_axes() -> tuple[str, ...] | None:
-    """The mesh axes that replicas are spread over, for `BatchNorm(axis_name=...)` and collectives of your own.
+    """Returns the mesh axes that replicas are spread over, for `BatchNorm(axis_name=...)` and collectives of your own.
 
-    It is known inside of a step alone, where a linen model makes its layers. An nnx layer is made before: it takes
+    They are known inside a step alone, where a linen model makes its layers. An nnx layer is made before that: it takes
     `axis_name=strategy.axes`, as with None it would normalise each replica's rows by themselves.
 
     Returns:
@@ -45,13 +44,13 @@ def replica_axes() -> tuple[str, ...] | None:
 
 
 def num_replicas() -> int:
-    """The number of replicas that run this step, each microbatch counted as one; 1 outside a mesh and in the global view."""
+    """Counts the replicas that run this step, each microbatch as one; 1 outside a mesh and in the global view."""
     trace, axes = context.current_trace(), replica_axes()
     return (1 if axes is None else axes_size(axes)) * (1 if trace is None else trace.num_microbatches)
 
 
 def replica_id() -> jax.Array:
-    """This replica's number, int32 scalar in [0, num_replicas); 0 outside a mesh and in the global view.
+    """Returns this replica's number, int32 scalar in [0, num_replicas); 0 outside a mesh and in the global view.
 
     Microbatch `m` of `k` on replica `r` of the mesh is replica `r * k + m`.
     """
@@ -63,7 +62,7 @@ def replica_id() -> jax.Array:
 
 
 def replica_rng(key: jax.Array) -> jax.Array:
-    """A key of this replica's own, so that dropout or noise differs from replica to replica.
+    """Derives a key of this replica's own, so that dropout or noise differs from replica to replica.
 
     With `accumulate=k` it also differs from microbatch to microbatch. With one replica, in the global view, and outside
     a mesh it is `key` itself: one draw over the whole batch differs from row to row anyway.
@@ -113,15 +112,9 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
 
 
 def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy: bool = False) -> list[jax.Array]:
-    """Combines arrays over all replicas and microbatches, by an equation of the step that is found again.
+    """Combines arrays over all replicas and microbatches, by an equation of the step that can be found again.
 
-    Args:
-        collective: what is wanted.
-        leaves: this replica's arrays.
-        by_strategy: whether sums and means are made by the strategy's own all-reduce, if that is exact.
-
-    Returns:
-        The combined arrays.
+    With `by_strategy` sums and means are made by the strategy's own all-reduce, if that is exact.
     """
     axes, trace = replica_axes(), context.current_trace()
     k = 1 if trace is None else trace.num_microbatches
@@ -134,7 +127,7 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
         if collective.op in ("max", "min"):
             operands = tuple(map(without_gradient, operands))
         dtypes = [x.dtype for x in operands]
-        if collective.op == "mean":  # whose sum float16 may not be able to hold
+        if collective.op == "mean":  # float16 may not hold the sum
             operands = tuple(x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in operands)
         if axes is None or mesh_size == 1:
             operands = tuple(alone(*operands))
@@ -153,7 +146,7 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
 
 
 def _extreme(op: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The maximum or minimum over the replicas of a mesh; NaN where one of them is, as `jnp.maximum` has it."""
+    """Takes the maximum or minimum over the replicas of a mesh; NaN where one of them is, as `jnp.maximum` has it."""
     reduce = jax.lax.pmax if op == "max" else jax.lax.pmin
     extreme = reduce(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -164,11 +157,11 @@ def _extreme(op: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _total(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Sequence[jax.Array]:
-    """The sum over the replicas of a mesh, by the strategy's own algorithm."""
+    """Sums over the replicas of a mesh, by the strategy's own algorithm."""
     trace = context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
-    # One that is not exact is for gradients.
+    # An algorithm that is not exact serves gradients alone.
     reduction = strategy.reduction if strategy.reduction.exact else psum()
     carry = reduction.init(list(leaves))
     if jax.tree.leaves(carry):
@@ -225,7 +218,7 @@ def _gathered(leaf: jax.Array, axis: int) -> jax.Array:
 
 
 def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """This replica's part of the mean over the global batch, padding left out.
+    """Computes this replica's part of the mean over the global batch, padding left out.
 
     The mean over replicas of what this returns is the exact mean over all rows that count, wherever they are:
     `sum(mask * x) * N / psum(sum(mask))`. A mean of each replica's own mean is wrong as soon as one holds padding.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jdist.core import context
 from jdist.core.collective_marks import Collective, alone, emit, gradient_of
-from jdist.core.precision import InUse
+from jdist.core.precision import Precision
 from jdist.errors import StepError
 from jdist.replica.collectives import all_reduce, check_op, combine, num_replicas, replica_axes, replica_id
 from jdist.support.tracebacks import without_own_frames
@@ -29,7 +29,7 @@ def value_and_grad(
     op: GradientOp = "mean",
     using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """As `jax.value_and_grad`, with value and gradient averaged over the replicas.
+    """Differentiates as `jax.value_and_grad`, and averages value and gradient over the replicas.
 
     This is the boundary at which strategies differ; nothing else in a step knows of them.
 
@@ -85,12 +85,12 @@ def value_and_grad(
         return result
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        precision = precision_in_use()
-        if precision is None:
+        trace = context.current_trace()
+        if trace is None or trace.precision is None:
             return checked(*args, **kwargs)
         which = {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
-        args = tuple(precision.cast(x) if i in which else x for i, x in enumerate(args))
-        return precision.result(checked(*args, **kwargs), has_aux)
+        args = tuple(trace.precision.cast_to_compute(x) if i in which else x for i, x in enumerate(args))
+        return scale_loss(checked(*args, **kwargs), has_aux, trace.precision, trace.loss_scale)
 
     if using is not None:
         local = using(lowered, has_aux=has_aux)
@@ -123,7 +123,7 @@ def grad(
     op: GradientOp = "mean",
     using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """As `jax.grad`, with the gradient averaged over the replicas; see `value_and_grad` for the arguments.
+    """Differentiates as `jax.grad`, and averages the gradient over the replicas; see `value_and_grad` for the arguments.
 
     Returns:
         A function that returns `grads` or `(grads, aux)`.
@@ -141,23 +141,16 @@ def grad(
 def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
     """Reduces one replica's loss and gradient over the replicas.
 
-    Args:
-        value: this replica's loss; scalar, multiplied by the loss scale if there is one.
-        grads: this replica's gradient, the same; leaves without one (`float0`, integer parameters) pass through.
-        op: "mean" or "sum".
-
-    Returns:
-        `(value, grads)`, the same on every replica.
+    Both come multiplied by the loss scale, if there is one, and leave without it. Leaves without a gradient (`float0`, integer
+    parameters) pass through.
     """
-    precision = precision_in_use()
-    if precision is not None:
-        value, grads = precision.unscaled((value, grads))
+    trace = context.current_trace()
+    if trace is not None and trace.loss_scale is not None:
+        value, grads = _unscaled((value, grads), trace.loss_scale)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    local = (value, [leaves[i][1] for i in real])
-    trace = context.current_trace()
-    value, combined = reduce_gradients(*local, op)
+    value, combined = reduce_gradients(value, [leaves[i][1] for i in real], op)
     out = [leaf for _, leaf in leaves]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
@@ -177,14 +170,6 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
 def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -> tuple[jax.Array, list[jax.Array]]:
     """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
 
-    Args:
-        value: this replica's loss; scalar.
-        grads: this replica's gradient.
-        op: "mean" or "sum".
-
-    Returns:
-        `(value, grads)`, the same on every replica.
-
     Raises:
         StepError: the algorithm keeps something from step to step, which is not possible here.
     """
@@ -195,26 +180,41 @@ def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -
     if axes is None or strategy is None or not strategy.keeps_residuals or microbatches > 1:
         value, *grads = combine(mean_or_sum, [value, *grads], by_strategy=True)
         return value, grads
-    if trace is None or trace.residuals is None or not trace.at_step_level():
+    if trace is None or trace.sum_gradient is None or not trace.at_step_level():
         raise StepError(
             f"all-reduce {strategy.reduction.name} keeps what it leaves out of a gradient for the next step, which it can do "
             "only for gradients taken in a distributed step itself, not inside a `lax.scan`, `lax.cond` or `jax.jit` of it, "
             'nor in `strategy.run`. Take them in the step, or use `all_reduce="psum"`.'
         )
-    grads = trace.residuals.sum(grads, axes)
+    grads = trace.sum_gradient(grads, axes)
     if op == "mean":
         grads = [leaf / num_replicas() for leaf in grads]
     return combine(Collective("value", op), [value])[0], emit(mean_or_sum, alone, grads)
 
 
-def precision_in_use() -> InUse | None:
-    """The precision of the step that is being traced."""
-    trace = context.current_trace()
-    return None if trace is None else trace.precision
+def scale_loss(result: Any, has_aux: bool, precision: Precision, loss_scale: jax.Array | None) -> Any:
+    """Casts what a loss function returned in 16 bits to float32, and multiplies the loss by the loss scale."""
+    loss, aux = result if has_aux else (result, None)
+    loss = jnp.asarray(loss)
+    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    loss = loss if loss_scale is None else loss * loss_scale
+    return (loss, precision.cast_to_output(aux)) if has_aux else loss
+
+
+def _unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
+    """Divides a loss and its gradient by the loss scale; leaves without a gradient stay."""
+
+    def divided(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return (x.astype(wide) / scale.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
+
+    return jax.tree.map(divided, tree)
 
 
 def _own_part(x: jax.Array) -> jax.Array:
-    """This replica's share of an array that all hold; the last shares overlap where it does not divide."""
+    """Takes this replica's share of an array that all hold; the last shares overlap where it does not divide."""
     size = -(-x.size // num_replicas())
     return jax.lax.dynamic_slice_in_dim(x.reshape(-1), replica_id() * size, size)
 

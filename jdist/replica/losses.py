@@ -21,8 +21,7 @@ from jdist.support.checks import as_int
 def compute_average_loss(
     per_example_loss: jax.Array, sample_weight: jax.Array | float | None = None, global_batch: int | None = None
 ) -> jax.Array:
-    """This replica's part of the average loss: the sum of its losses, divided by the number of rows of the global
-    batch.
+    """Computes this replica's part of the average loss: the sum of its losses over the rows of the global batch.
 
     The parts add up to the average, so gradients are summed: `jdist.value_and_grad(loss_fn, op="sum")`.
 
@@ -70,11 +69,11 @@ def compute_average_loss(
     total = losses.sum()
     if not isinstance(rows, jax.Array):
         return total / max(rows, 1)
-    return jnp.where(rows == 0, 0, total / jnp.where(rows == 0, 1, rows))  # two, for the gradient's sake
+    return jnp.where(rows == 0, 0, total / jnp.where(rows == 0, 1, rows))  # twice, so that the gradient stays finite
 
 
 def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Array:
-    """This replica's part of a loss that every replica computes alike: divided by the number of replicas.
+    """Divides a loss that every replica computes alike by the number of replicas.
 
     The parts are summed again by `jdist.value_and_grad(..., op="sum")`; with "mean" there is nothing to scale.
 
@@ -100,7 +99,7 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
 
 
 def _num_replicas(call: str) -> int:
-    """In how many parts a step's loss is computed."""
+    """Counts the parts in which a step's loss is computed."""
     if not context.in_replica_context():
         raise StepError(
             f"jdist.{call} was called within `strategy.scope()` but outside a step, where no replica computes. Call it in a "

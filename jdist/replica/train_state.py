@@ -20,14 +20,7 @@ PyTree = Any
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimiser ignore the further arguments of `update` that others need, such as `value=loss`.
 
-    A step once had to mark by it an optimiser that it calls itself; strategies that make the update elsewhere find it in the
-    traced step now.
-
-    Args:
-        tx: the optimiser.
-
-    Returns:
-        The optimiser, equal for equal ones.
+    Equal optimisers give equal ones. A step needs no such mark on an optimiser that it calls itself.
     """
     if isinstance(tx, optax.GradientTransformationExtraArgs):
         return tx
@@ -84,7 +77,7 @@ class TrainState:
         aggregation: Mapping[str, Aggregation] | None = None,
         **extra: PyTree,
     ) -> TrainState:
-        """A state before the first step.
+        """Makes a state before the first step.
 
         Args:
             params: pytree of parameters.
@@ -119,7 +112,7 @@ class TrainState:
         )
 
     def apply_gradients(self, *, grads: PyTree, **extra: PyTree) -> TrainState:
-        """The state after one optimiser update.
+        """Makes one optimiser update.
 
         Args:
             grads: gradient, a tree like `params`.
@@ -144,7 +137,7 @@ class TrainState:
         )
 
     def replace(self, **changes: PyTree) -> TrainState:
-        """A copy with some fields, or some declared collections, changed; nothing is aggregated.
+        """Copies the state with some fields, or some declared collections, changed; aggregates nothing.
 
         Raises:
             StepError: neither a field nor a declared collection.

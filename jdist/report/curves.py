@@ -1,4 +1,4 @@
-"""`metrics.jsonl` as a picture: the loss over steps, and each other metric in a panel below."""
+"""Curves of a run: the loss over steps, and each other metric in a panel below."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from jdist.report.files import write_atomically
+from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS
 
-NOT_MEASURED = {"step", "epoch", "examples", "time_s"}
-EVAL, EPOCH = "eval/", "epoch/"
 NO_MATPLOTLIB = "no curves drawn, matplotlib is not installed: pip install matplotlib"
 _MOST_PANELS = 6
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of matplotlib with panels below each other that share their steps.
-
-    Attributes:
-        figure: the figure.
-        panels: its axes, from above.
-        shade: a colour for a number from 0 to 1.
-    """
+    """A figure of matplotlib with panels below each other, from above; `shade` maps a number from 0 to 1 to a colour."""
 
     figure: Any
     panels: list[Any]
@@ -32,7 +25,7 @@ class Figure:
 
 
 def new_figure(num_panels: int) -> Figure | None:
-    """An empty figure; None if matplotlib is not installed."""
+    """Makes an empty figure; None if matplotlib is not installed."""
     try:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -52,24 +45,19 @@ def new_figure(num_panels: int) -> Figure | None:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a picture."""
+    """Draws a figure as a PNG."""
     picture = io.BytesIO()
     figure.figure.savefig(picture, format="png")
     return picture.getvalue()
 
 
 def points_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
-    """Step and value of each row that has a finite number in a column."""
+    """Lists step and value of each row that has a number in a column."""
     return [(row["step"], row[column]) for row in rows if isinstance(row.get(column), int | float)]
 
 
 def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> str:
-    """Draw the curves of a run.
-
-    Args:
-        rows: the rows of `metrics.jsonl`; names of evaluation metrics begin with "eval/", of means over epochs "epoch/".
-        path: the PNG to write, replaced as a whole.
-        title: heading of the figure.
+    """Draws the curves of a run's rows into a PNG, which is replaced as a whole.
 
     Returns:
         One line that says what was done, or what to install.
@@ -85,17 +73,12 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
 
 
 def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
-    """The curves as a picture, or why there is none.
-
-    Args:
-        rows: as for `plot_curves`.
-        title: heading.
-    """
+    """Draws the curves of a run's rows as a PNG; returns why there is none otherwise."""
     measured = dict.fromkeys(
         name.removeprefix(EVAL).removeprefix(EPOCH)
         for row in rows
         for name, value in row.items()
-        if name not in NOT_MEASURED and (value is None or isinstance(value, int | float))
+        if name not in OF_ROWS and (value is None or isinstance(value, int | float))
     )
     names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
     if not names:

@@ -13,7 +13,7 @@ from jdist.errors import ConfigError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system into a `ConfigError` that names the path."""
+    """Turns a failure of the file system into a `ConfigError` that names the path."""
     try:
         yield
     except OSError as exc:
@@ -26,11 +26,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file as a whole: whenever this process is killed, the old file is there or the new one.
+    """Replaces a file as a whole: whenever this process is killed, the old file is there or the new one.
 
-    Args:
-        path: the file.
-        content: its new content; text is written as UTF-8.
+    Text is written as UTF-8.
 
     Raises:
         ConfigError: the file system refuses; the old file is untouched.
@@ -49,5 +47,5 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def first_free(path: Path) -> Path:
-    """The first of `NAME.1`, `NAME.2`, ... that is not there, to set `path` aside under."""
+    """Finds the first of `NAME.1`, `NAME.2`, ... that is free, to set `path` aside under."""
     return next(free for n in itertools.count(1) if not (free := path.with_name(f"{path.name}.{n}")).exists())

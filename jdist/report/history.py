@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import ConfigError
-from jdist.report.curves import NO_MATPLOTLIB, NOT_MEASURED, as_png, new_figure
+from jdist.report.curves import NO_MATPLOTLIB, as_png, new_figure
 from jdist.report.files import write_atomically
+from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS
 from jdist.support.html import paragraph
 from jdist.support.suggest import did_you_mean
-
-# What rows hold besides metrics, whose names are others; and how those begin of which there is one a pass, not one a step.
-OF_ROWS, PREFIXES = ("step", "epoch", "time_s", "examples"), ("eval/", "epoch/")
 
 
 @dataclass(eq=False)
@@ -24,8 +22,8 @@ class History:
     """The rows that a run has logged.
 
     Attributes:
-        rows: dicts, "step" and "epoch" first, then what was measured: "loss" of one step, "epoch/loss" over an epoch,
-            "eval/loss" of an evaluation.
+        rows: dicts, "step" and "epoch" first, then metrics: "loss" of one step, "epoch/loss" over an epoch, "eval/loss" of an
+            evaluation.
         stopped: why the run ended before its time; None if it did not.
 
     Example:
@@ -40,16 +38,16 @@ class History:
 
     @property
     def epochs(self) -> list[dict[str, Any]]:
-        """Of each epoch the means and metrics over all its rows, with "step" and "epoch"."""
-        return self._of("epoch/")
+        """Means and metrics of each epoch, over all its rows, with "step" and "epoch"."""
+        return self._of(EPOCH)
 
     @property
     def evals(self) -> list[dict[str, Any]]:
-        """What each evaluation has measured, with "step" and "epoch"."""
-        return self._of("eval/")
+        """Results of each evaluation, with "step" and "epoch"."""
+        return self._of(EVAL)
 
     def __getitem__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The steps at which something was measured, and its values.
+        """Lists the steps at which a metric was measured, and its values.
 
         Args:
             name: such as "loss", "epoch/loss" or "eval/loss".
@@ -59,7 +57,7 @@ class History:
         """
         points = [(row["step"], row[name]) for row in self.rows if name in row]
         if not points:
-            names = sorted({key for row in self.rows for key in row if key not in NOT_MEASURED})
+            names = sorted({key for row in self.rows for key in row if key not in OF_ROWS})
             raise KeyError(
                 f"{name!r} was not measured; there are {', '.join(names) or 'no rows'}.{did_you_mean(name, names)}"
             )

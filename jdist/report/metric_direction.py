@@ -1,4 +1,4 @@
-"""Whether less or more of a metric is better, by its name."""
+"""The direction in which a metric improves, by its name."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ NAMES = tuple(f"{_LESS_NAMES} {_MORE_NAMES}".split())
 
 
 def _words(words: str) -> re.Pattern[str]:
-    """Any of these as a whole word: letters beside it make it another one (stop is no top), `_`, `-` and digits do not."""
+    """Matches any of these as a whole word: letters beside it make another one (stop is no top), `_`, `-` and digits do not."""
     return re.compile(rf"(?<![a-z])({'|'.join(words.split())})(?![a-z])")
 
 
 _LESS = _words(rf"{_LESS_NAMES} cross_?entropy")
 _MORE = _words(rf"{_MORE_NAMES} top[_-]?\d+ top[_-]?k")
-# What turns the others round, or measures something else of them: neg_mean_squared_error, accuracy_drop, loss_scale.
-_TURNED = _words("neg negative minus inverse drop gap reduction improvement scale weight")
+# These reverse the others, or measure something else: neg_mean_squared_error, loss_scale.
+_REVERSED = _words("neg negative minus inverse drop gap reduction improvement scale weight")
 
 
 def better(metric: str) -> Mode | None:
-    """Reads it off the name; None if that says nothing certain: a "score" may be Brier's or an F1.
-
-    Args:
-        metric: its name, such as "loss" or "eval/accuracy".
+    """Finds by its name whether less or more of a metric is better; None if unsure: a "score" may be Brier's or an F1.
 
     Example:
         >>> better("eval/loss"), better("accuracy"), better("score")
@@ -42,4 +39,4 @@ def better(metric: str) -> Mode | None:
     """
     name = metric.rpartition("/")[2].lower()
     less, more = _LESS.search(name) is not None, _MORE.search(name) is not None
-    return None if less == more or _TURNED.search(name) else "min" if less else "max"
+    return None if less == more or _REVERSED.search(name) else "min" if less else "max"

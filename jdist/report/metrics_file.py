@@ -1,26 +1,28 @@
-"""A run's rows, one JSON object a line, appended as it goes on: `metrics.jsonl`, and `history.jsonl` beside checkpoints."""
+"""Rows of a run, one JSON object a line, appended as it goes on: `metrics.jsonl`, `eval.jsonl`, `history.jsonl`."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
+from jdist.report.plain import to_plain
 
 Row = dict[str, Any]
+# Names in rows that are no metrics, and the prefixes of metrics of an evaluation or an epoch.
+OF_ROWS = ("step", "epoch", "time_s", "examples")
+EVAL, EPOCH = "eval/", "epoch/"
+PREFIXES = (EVAL, EPOCH)
 
 
 @dataclass
 class MetricsFile:
-    """A file of rows, open for appending.
+    """A file of rows, open for appending once `open` or `begin` has made it.
 
     Attributes:
         path: the file.
@@ -33,7 +35,7 @@ class MetricsFile:
 
     @classmethod
     def open(cls, path: Path, *, step: int) -> MetricsFile:
-        """Open the file of a run that goes on after `step`; what was written later is dropped.
+        """Opens the file of a run that goes on after `step`, and drops what was written later.
 
         Args:
             path: the file; made if it is not there.
@@ -46,7 +48,7 @@ class MetricsFile:
 
     @classmethod
     def begin(cls, path: Path, rows: list[Row]) -> MetricsFile:
-        """Open a file that holds these rows and no others.
+        """Opens a file that holds these rows and no others.
 
         Raises:
             ConfigError: the file system refuses.
@@ -59,7 +61,7 @@ class MetricsFile:
             return cls(path, rows, path.open("a", encoding="utf-8"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row; it is in the file, whole, when this returns.
+        """Appends one row; it is in the file, whole, when this returns.
 
         Args:
             step: the number of steps done.
@@ -70,14 +72,14 @@ class MetricsFile:
         """
         if self._handle is None:
             raise ConfigError(f"{self.path}: the metrics of this run are closed already.")
-        row = {"step": step} | {name: _plain(value) for name, value in values.items()}
+        row = {"step": step} | to_plain(dict(values), not_finite=lambda _: None)
         with writing(self.path):
             self._handle.write(_line(row))
             self._handle.flush()
         self.rows.append(row)
 
     def sync(self) -> None:
-        """Bring what was written to the disk.
+        """Flushes the file to the disk.
 
         Raises:
             ConfigError: the file system refuses.
@@ -87,7 +89,7 @@ class MetricsFile:
                 os.fsync(self._handle.fileno())
 
     def close(self) -> None:
-        """Bring everything to the disk and close the file."""
+        """Flushes the file to the disk and closes it."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             with writing(self.path), handle:
@@ -95,7 +97,7 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a last line torn by a kill is left out.
+    """Reads the rows of a file; a last line torn by a kill is left out.
 
     Args:
         path: the file; one that is not there has no rows.
@@ -131,12 +133,3 @@ def _row(line: str) -> Row | None:
 
 def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """Makes a value plain JSON: numpy's becomes Python's, and what is not finite, within an array too, null."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,9 @@
-"""Measured values as JSON holds them: numpy's as Python's, and what is no finite number, which JSON lacks, as text."""
+"""Measured values as plain JSON: NumPy's as Python's, and NaN and infinities, which JSON lacks, as text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def to_plain(value: Any) -> Any:
-    """A value of numbers, arrays, dicts and lists for `json.dumps`; `from_plain` gives it back, arrays as lists.
+def to_plain(value: Any, *, not_finite: Callable[[float], Any] = str) -> Any:
+    """Converts numbers, arrays, dicts and lists for `json.dumps`; `from_plain` inverts it, but for arrays, which become lists.
+
+    `not_finite` converts NaN and infinities.
 
     Example:
         >>> to_plain({"loss": float("nan"), "counts": np.arange(2)})
@@ -20,14 +23,14 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: to_plain(each) for name, each in value.items()}
+        return {name: to_plain(each, not_finite=not_finite) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [to_plain(each, not_finite=not_finite) for each in value]
+    return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tree_to_plain(tree: Any) -> dict[str, Any]:
-    """A tree of dicts, tuples, lists and arrays for `json.dumps`, of which `tree_from_plain` gives back all, types too.
+    """Converts a tree of dicts, tuples, lists and arrays for `json.dumps`; `tree_from_plain` inverts it, types included.
 
     Example:
         >>> tree_to_plain((np.array([1.5, np.inf], np.float32),))

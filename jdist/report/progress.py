@@ -1,4 +1,4 @@
-"""Shows a run's progress: a bar on a terminal or in a notebook, plain lines anywhere else."""
+"""The progress of a run: a bar on a terminal or in a notebook, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -22,12 +22,12 @@ _REDRAW_S = 0.2  # a notebook's reader sees no more, and each costs a message
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The speed of a run.
+    """The speed of a run since the last report; NaN where it is not known.
 
     Attributes:
-        examples_per_s: rows trained on in a second, since the last report; NaN if it is not known.
-        steps_per_s: steps in a second; NaN if it is not known.
-        eta_s: seconds that the remaining steps will take, evaluations and saves left out; NaN if not known.
+        examples_per_s: rows trained on in a second.
+        steps_per_s: steps in a second.
+        eta_s: seconds that the remaining steps will take, evaluations and saves left out.
     """
 
     examples_per_s: float
@@ -66,11 +66,7 @@ class Meter:
         return self._clock() - self._start
 
     def lap(self, step: int) -> Speed:
-        """The speed since the last lap.
-
-        Args:
-            step: steps done by now.
-        """
+        """Measures the speed since the last lap; `step` steps are done by now."""
         now = self.train_s
         if step == self._step:
             return Speed(examples_per_s=math.nan, steps_per_s=math.nan, eta_s=math.nan)
@@ -85,7 +81,7 @@ class Meter:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave what happens in the block out of the time."""
+        """Leaves what happens in the block out of the time."""
         before = self._clock()
         try:
             yield
@@ -93,30 +89,17 @@ class Meter:
             self._start += self._clock() - before
 
 
-class Reporter(Protocol):
-    """Shows what a run reports."""
-
-    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        """Training has come to `step`."""
-
-    def move(self, step: int) -> None:
-        """Training has come to `step`, without figures."""
-
-    def note(self, text: str) -> None:
-        """Something worth a line of its own."""
-
-    def close(self) -> None:
-        """Leave the output as it is; closing twice does no harm."""
-
-
 class Lines:
-    """A plain line for each report."""
+    """A plain line for each report.
+
+    As `Bar` and `NotebookBar` it takes the step that training has come to, with its figures (`train`) or without (`move`), and
+    notes. Closing twice does no harm.
+    """
 
     def __init__(self, total: int | None, file: IO[str]) -> None:
         self._total, self._file = total, file
 
     def note(self, text: str) -> None:
-        """Print one line, at once."""
         print(text, file=self._file, flush=True)
 
     def move(self, step: int) -> None:
@@ -126,7 +109,6 @@ class Lines:
         """Lines are written already."""
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        """Print one line."""
         self.note("  ".join([_done(step, self._total), *_parts(metrics, speed)]))
 
 
@@ -138,22 +120,19 @@ class Bar:
         self._bar = progress.add_task("train", total=total, completed=step, figures=_COMPILING)
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        """Move the bar."""
         *figures, eta = _parts(metrics, speed)  # what does not fit is cut at the end
         self._progress.update(self._bar, completed=step, figures="  ".join([eta, *figures]))
 
     def move(self, step: int) -> None:
-        """Move the bar, the figures as they were; there were none before the first step had been compiled."""
+        """Moves the bar and leaves its figures, of which there are none before the first step is compiled."""
         (task,) = (task for task in self._progress.tasks if task.id == self._bar)
         figures = "" if task.fields["figures"] == _COMPILING else task.fields["figures"]
         self._progress.update(self._bar, completed=step, figures=figures)
 
     def note(self, text: str) -> None:
-        """Print above the bar."""
         self._progress.console.print(text, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
-        """Stop drawing; the bar stays as it is."""
         self._progress.stop()
 
 
@@ -169,24 +148,21 @@ class NotebookBar:
         self._handle: Any = display.display(self._output(), raw=True, display_id=True)
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        """Move the bar."""
         self._figures = "  ".join(_parts(metrics, speed))
         self.move(step)
 
     def move(self, step: int) -> None:
-        """Move the bar, the figures as they were; there were none before the first step had been compiled."""
+        """Moves the bar and leaves its figures, of which there are none before the first step is compiled."""
         self._step = step
         self._figures = "" if self._figures == _COMPILING else self._figures
         if time.monotonic() - self._drawn_s >= _REDRAW_S:
             self._draw()
 
     def note(self, text: str) -> None:
-        """Print below the bar; of many notes the newest are shown."""
         self._notes.append(text)
         self._draw()
 
     def close(self) -> None:
-        """Draw what came last; the bar stays as it is."""
         self._draw()
 
     def _draw(self) -> None:
@@ -206,13 +182,13 @@ class NotebookBar:
         }
 
 
-def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
-    """The way to report that suits where the output goes; to be closed.
+Reporter = Lines | Bar | NotebookBar
 
-    Args:
-        console: where to write; a bar is drawn if it is a terminal, or a notebook's.
-        step: steps done already.
-        total: steps of the whole run; None: not known.
+
+def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
+    """Opens the report that suits a console: a bar on a terminal or in a notebook, else lines.
+
+    `step` of `total` steps are done; None: their number is not known.
     """
     if console.is_jupyter and console.file is sys.stdout:
         return NotebookBar(step=step, total=total)
@@ -229,17 +205,17 @@ def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
-    """Metrics on one line, `loss 0.3124  accuracy 0.91`, arrays left out."""
+    """Formats metrics on one line, `loss 0.3124  accuracy 0.91`; leaves arrays out."""
     return "  ".join(f"{name} {readable(value)}" for name, value in numbers(metrics).items())
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Picks the metrics that are one number, no array."""
+    """Selects the metrics that are numbers, no arrays."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def readable(value: float) -> str:
-    """A number in about four digits, as people write it: `0.3124`, `400,000`; with an exponent only far off.
+    """Formats a number in about four digits, as people write it, with an exponent only far off.
 
     Example:
         >>> readable(400_000.2), readable(0.01234567), readable(1e-7), readable(1e30)
@@ -249,7 +225,7 @@ def readable(value: float) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes in the unit that suits them: `1.50 GiB`."""
+    """Formats bytes in the unit that suits them: `1.50 GiB`."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024 or unit == "GiB":
@@ -259,7 +235,7 @@ def size(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `0:01:20`; `-` if they are not known."""
+    """Formats seconds as `0:01:20`, or as `-` if they are not known."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,6 +1,6 @@
-"""Run folders: listed, compared, repeated, and made by the dozen.
+"""Run folders: lists, comparisons, replays and sweeps of runs.
 
-Start at `outcome`, which reads a folder that `jdist.experiment` made; `sweep` makes many.
+Start at `summary`, which reads a folder that `jdist.experiment` made; `sweep` makes many.
 
 May import: experiment, launcher and what is below them.
 """

@@ -1,4 +1,4 @@
-"""A command in a process of its own, which gets the signals that come here, and is gone when this process is."""
+"""A command in a process of its own, which gets this process's signals and ends with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen while the block runs: the first signal is passed on, a second one kills."""
+        """Listens while the block runs: the first signal is passed on, a second one kills."""
 
         def on_signal(number: int, frame: object) -> None:
             again, self.asked = self.asked is not None, signal.Signals(number)
@@ -40,7 +40,7 @@ class Stop:
 
     @contextlib.contextmanager
     def passed_on(self, send: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Hand signals to `send` while the block runs, the one that came before too."""
+        """Hands signals to `send` while the block runs, one that came before it too."""
         self._pass_on = send
         if self.asked is not None:
             send(self.asked)
@@ -56,7 +56,7 @@ class Stop:
 
 
 def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
-    """Run a command to its end.
+    """Runs a command to its end.
 
     It stands under the launcher's guard (`jdist/launcher/guard.py`), so that it, and all that it starts, ends with
     this process, however that ends.
@@ -73,12 +73,12 @@ def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
         ConfigError: the log cannot be written.
     """
     with writing(log), log.open("wb") as output:
-        control, theirs = socket.socketpair()
+        control, guards_end = socket.socketpair()
         with control:
-            with theirs:
+            with guards_end:
                 guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(GUARD), *command],
-                    stdin=theirs.fileno(),
+                    stdin=guards_end.fileno(),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=dict(os.environ),
@@ -89,14 +89,14 @@ def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
                 with contextlib.suppress(OSError):  # it has just ended
                     control.send(bytes([number]))
 
-            received = b""
+            report = b""
             with stop.passed_on(send):
                 while part := control.recv(4096):  # as long as the run lasts; signals get through meanwhile
-                    received += part
+                    report += part
     try:
-        returned = guard.wait(GUARD_GONE_S)
+        guard_code = guard.wait(GUARD_GONE_S)
     except subprocess.TimeoutExpired:
         guard.kill()
-        returned = guard.wait()
-    lines = received.decode().splitlines()
-    return int(lines[1].split()[0]) if len(lines) == 2 else returned or 1
+        guard_code = guard.wait()
+    lines = report.decode().splitlines()
+    return int(lines[1].split()[0]) if len(lines) == 2 else guard_code or 1

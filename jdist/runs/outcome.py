@@ -1,4 +1,4 @@
-"""Writes a sweep's results: one table, as text, CSV and JSON, and one picture."""
+"""A sweep's results: one table, as text, CSV and JSON, and one picture."""
 
 from __future__ import annotations
 
@@ -22,18 +22,13 @@ from jdist.runs.table import columns, figure
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """By what runs are sorted.
+    """The order of a sweep's runs."""
 
-    Attributes:
-        metric: of the last evaluation.
-        mode: whether the greatest or the least value comes first.
-    """
-
-    metric: str
-    mode: Literal["max", "min"]
+    metric: str  # of the last evaluation
+    mode: Literal["max", "min"]  # whether the greatest or the least value comes first
 
     def __call__(self, run: RunSummary | None) -> tuple[bool, float]:
-        """A key to sort by; what has no value, or none that is finite, comes last."""
+        """Makes a key to sort by; what has no value, or none that is finite, comes last."""
         value = None if run is None else run.last(self.metric)
         return (True, 0.0) if value is None or math.isnan(value) else (False, -value if self.mode == "max" else value)
 
@@ -45,17 +40,14 @@ def write_outcome(
     failures: Mapping[Point, str],
     ranking: Ranking,
 ) -> str:
-    """Write table.txt, table.csv, table.json and curves.png.
+    """Writes table.txt, table.csv, table.json and curves.png, and returns the table and the places of these files.
 
     Args:
         folder: the sweep's.
         trials: its runs, at least one.
         done: those that have finished.
         failures: why others failed.
-        ranking: by what to sort.
-
-    Returns:
-        The table, and where it was written.
+        ranking: the order of the rows.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -77,7 +69,7 @@ def write_outcome(
 
 
 def _labels(trial: Point, metric: str) -> list[str]:
-    """What to call the columns of the axes: by the whole key where another column has the short name."""
+    """Names the columns of the axes: by the whole key where another column has the short name."""
     others = {"run", metric, f"best {metric}", "steps", "time_s", "time", "status"}
     keys = (override.partition("=")[0] for override in trial.overrides)
     return [key if label in others else label for label, key in zip(trial.values, keys, strict=True)]

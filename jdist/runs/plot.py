@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdist.report.curves import EPOCH, EVAL, NO_MATPLOTLIB, NOT_MEASURED, new_figure, png, points_of
+from jdist.report.curves import NO_MATPLOTLIB, new_figure, png, points_of
 from jdist.report.files import write_atomically
-from jdist.report.metrics_file import Row
+from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS, Row
 
 _MOST_PANELS = 6
 _DISTINCT = 10  # colours that people tell apart
@@ -19,7 +19,7 @@ _TRAINING: dict[str, Any] = {"alpha": 0.4, "linewidth": 1}
 def plot_runs(
     runs: Mapping[str, Sequence[Row]], path: Path, *, title: str, metrics: Sequence[str] | None = None
 ) -> str:
-    """Draw each metric of several runs into a panel of its own.
+    """Draws each metric of several runs into a panel of its own.
 
     Evaluations are drawn where a run has any, over what was measured in training, which is faint; else that alone.
 
@@ -38,7 +38,7 @@ def plot_runs(
     if metrics is None:
         columns = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
         measured = dict.fromkeys(name.removeprefix(EVAL) for name in columns if not name.startswith(EPOCH))
-        metrics = sorted((name for name in measured if name not in NOT_MEASURED), key=lambda name: name != "loss")
+        metrics = sorted((name for name in measured if name not in OF_ROWS), key=lambda name: name != "loss")
     metrics = [m for m in metrics if any(points_of(r, c) for r in runs.values() for c in (m, EVAL + m))][:_MOST_PANELS]
     if not metrics:
         return "no curves drawn, nothing was measured"
@@ -49,15 +49,14 @@ def plot_runs(
     legend, faint = {}, False
     for panel, metric in zip(figure.panels, metrics, strict=True):
         for i, (label, rows) in enumerate(runs.items()):
-            held_out = points_of(rows, EVAL + metric)
+            evaluations, training = points_of(rows, EVAL + metric), points_of(rows, metric)
             color = figure.shade(i / (len(runs) - 1)) if many else f"C{i}"
-            if held_out:
-                training = points_of(rows, metric)
+            if evaluations:
                 if training and not many:
                     faint = True
                     panel.plot(*zip(*training, strict=True), color=color, **_TRAINING)
-                legend[label] = panel.plot(*zip(*held_out, strict=True), color=color, label=label, **_EVALUATION)[0]
-            elif training := points_of(rows, metric):
+                legend[label] = panel.plot(*zip(*evaluations, strict=True), color=color, label=label, **_EVALUATION)[0]
+            elif training:
                 legend[label] = panel.plot(*zip(*training, strict=True), color=color, linewidth=1, label=label)[0]
         panel.set_ylabel(metric)
     first = figure.panels[0]

@@ -20,7 +20,7 @@ _CLOCK = "time_s"  # no two runs take the same time
 
 
 def replay(folder: str, *, fresh: bool = False) -> int:
-    """Repeat a run from its first step, and compare metrics and last state with what it came to.
+    """Repeats a run from its first step, and compares metrics and last state with the original's.
 
     It is written to NAME.replay beside the run. One that was stopped there goes on; a finished one is set aside.
 
@@ -32,7 +32,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
         The exit code: 0 if all is equal bit for bit, 1 if not; 130 and 143 if it was stopped.
 
     Raises:
-        JDistError: it is no finished run, or it cannot be run here.
+        JDistError: it is not a finished run, or it cannot be run here.
     """
     original = RunFolder(Path(folder).resolve())
     if not original.config.is_file():
@@ -42,14 +42,14 @@ def replay(folder: str, *, fresh: bool = False) -> int:
     if not starts and original.environment.is_file():
         raise ConfigError(
             f"{original.environment}: lists no start of the run, so nothing says what to repeat; it was changed after the run. "
-            "Bring the file back, or start the run again with --fresh."
+            "Restore the file, or start the run again with --fresh."
         )
     if not starts:
         raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
     if result is None or not result.is_end(starts[-1].total_steps):
         raise ConfigError(
             f"{folder}: this run has not come to its {starts[-1].total_steps:,} steps, so there is no end to compare with. "
-            "Bring it there first, by the command that started it."
+            "Finish it first, with the command that started it."
         )
     name, place = f"{original.path.name}.replay", str(original.path.parent)
     document = load(original.config, [f"name={flow(name)}", f"log.folder={flow(place)}"])
@@ -59,7 +59,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
             os.environ.setdefault(variable, starts[-1].environment[variable])
     apply_platform(config.platform)
 
-    # JAX, which reads these variables when it is imported, comes after them.
+    # These import JAX, which then reads the variables.
     from jdist.cluster.runtime import started
     from jdist.experiment.run import run
 
@@ -86,20 +86,19 @@ def replay(folder: str, *, fresh: bool = False) -> int:
 
 
 def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
-    """The first metric of two runs that differs, in words; nothing if none does. The clock is left out.
+    """Says which metric of two runs differs first, the clock left out; nothing if none does.
 
     Example:
         >>> first_difference([{"step": 1, "loss": 0.5}], [{"step": 1, "loss": 0.25}])
         ['step 1: loss is 0.5 there, 0.25 here']
     """
-    steps = sorted({row["step"] for row in [*there, *here]})
     theirs, ours = ({row["step"]: row for row in rows} for rows in (there, here))
-    for step in steps:
+    for step in sorted({**theirs, **ours}):
         if step not in theirs or step not in ours:
             side = "here" if step not in theirs else "there"
             return [f"step {step}: there is a row of metrics {side} alone"]
         a, b = theirs[step], ours[step]
-        for name in dict.fromkeys([*a, *b]):
+        for name in {**a, **b}:
             if name != _CLOCK and a.get(name) != b.get(name):
                 return [f"step {step}: {name} is {a.get(name)!r} there, {b.get(name)!r} here"]
     return []

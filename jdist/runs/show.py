@@ -14,41 +14,34 @@ from jdist.experiment.repeatable import read_starts
 from jdist.report.progress import duration
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RUNS, RunSummary, find_runs, read_run
-from jdist.runs.table import columns, figure, local_time
+from jdist.runs.table import columns, figure
 
 
 def compare(a: RunSummary, b: RunSummary, *, as_json: bool = False) -> str:
-    """Compare two runs, and draw their curves into a picture beside the first.
-
-    Args:
-        a: a run.
-        b: another one.
-        as_json: return JSON instead of tables.
-
-    Returns:
-        What to print.
+    """Compares two runs in tables, or in JSON, and draws their curves into a picture beside the first.
 
     Raises:
         ConfigError: the picture cannot be written.
     """
-    names = _names(a, b)
+    by_name = a.path.name != b.path.name
+    names = tuple(run.path.name if by_name else str(run.path) for run in (a, b))
     config = _differences(*(dict(leaves(run.config.model_dump())) for run in (a, b)))
     config = {dotted(key): pair for key, pair in config.items() if key not in (("name",), ("log", "folder"))}
-    started = [read_starts(RunFolder(run.path)) for run in (a, b)]
-    environment = _differences(*(starts[-1].environment if starts else {} for starts in started))
+    starts = [read_starts(RunFolder(run.path))[-1:] for run in (a, b)]
+    environment = _differences(*(start[0].environment if start else {} for start in starts))
     last = a.last_metrics(), b.last_metrics()
     metrics = {name: (last[0].get(name), last[1].get(name)) for name in {**last[0], **last[1]}}
     picture = a.path.parent / f"{a.path.name}_and_{b.path.name}.png"
     drawn = plot_runs(dict(zip(names, (a.rows, b.rows), strict=True)), picture, title=" and ".join(names))
     if as_json:
-        found = {"config": config, "environment": environment, "metrics": metrics, "curves": drawn}
-        return json.dumps({"runs": [a.as_json(), b.as_json()], **found}, indent=1)
+        differences = {"config": config, "environment": environment, "metrics": metrics, "curves": drawn}
+        return json.dumps({"runs": [a.as_json(), b.as_json()], **differences}, indent=1)
     tables = [
         columns(["config", *names], [[key, _text(x), _text(y)] for key, (x, y) in config.items()])
         if config
         else "the configs are alike",
     ]
-    if all(started):
+    if all(starts):
         rows = [[key, _text(x), _text(y)] for key, (x, y) in environment.items()]
         tables.append(columns(["environment", *names], rows) if rows else "the environments are alike")
     rows = [[name, figure(x), figure(y)] for name, (x, y) in metrics.items()]
@@ -56,13 +49,8 @@ def compare(a: RunSummary, b: RunSummary, *, as_json: bool = False) -> str:
     return "\n\n".join([*tables, drawn])
 
 
-def _names(a: RunSummary, b: RunSummary) -> tuple[str, str]:
-    """What to call them: by their folders' names, or by the paths where these are alike."""
-    return (a.path.name, b.path.name) if a.path.name != b.path.name else (str(a.path), str(b.path))
-
-
 def _differences(a: dict, b: dict) -> dict:
-    """The keys whose values differ, with both; None for one that is not there."""
+    """Finds the keys whose values differ, with both; None for one that is not there."""
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
@@ -72,7 +60,7 @@ def _text(value: object) -> str:
 
 
 def show(folders: Sequence[str], *, as_json: bool = False) -> int:
-    """Print what the command line asks for; of a list, runs that cannot be read come last, each with the reason.
+    """Prints a list of runs, or two side by side; runs that cannot be read come last in a list, each with the reason.
 
     Args:
         folders: none or one to list, or two run folders to compare.
@@ -87,7 +75,7 @@ def show(folders: Sequence[str], *, as_json: bool = False) -> int:
     if len(folders) > 2:
         raise ConfigError(f"`jdist runs` lists one folder or compares two runs, and {len(folders)} are given.")
     if len(folders) == 2:
-        print(compare(*(read_run(_found(name)) for name in folders), as_json=as_json))
+        print(compare(*(read_run(_folder(name)) for name in folders), as_json=as_json))
         return 0
     runs: list[RunSummary] = []
     unreadable: dict[Path, str] = {}
@@ -100,8 +88,8 @@ def show(folders: Sequence[str], *, as_json: bool = False) -> int:
     return 0
 
 
-def _found(name: str) -> Path:
-    """A run folder by its path, or by its name in runs/."""
+def _folder(name: str) -> Path:
+    """Finds a run folder by its path, or by its name in runs/."""
     return Path(name) if Path(name).is_dir() or not (RUNS / name).is_dir() else RUNS / name
 
 
@@ -121,7 +109,7 @@ def _table(runs: Sequence[RunSummary]) -> str:
     rows = [
         [
             str(run.path),
-            _task(run.config.task.make),
+            run.config.task.make.removeprefix("jdist.tasks.").removesuffix(":make"),
             run.config.strategy.name,
             f"{run.step:,}/{'?' if run.total_steps is None else f'{run.total_steps:,}'}",
             run.metric,
@@ -129,13 +117,8 @@ def _table(runs: Sequence[RunSummary]) -> str:
             figure(run.best(run.metric)),
             duration(run.time_s),
             run.status,
-            local_time(run.changed_at),
+            f"{run.changed_at.astimezone():%Y-%m-%d %H:%M}",
         ]
         for run in runs
     ]
     return columns(header, rows, right=["step", "last", "best", "time"])
-
-
-def _task(make: str) -> str:
-    """`digits` for `jdist.tasks.digits:make`, else the import path."""
-    return make.removeprefix("jdist.tasks.").removesuffix(":make")

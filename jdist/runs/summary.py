@@ -1,9 +1,8 @@
-"""Reads a run folder without JAX, also while the run goes on."""
+"""A run's config, state and metrics, read from its folder without JAX, also while the run goes on."""
 
 from __future__ import annotations
 
 import datetime
-import difflib
 import math
 import os
 from collections.abc import Iterator
@@ -17,12 +16,13 @@ from jdist.experiment.load import load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
-from jdist.report.curves import EVAL, points_of
+from jdist.report.curves import points_of
 from jdist.report.metric_direction import Mode, better
-from jdist.report.metrics_file import Row, read_rows
+from jdist.report.metrics_file import EVAL, Row, read_rows
 from jdist.report.plain import to_plain
 from jdist.report.progress import numbers
 from jdist.support.file_lock import is_held
+from jdist.support.suggest import closest
 
 RUNS = Path("runs")
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
@@ -30,25 +30,15 @@ _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run, read from its folder.
+    """A run, read from its folder."""
 
-    Attributes:
-        path: the folder.
-        config: the config as it was resolved.
-        status: "running" while a process holds the folder; "finished" at the last step; else "stopped".
-        step: steps done, as far as they were written down.
-        total_steps: steps asked for; None if nobody wrote that down.
-        rows: the rows of metrics.jsonl.
-        changed_at: when metrics were written last, or the config.
-    """
-
-    path: Path
-    config: Config
-    status: Literal["running", "finished", "stopped"]
-    step: int
-    total_steps: int | None
-    rows: list[Row]
-    changed_at: datetime.datetime
+    path: Path  # the folder
+    config: Config  # as it was resolved
+    status: Literal["running", "finished", "stopped"]  # "running" while a process holds the folder
+    step: int  # steps done, as far as they were written down
+    total_steps: int | None  # of the whole run; None if it was not written down
+    rows: list[Row]  # of metrics.jsonl
+    changed_at: datetime.datetime  # when metrics were written last, or the config
 
     @property
     def time_s(self) -> float:
@@ -57,30 +47,26 @@ class RunSummary:
 
     @property
     def metric(self) -> str:
-        """The evaluation metric that matters, without "eval/": `checkpoint.best`, else the loss."""
+        """The evaluation metric that matters, see `main_metric`."""
         return main_metric(self.config)
 
-    def evaluated(self, metric: str) -> list[tuple[int, float]]:
-        """The step and the value of each evaluation, where the value is finite."""
-        return points_of(self.rows, EVAL + metric)
-
     def last(self, metric: str) -> float | None:
-        """The value of the last evaluation; NaN where it was not finite, None without one."""
-        found = [row[EVAL + metric] for row in self.rows if not isinstance(row.get(EVAL + metric, []), list)]
-        return None if not found else math.nan if found[-1] is None else found[-1]
+        """Returns the value of the last evaluation; NaN where it was not finite, None without one."""
+        values = [row[EVAL + metric] for row in self.rows if not isinstance(row.get(EVAL + metric, []), list)]
+        return None if not values else math.nan if values[-1] is None else values[-1]
 
     def best(self, metric: str, mode: Mode | None = None) -> float | None:
-        """The best value of all evaluations; the least, where nobody says which is better."""
-        found = [value for _, value in self.evaluated(metric)]
+        """Returns the best finite value of all evaluations; the least, where nothing says which is better."""
+        values = [value for _, value in points_of(self.rows, EVAL + metric)]
         choose = max if (mode or mode_of(self.config, metric)) == "max" else min
-        return choose(found) if found else None
+        return choose(values) if values else None
 
     def last_metrics(self) -> dict[str, float]:
-        """Every metric's last value, those of training first; arrays are left out."""
+        """Returns every metric's last value, those of training first; arrays are left out."""
         return {k: v for row in self.rows for k, v in numbers(row).items() if k not in ("step", "examples")}
 
     def as_json(self) -> dict[str, Any]:
-        """The run as plain values."""
+        """Returns the run as plain values."""
         return {
             "folder": str(self.path),
             "name": self.config.name,
@@ -99,21 +85,18 @@ class RunSummary:
 
 
 def main_metric(config: Config) -> str:
-    """The evaluation metric that matters to a config, without "eval/"."""
+    """Returns the evaluation metric that matters to a config, without "eval/": `checkpoint.best`, else the loss."""
     return (config.checkpoint.best or "loss").removeprefix(EVAL)
 
 
 def mode_of(config: Config, metric: str) -> Mode | None:
-    """Whether the greatest or the least value of a metric is the best: as the config says, else its name; None: neither."""
+    """Says whether the greatest or the least value of a metric is the best, by the config, else by its name; None: neither."""
     is_best = config.checkpoint.best is not None and metric == main_metric(config)
     return config.checkpoint.mode if is_best else better(metric)
 
 
 def read_run(path: Path) -> RunSummary:
-    """Read a run folder.
-
-    Args:
-        path: the folder.
+    """Reads a run folder.
 
     Raises:
         ConfigError: it is none, or what is in it cannot be read.
@@ -126,14 +109,13 @@ def read_run(path: Path) -> RunSummary:
     config = validate(load(folder.config))
     rows, starts, result = read_rows(folder.metrics), read_starts(folder), read_result(folder)
     total = starts[-1].total_steps if starts else config.train.steps
-    done = max(result.step if result else 0, rows[-1]["step"] if rows else 0)
-    finished = result is not None and total is not None and result.is_end(total)
+    has_ended = result is not None and total is not None and result.is_end(total)
     newest = folder.metrics if folder.metrics.is_file() else folder.config
     return RunSummary(
         path=path,
         config=config,
-        status="running" if is_held(folder.lock) else "finished" if finished else "stopped",
-        step=done,
+        status="running" if is_held(folder.lock) else "finished" if has_ended else "stopped",
+        step=max(result.step if result else 0, rows[-1]["step"] if rows else 0),
         total_steps=total,
         rows=rows,
         changed_at=datetime.datetime.fromtimestamp(math.floor(newest.stat().st_mtime), datetime.UTC),
@@ -141,28 +123,25 @@ def read_run(path: Path) -> RunSummary:
 
 
 def near_run(path: Path) -> str:
-    """A sentence with the run folder that was probably meant, with a leading space; empty where none is near."""
-    found = {run.name: run for place in (RUNS, path.parent) if place.is_dir() for run in find_runs(place)}
-    near = difflib.get_close_matches(path.name, found, n=1)
-    return f" Did you mean '{found[near[0]]}'?" if near else ""
+    """Suggests the run folder that was probably meant, as a sentence with a leading space; empty where none is near."""
+    runs = {run.name: run for place in (RUNS, path.parent) if place.is_dir() for run in find_runs(place)}
+    near = closest(path.name, runs)
+    return f" Did you mean '{runs[near]}'?" if near else ""
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """The run folders below a folder, or the folder itself, sorted by name.
-
-    Args:
-        folder: where to look.
+    """Finds the run folders below a folder, or the folder itself, sorted by name.
 
     Raises:
         ConfigError: there is no such folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder.{near_run(folder)} `jdist run CONFIG` writes its runs to runs/.")
-    for path, below, files in os.walk(folder):
-        found = Path(path)
-        if "config.yaml" in files and ".lock" in files:
-            below.clear()
-            yield found
-        elif len(found.relative_to(folder).parts) >= _DEPTH:
+    for name, below, files in os.walk(folder):
+        path = Path(name)
+        is_run = "config.yaml" in files and ".lock" in files
+        if is_run:
+            yield path
+        if is_run or len(path.relative_to(folder).parts) >= _DEPTH:
             below.clear()
         below.sort()

@@ -22,8 +22,8 @@ from jdist.runs.outcome import Ranking, write_outcome
 from jdist.runs.summary import RunSummary, main_metric, mode_of, read_run
 from jdist.runs.table import figure
 
-# A run works these out, and writes them down with its config.
-_WORKED_OUT = ("decay_steps", "transition_steps")
+# Keys that a run may fill in, and writes with its config.
+_FILLED_IN = ("decay_steps", "transition_steps")
 # The line of a traceback that names the exception: those before it are indented.
 _RAISED = re.compile(r"[A-Za-z_][\w.<>]*(: .*)?")
 
@@ -38,7 +38,7 @@ def sweep(
     mode: str | None = None,
     fresh: bool = False,
 ) -> int:
-    """Run them all, and compare them.
+    """Runs a config with each combination of values, one after the other, and compares the runs.
 
     Args:
         config: the YAML file.
@@ -63,12 +63,12 @@ def sweep(
         trial: [*overrides, *trial.overrides, f"name={flow(trial.name)}", f"log.folder={flow(str(folder))}"]
         for trial in trials
     }
-    wanted = {trial: _checked(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
+    configs = {trial: _checked(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
     done: dict[Point, RunSummary] = {}
     if not fresh:
-        done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
+        done = {t: run for t in trials if (run := _finished(folder / t.name, configs[t])) is not None}
         for trial in trials:
-            _check_source(RunFolder(folder / trial.name), wanted[trial])
+            _check_source(RunFolder(folder / trial.name), configs[trial])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     count = "1 run" if len(trials) == 1 else f"{len(trials):,} runs"
@@ -110,24 +110,24 @@ def _checked(document: Document) -> Config:
 
 
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
-    """Takes the ranking from the command line, else from the config.
+    """Makes the ranking from the command line, else from the config.
 
     Raises:
-        ConfigError: the mode is neither of the two, or nobody says which.
+        ConfigError: the mode is neither of the two, or nothing says which.
     """
     metric = main_metric(config) if metric is None else metric.removeprefix("eval/")
-    found = mode or mode_of(config, metric)
-    if found is None:
+    best = mode or mode_of(config, metric)
+    if best is None:
         raise ConfigError(
             f"--metric {metric}: its name does not say whether more or less is better. Say --mode max or min."
         )
-    if found not in ("max", "min"):
+    if best not in ("max", "min"):
         raise ConfigError(f"--mode is {mode!r}; it must be max or min.")
-    return Ranking(metric=metric, mode=found)
+    return Ranking(metric=metric, mode=best)
 
 
 def _check_source(folder: RunFolder, config: Config) -> None:
-    """Refuses a run that other source has made, finished or not: it cannot be compared with those to come.
+    """Refuses a run, finished or not, that other source has made: it cannot be compared with those to come.
 
     Raises:
         ConfigError: names the files.
@@ -141,7 +141,7 @@ def _check_source(folder: RunFolder, config: Config) -> None:
 
 
 def _finished(path: Path, wanted: Config) -> RunSummary | None:
-    """The run of a folder if it has come to its end.
+    """Reads the run of a folder if it has come to its end.
 
     Raises:
         ConfigError: it has, with another config.
@@ -152,7 +152,7 @@ def _finished(path: Path, wanted: Config) -> RunSummary | None:
     different = [
         f"{dotted(key)}: {then.get(key, 'not set')} there, {now.get(key, 'not set')} now"
         for key in {**now, **then}
-        if then.get(key) != now.get(key) and not (key[-1] in _WORKED_OUT and key not in now)
+        if then.get(key) != now.get(key) and not (key[-1] in _FILLED_IN and key not in now)
     ]
     if different:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _finished(path: Path, wanted: Config) -> RunSummary | None:
 
 
 def failure(code: int, log: Path) -> str:
-    """Why a run failed: the last line in which it says so, else the error of its last traceback, else its last line.
+    """Says why a run failed: the last line in which it says so, else the error of its last traceback, else its last line.
 
     Args:
         code: its exit code, or minus the number of the signal that killed it.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 
 from jdist.report.progress import readable
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
-    """A table in plain text.
+    """Formats a table as plain text.
 
     Args:
         header: names of the columns.
@@ -34,10 +33,5 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequ
 
 
 def figure(value: float | None) -> str:
-    """A metric in a cell; `-` if there is none."""
+    """Formats a metric for a cell; `-` if there is none."""
     return "-" if value is None else readable(value)
-
-
-def local_time(at: datetime.datetime) -> str:
-    """A time as people here write it, to the minute."""
-    return f"{at.astimezone():%Y-%m-%d %H:%M}"

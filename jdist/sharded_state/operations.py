@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
-from jdist.core.static_leaves import pack, unpack
-from jdist.core.step_state import user_states
+from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
@@ -24,11 +23,6 @@ from jdist.step.signature import Step
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, to_host
 
 PyTree = Any
-
-
-def check_host_memory(strategy: Strategy) -> None:
-    """Raises DeviceError where the devices offer no host memory."""
-    Layout.of(strategy)
 
 
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
@@ -95,7 +89,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
 
 def distribute(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
     """Makes a step of gradients on the devices and an update on the hosts: `Strategy.distribute`."""
-    return DistributedStep(step, strategy, options, BACKEND)
+    return DistributedStep(strategy, step, options, BACKEND)
 
 
 def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
@@ -104,11 +98,7 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
-    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves and the replicas that differ.
-    """
+    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction."""
     placement.compare_replicas(strategy, state)
     _, _, _, hashes = results
     if hashes:

@@ -1,9 +1,8 @@
-"""Runs a step over a state in host memory: gathers parameters on the devices, reduces gradients by parts, updates on hosts."""
+"""A step over a state in host memory: parameters gathered on the devices, gradients reduced by parts, the update on hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,51 +21,27 @@ from jdist.step.mesh_program import Program
 from jdist.step.microbatches import Plan, all_reduced, gradient_part, make_plan
 from jdist.step.non_finite import STEP_ENTRIES, guarded
 from jdist.step.outputs import LOCAL, ROWS
-from jdist.step.placement import check_rows
 from jdist.step.program_spec import FiniteFlags, ProgramSpec
 from jdist.step.tree_checks import check_same_state
 
 PyTree = Any
 
 
-@dataclass(frozen=True)
-class _StepParts:
-    """A step in its two parts, for arguments of known shapes.
-
-    Attributes:
-        gradients: the gradient part.
-        update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
-        results: what it returns, as shapes.
-    """
-
-    gradients: Plan
-    update: Any
-    results: Any
-
-
 def make_program(spec: ProgramSpec) -> Program:
     """Makes the program of a step over a state in host memory: `Backend.make_program`."""
-    return Program(_HostStateStep(spec).program, spec.donate, spec.turn)
 
-
-class _HostStateStep:
-    def __init__(self, spec: ProgramSpec):
-        self.spec, self.strategy, self.options = spec, spec.strategy, spec.options
-        self.layout = Layout.of(spec.strategy)
-
-    def program(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, self.strategy, self.options)
-        if self.options.steps_per_call == 1:
-            return self.once(self.planned(token, state, batches, others), token, state, batches, others)
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        if spec.options.steps_per_call == 1:
+            return _SplitStep(spec, token, state, batches, others).run(token, state, batches, others)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-        planned = self.planned(token[:STEP_ENTRIES], state, first, others)
+        step = _SplitStep(spec, token[:STEP_ENTRIES], state, first, others)
 
         def once(token: jax.Array, state: PyTree, batch: PyTree) -> Any:
-            token, state, outputs, hashes = self.once(planned, token, state, batch, others)
+            token, state, outputs, hashes = step.run(token, state, batch, others)
             return token, state, (outputs, hashes)
 
-        token, state, (outputs, hashes) = repeat(self.spec, once, token, state, batches)
-        # The loop over steps is outside of the replicas here; their axis leads all the same.
+        token, state, (outputs, hashes) = repeat(spec, once, token, state, batches)
+        # Here the loop over steps is outside the replicas; the axis of replicas leads all the same.
         outputs = jax.tree.map(
             lambda x: jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), x) if is_per_replica(x) else x,
             outputs,
@@ -74,28 +49,39 @@ class _HostStateStep:
         )
         return token, state, outputs, {path: x[-1] for path, x in hashes.items()}
 
-    def planned(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _StepParts:
-        """Traces the step as a replica sees it, and splits it."""
-        traced: list[_StepParts] = []
+    return Program(program, spec)
 
-        def trace(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
-            traced.append(self.split(token, state, batches, others))
 
+class _SplitStep:
+    """A step in its gradient part and its update part, for arguments of these shapes.
+
+    Attributes:
+        plan: the gradient part.
+        update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
+        results: what it returns, as shapes.
+    """
+
+    plan: Plan
+    update: Any
+    results: Any
+
+    def __init__(self, spec: ProgramSpec, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree):
+        self.spec, self.strategy, self.options = spec, spec.strategy, spec.options
+        self.layout = Layout.of(spec.strategy)
         whole, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
-        mapped = jax.shard_map(
-            trace, mesh=self.strategy.mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False
+        traced = jax.shard_map(
+            self.split, mesh=self.strategy.mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False
         )
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        jax.eval_shape(mapped, token, state, batches, others)
-        return traced[0]
+        jax.eval_shape(traced, token, state, batches, others)
 
-    def split(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _StepParts:
-        options = self.options
+    def split(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        """Traces the step as a replica sees it, and splits it."""
         all_flags: list[FiniteFlags] = []
         plan = make_plan(
             self.strategy,
             self.spec.splittable(all_flags),
-            options.accumulate,
+            self.options.accumulate,
             state,
             batches,
             others,
@@ -124,52 +110,53 @@ class _HostStateStep:
             return new, late[:num_outputs], FiniteFlags(flags.names, finite, hidden=False)
 
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
-            return guarded(run, token, state, rest, self.spec.policy, self.spec.watched, (), self.spec.loss_scaling)
+            return guarded(run, token, state, rest, self.spec.policy, self.spec.flag_names, (), self.spec.loss_scaling)
 
         combined, carried = jax.eval_shape(gradients, state, batches, others)
         arguments = token, state, others, combined, carried
         closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
-        return _StepParts(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
+        self.plan, self.results = plan, results
+        self.update = prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas)
 
-    def once(self, planned: _StepParts, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+    def run(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """Runs one optimiser step, seen from outside of the replicas.
 
         Returns:
             `(token, state, outputs, hashes)`; the hashes are of what each replica wrote to leaves in parts without a
             reduction, uint32 [replicas], by the leaf's path.
         """
-        cuts, carried, early, hashes = self.gradients(planned.gradients, state, batches, others)
+        cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         values = [ShardedArray(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
-        shapes = jax.tree.leaves(planned.results)
+        shapes = jax.tree.leaves(self.results)
         kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
         # `late` has no leaf for an output that did not wait for the update.
-        names, late = planned.gradients.kinds, planned.results[2]
+        names, late = self.plan.kinds, self.results[2]
         kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
-        results, late_hashes = evaluate(self.strategy, self.layout, planned.update, arguments, kept, kinds)
+        results, late_hashes = evaluate(self.strategy, self.layout, self.update, arguments, kept, kinds)
         # A loop over steps needs its carry back where it was, so the last thing is a copy to the host.
         results = [
             HostSharded(jax.device_put(x, self.layout.host), s.shape) if keep else x
             for x, s, keep in zip(results, shapes, kept, strict=True)
         ]
         new_state = jax.tree.unflatten(treedef, results[1 : 1 + len(leaves)])
-        late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
-        outputs = self.outputs(planned.gradients, early, late)
+        late = jax.tree.unflatten(jax.tree.structure(self.results[2]), results[1 + len(leaves) :])
+        outputs = self.outputs(early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        carried_leaves = [cut.leaf for cut in planned.gradients.parts.carried]
+        carried_leaves = [cut.leaf for cut in self.plan.parts.carried]
         hashes_by_path = {paths[i]: x for i, x in zip(carried_leaves, hashes, strict=False)}
         if self.options.check_replicas:
             hashes_by_path |= {paths[i - 1]: x for i, x in late_hashes.items()}
         return results[0], new_state, outputs, hashes_by_path
 
-    def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+    def gradients(self, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """Runs the gradient part on all replicas.
 
         Returns:
             `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
         """
-        layout, axes = self.layout, self.strategy.axes
+        plan, layout, axes = self.plan, self.layout, self.strategy.axes
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.parts.read}
         copies = {i: jax.device_put(x.stored, layout.device) for i, x in read.items()}
@@ -210,7 +197,7 @@ class _HostStateStep:
             outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}
             varying = {i: x for i, x in outputs.items() if plan.kinds[i] in (LOCAL, ROWS)}
             shared = {i: x for i, x in outputs.items() if i not in varying}
-            # Afterwards, with a part on each replica, a difference between them cannot be found.
+            # Hashed now: once each replica keeps only its part, a difference could not be found.
             hashes = [hash_leaf(x)[None] for x in part.carried] if self.options.check_replicas else []
             carried = [self.local_part(x) for x in part.carried]
             return *self.sorted(combined, cut_shapes), *self.sorted(carried, carried_shapes), shared, varying, hashes
@@ -259,11 +246,11 @@ class _HostStateStep:
         parts, whole = ({i: x for i, x in enumerate(values) if (i in in_parts) == part} for part in (True, False))
         return parts, whole
 
-    def outputs(self, plan: Plan, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
+    def outputs(self, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
         """Merges the step's outputs: `late` those that waited for the update, `early` the others."""
-        num_flags = len(plan.kinds) - len(late)
+        num_flags = len(self.plan.kinds) - len(late)
         leaves = [before if after is None else after for before, after in zip(early, late, strict=False)]
-        *outputs, _ = jax.tree.unflatten(plan.parts.outputs_treedef, [*leaves, *[None] * num_flags])
+        *outputs, _ = jax.tree.unflatten(self.plan.parts.outputs_treedef, [*leaves, *[None] * num_flags])
         return tuple(
             PerReplica(tree) if role == "per_replica" else tree
             for role, tree in zip(self.spec.traced.output_roles, outputs, strict=True)

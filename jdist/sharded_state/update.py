@@ -1,4 +1,4 @@
-"""Evaluates the update part of a step on sharded arrays: on the hosts what is elementwise, on the devices the rest.
+"""The evaluation of a step's update part on sharded arrays: on the hosts what is elementwise, on the devices the rest.
 
 Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
 every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a
@@ -120,7 +120,7 @@ class _Evaluation:
             self.kept(v) if keep else self.wanted(v, kind)
             for v, keep, kind in zip(self.results, kept, kinds, strict=True)
         ]
-        # Afterwards, with a part of each replica's version, no difference between the versions can be found.
+        # Hashed now: once each replica keeps only its part, a difference could not be found.
         places = {
             i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and self.is_varying(v)
         }
@@ -169,13 +169,13 @@ class _Evaluation:
         return dict(zip(wanted, mapped(list(self.read_by_varying.values())), strict=True))
 
     def value(self, v: Any) -> Any:
-        # A constant remembers the mesh that it was traced under, whose axes are bound no more.
+        # A constant remembers the mesh of the trace, whose axes are no longer bound.
         return np.asarray(v.val) if graph.is_literal(v) else self.known[v]
 
     def kept(self, v: Any) -> jax.Array:
         x = self.by_replicas([v], PartitionSpec())[v] if self.is_varying(v) else self.value(v)
         if isinstance(x, ShardedArray) and x.on_host:
-            assert x.stored is not None  # nothing waits any more
+            assert x.stored is not None  # `flush` has computed it
             return x.stored
         if isinstance(x, Filled):
             x = jnp.full(x.shape, x.value, v.aval.dtype)
@@ -231,7 +231,7 @@ class _Evaluation:
             real = self.layout.real(stored, in_parts[0].shape, FILLINGS[name](stored.dtype))
             reduced = bind(eqn, [real], axes=tuple(range(real.ndim)))
             if name in ("reduce_max", "reduce_min") and jnp.issubdtype(real.dtype, jnp.floating):
-                # Between the parts XLA may pass over NaN: see `all_reduce` in replica.py.
+                # Between the parts XLA may pass over NaN: see `_extreme` in replica/collectives.py.
                 reduced = jnp.where(jnp.isnan(real).any(), jnp.asarray(jnp.nan, real.dtype), reduced)
             return [reduced]
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
@@ -318,7 +318,7 @@ class _Evaluation:
             return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
         x = self.known[v]
         if isinstance(x, ShardedArray) and x.on_host:
-            assert x.stored is not None  # what the hosts have not computed yet is computed by this call
+            assert x.stored is not None  # equations still waiting are part of this very call
             return x.stored
         if v not in self.on_host:
             value = self.device_operand(v, x)

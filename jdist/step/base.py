@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.static_leaves import unpack
+from jdist.core.step_state import unpack
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import MASK
 from jdist.jaxpr import graph
@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Preview:
-    """Describes what a call of a step would do.
+    """The results and effects of a call, known before it is made.
 
     Attributes:
         results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
@@ -35,13 +35,7 @@ class Preview:
 
     @classmethod
     def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
-        """Reads it off a traced program.
-
-        Args:
-            program: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
-            traced: what is known of its results.
-            arguments: those that it was traced for.
-        """
+        """Reads a preview off a program that JAX has traced for these arguments."""
         _, state, outputs, *_ = program.out_info
         results = dict(zip(traced.output_roles, outputs, strict=True))
         if "state" in traced.returns:
@@ -70,7 +64,7 @@ class Distributed(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it; nothing of the step is run."""
+        """Returns the state as a call takes and returns it; runs nothing of the step."""
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
         """Describes what a call would do, with nothing compiled; None where only a call shows it."""
@@ -90,6 +84,10 @@ class Distributed(abc.ABC):
     @abc.abstractmethod
     def wait(self) -> None:
         """Waits for every call in flight."""
+
+    def pure(self, args: tuple[Any, ...]) -> tuple[Distributed, tuple[Any, ...]]:
+        """Returns the step over arrays that a call with these arguments runs, and its arguments; for most steps itself."""
+        return self, args
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch.

@@ -1,4 +1,4 @@
-"""Explains why a call of a step failed, better than JAX does."""
+"""Explanations of why a call of a step failed, where JAX's are hard to read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explain(
         exc.add_note(
             "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
         )
-    if not isinstance(exc, RuntimeError):  # those tell of devices and memory
+    if not isinstance(exc, RuntimeError):  # a RuntimeError tells of devices and memory
         exc.add_note(signature.taken_as(call, state, batches))
 
 
@@ -36,11 +36,8 @@ def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
 
     Args:
         exc: what tracing the step raised.
-        name: of the strategy that the user made; `strategy` may be a worker's.
-        strategy: what the step is traced under.
-
-    Raises:
-        StepError: says where to name the axis.
+        name: of the strategy that the user made.
+        strategy: the one under which the step is traced; perhaps a worker's.
     """
     if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
         return

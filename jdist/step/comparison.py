@@ -1,4 +1,4 @@
-"""Compares a step on many replicas with the same step on one that sees the whole batch.
+"""The comparison of a step on many replicas with the same step on one that sees the whole batch.
 
 It may differ only where its text looks at its own rows: at a mean of something that is no mean, at a count, at pairs of rows.
 """
@@ -21,11 +21,12 @@ from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batching import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError
+from jdist.jaxpr import graph
 from jdist.reduction import psum
 from jdist.step import rounding, trace_causes
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.placement import compare_replicas
-from jdist.step.quiet import calls_the_host, draws, draws_until, equations, prints
+from jdist.step.quiet import calls_the_host, draws, draws_until, prints
 from jdist.step.rounding import Leaf
 from jdist.step.trace_causes import Evidence
 from jdist.step.trial import Result, Trial, named_leaves, on_host
@@ -33,7 +34,7 @@ from jdist.step.trial import Result, Trial, named_leaves, on_host
 PyTree = Any
 
 _IN_JIT = '`transform="jit"`'
-_MATMUL_EPS = 2.0**-8  # of an accelerator, which may multiply float32 in fewer digits
+_MATMUL_EPS = 2.0**-8  # accelerators may multiply float32 in fewer digits
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,7 @@ class NotComparableError(Exception):
 
 
 class Comparison:
-    """A step and a batch to compare it on.
-
-    Args:
-        step: the step.
-        args: of a call.
-        kwargs: of the call.
+    """A step and the arguments of a call to compare it on.
 
     Raises:
         NotComparableError: there is nothing to compare.
@@ -172,7 +168,7 @@ class Comparison:
         of_shape = tuple(self._of_another_shape(alone, together))
         is_padded = self._real is not None
         if not differing and not of_shape and pads and self._mask_place is not None:
-            # What a replica does without all of its rows shows in no full batch.
+            # A full batch does not show what a replica does with fewer rows.
             is_padded = True
             self._batches = self._rows = self._with_rows_left_out(self._mask_place)
             alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
@@ -198,13 +194,13 @@ class Comparison:
         return Verification(differences, " ".join(remedies), not_compared, len(pairs) + len(of_shape), self._parts)
 
     def _as_one(self) -> Trial:
-        """The step as one replica, traced."""
+        """Traces the step as one replica."""
         one = _one_replica(self._strategy)
         way = Trial(self._like(one, accumulate=1), self._call)
         try:
             way.trace(self._state, self._rows, self._others)
         except (JDistError, TypeError, ValueError, NameError) as exc:
-            # What is wrong with the step under every strategy is an error.
+            # Raises if the step is wrong under every strategy.
             Trial(self._like(_exact(self._strategy)), self._call).trace(self._state, self._batches, self._others)
             raise NotComparableError(f"which does not run as one replica: {str(exc).splitlines()[0]}") from exc
         if calls_the_host(way.closed):
@@ -227,12 +223,12 @@ class Comparison:
             raise NotComparableError("as one device cannot hold the whole batch") from exc
 
     def _like(self, strategy: Strategy, **options: Any) -> DistributedStep:
-        """The step without what rounds on purpose."""
+        """Copies the step without what rounds on purpose."""
         plain = {"donate": False, "precision": None, "steps_per_call": 1, "verify": "off"}
         return self._step.like(strategy, **plain, **options)
 
     def _pairs(self, one: dict[str, Result], other: dict[str, Result]) -> list[_Pair]:
-        """The leaves that both have, in one shape."""
+        """Pairs the leaves that both ways return in one shape."""
         pairs = []
         for name, result in one.items():
             value = result.value
@@ -262,11 +258,11 @@ class Comparison:
         differing = [i for i in differing if i not in alike]
         if not differing:
             return []
-        one = one.shaken(eps)  # which `run` takes from here on
+        one = one.shaken(eps)  # `run` uses this one from here on
         return rounding.beyond_rounding(first, second, differing, run, eps)
 
     def _with_rows_left_out(self, mask_place: int) -> PyTree:
-        """The batches with a mask that leaves out the last half of the last part's rows, at least one."""
+        """Masks the last half of the last part's rows, at least one, in the batches."""
         leaves, treedef = jax.tree.flatten(self._batches)
         mask = np.array(leaves[mask_place])
         mask[len(mask) - max(1, len(mask) // self._parts // 2) :] = 0
@@ -274,7 +270,7 @@ class Comparison:
         return jax.tree.unflatten(treedef, leaves)
 
     def _of_another_shape(self, alone: dict[str, Result], together: dict[str, Result]) -> Iterator[Difference]:
-        """The leaves whose shape depends on how many rows a replica sees; rows that fill up a batch are no part of one's."""
+        """Finds leaves whose shape depends on how many rows a replica sees; examples of padding do not count."""
         for name, result in alone.items():
             if name not in together or np.shape(result.value) == np.shape(together[name].value):
                 continue
@@ -335,7 +331,7 @@ class _Pair:
 
 
 def _counted_by_each(pairs: list[_Pair], parts: int) -> set[int]:
-    """The leaves of nnx metrics to which every part has added one value: sum and count are larger by one factor.
+    """Finds leaves of nnx metrics to which every part has added one value: sum and count are larger by one factor.
 
     What `nnx.metrics.Average` makes of them is the same.
     """
@@ -373,12 +369,12 @@ def _size_bytes(tree: PyTree) -> int:
 
 
 def _exact(strategy: Strategy) -> Strategy:
-    """The strategy with the state on its devices, and sums that are exact."""
+    """Copies a strategy, with the state on its devices and exact sums."""
     return dataclasses.replace(strategy, reduction=psum(), cluster=alone())
 
 
 def _one_replica(strategy: Strategy) -> Strategy:
-    """One device of a strategy, with its axes."""
+    """Makes a strategy of one of a strategy's devices, with its axes."""
     if strategy.mesh is None:
         return strategy
     devices = np.array(strategy.devices[:1]).reshape((1,) * len(strategy.mesh.axis_names))
@@ -398,8 +394,8 @@ def _are_apart(strategy: Strategy, state: PyTree) -> bool:
 
 
 def _eps(way: Trial) -> float:
-    """The relative error of a rounding, of the least precise numbers that a step computes with."""
-    avals = (v.aval for eqn in equations(way.closed) for v in eqn.outvars)
+    """Computes the relative error of a rounding in the least precise numbers of a step."""
+    avals = (v.aval for eqn in graph.all_equations(way.closed) for v in eqn.outvars)
     dtypes = {aval.dtype for aval in avals if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)}
     devices = way.step.strategy.devices
     multiplies = 0.0 if not devices or devices[0].platform == "cpu" else _MATMUL_EPS

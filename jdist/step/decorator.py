@@ -111,7 +111,7 @@ def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
 
 
 def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
-    from jdist.step.verify import verify_first  # which runs steps itself
+    from jdist.step.verify import verify_first  # imported late, as it makes steps itself
 
     return verify_first(step, *args, **kwargs)
 
@@ -119,8 +119,3 @@ def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
 def _check_job(strategy: Strategy) -> None:
     if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ)) is not None:
         warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
-
-
-def distribute_locally(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
-    """`Operations.distribute` of every strategy whose replicas this process drives itself."""
-    return DistributedStep(step, strategy, options)

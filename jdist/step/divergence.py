@@ -1,4 +1,4 @@
-"""Finds replicas that hold different states, or would: a forgotten all-reduce trains N models, and nothing else notices.
+"""Checks that replicas hold one state: a forgotten all-reduce trains N models, and nothing else notices.
 
 Moving averages of a replica's own rows, as batch normalisation keeps them, are seen in the traced step, before anything is
 compiled. What else differs shows in the arrays. `shard_map` trusts an output that is declared replicated, and reading it
@@ -24,13 +24,13 @@ from jdist.jaxpr.affine import AffineRule
 
 PyTree = Any
 
-# With these a step may bring values together in a way of its own, which cannot be seen.
+# With these a step may combine values in a way of its own, which the check cannot see.
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _words(leaf: jax.Array) -> jax.Array:
-    """The bits of a leaf as a flat uint32 array; two words for each 8-byte element."""
+    """Reads the bits of a leaf as a flat uint32 array; two words for each 8-byte element."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jnp.iscomplexobj(leaf):
@@ -42,13 +42,10 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def hash_leaf(leaf: jax.Array) -> jax.Array:
-    """A 32-bit hash of a leaf's bits that depends on every bit and on its place.
+    """Hashes a leaf in 32 bits, which depend on each of its bits and on their places.
 
     A plain sum misses two elements that changed places, so each word is first mixed with its position (by the finaliser
     of MurmurHash3, public domain, which is one-to-one): one changed word always changes the sum.
-
-    Args:
-        leaf: array of any shape and dtype, PRNG keys included.
 
     Returns:
         uint32 scalar.
@@ -65,11 +62,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def make_check(strategy: Strategy) -> Any:
-    """The compiled function that hashes every leaf on every replica.
-
-    Returns:
-        `(leaves) -> uint32 [num_replicas, num_leaves]`.
-    """
+    """Compiles the function that hashes every leaf on every replica: `leaves -> uint32 [num_replicas, num_leaves]`."""
 
     def hashes(leaves: list[jax.Array]) -> jax.Array:
         return jnp.stack([hash_leaf(leaf) for leaf in leaves])[None]
@@ -86,12 +79,7 @@ def make_check(strategy: Strategy) -> Any:
 
 
 def compare(hashes: np.ndarray, paths: list[str]) -> None:
-    """Refuses hashes, uint32 [num_replicas, num_leaves], that differ between replicas.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves, and of each the replicas that differ from the majority (all of them
-            where there is none).
-    """
+    """Raises ReplicaDivergenceError if hashes, uint32 [num_replicas, num_leaves], differ between replicas; names these."""
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
     if not differing.size:
         return
@@ -112,7 +100,7 @@ def compare(hashes: np.ndarray, paths: list[str]) -> None:
 
 
 def _who_differs(hashes: list[int]) -> tuple[tuple[int, ...], str]:
-    """The replicas outside the majority, and that in words; without a majority these are all replicas."""
+    """Finds the replicas outside the majority, and says so in words; without a majority these are all replicas."""
     groups: dict[int, list[int]] = {}
     for replica, value in enumerate(hashes):
         groups.setdefault(value, []).append(replica)
@@ -140,9 +128,9 @@ def check_averages_combined(
 
     Args:
         closed: the traced step.
-        old: the arguments of it that are the state's leaves.
+        old: its arguments that are the state's leaves.
         new: its results that are the new state's leaves.
-        batch: the arguments that are a replica's rows.
+        batch: its arguments that are a replica's rows.
         state: the new state, arrays or shapes.
         sizes: the number of replicas, and of microbatches of each.
 
@@ -170,7 +158,7 @@ def check_averages_combined(
         return
     (name, slope), *others = moving
     more = f", and {len(others)} more like it," if others else ""
-    # Parameters that differ as well are those of an optimiser whose gradients differ: it keeps moving averages of these.
+    # If parameters differ as well, the optimiser's gradients do: it keeps moving averages of these.
     if len(moving) < len(own):
         remedy = (
             "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "
@@ -192,4 +180,4 @@ def check_averages_combined(
 
 
 def _is_by_hand(eqn: Any) -> bool:
-    return collective_of(eqn) is None and any(graph.uses_primitive(eqn, name) for name in _BY_HAND)
+    return collective_of(eqn) is None and graph.uses_primitive(eqn, *_BY_HAND)

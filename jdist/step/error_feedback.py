@@ -1,4 +1,4 @@
-"""Carries what a compressed all-reduce leaves out of a gradient from step to step, beside the user's state."""
+"""Error feedback: what a compressed all-reduce leaves out of a gradient, carried beside the user's state to the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.step_state import StepState, carried_by, carrying, residuals_of
+from jdist.core.step_state import StepState, carrying, residuals_of
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.reduction.algorithm import apply_reduction
@@ -36,13 +36,12 @@ class ErrorFeedback:
     after: list[PyTree] = field(default_factory=list)
 
     @classmethod
-    def of(cls, strategy: Strategy, name: str, state: PyTree) -> tuple[PyTree, ErrorFeedback | None]:
-        """The state without its residuals, and what hands these out; None where the strategy keeps none."""
-        residuals = residuals_of(state)
-        return (state, None) if residuals is None else (carrying(state, residuals=None), cls(strategy, name, residuals))
+    def of(cls, strategy: Strategy, name: str, state: PyTree) -> tuple[PyTree, ErrorFeedback]:
+        """Takes the residuals out of a state: `(state, feedback)`."""
+        return carrying(state, residuals=None), cls(strategy, name, residuals_of(state))
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """See `context.Residuals`."""
+        """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""
         reduction = self.strategy.reduction
         fresh = reduction.init(tree)
         carry = fresh
@@ -55,7 +54,7 @@ class ErrorFeedback:
         return total
 
     def close(self, state: PyTree) -> StepState:
-        """The state that the step returned, with what is left out now."""
+        """Puts what is left out now beside the state that the step returned."""
         return carrying(state, residuals={**self.all, self.name: tuple(self.after)})
 
 
@@ -73,7 +72,7 @@ class ResidualSlot:
 
     def __init__(self, name: str, step: Callable[..., Any], newest: Callable[[], PyTree]):
         self._name, self._step, self._newest = name, step, newest
-        self._shapes: dict[Any, PyTree] = {}  # by what they depend on
+        self._shapes: dict[Any, PyTree] = {}  # by kind of call and shapes of the state
         _slots.add(self)
 
     def filled(
@@ -84,32 +83,32 @@ class ResidualSlot:
         after: Callable[[PyTree], StepState],
         make: Callable[[Any], Any] | None,
     ) -> StepState:
-        """The state with residuals of this step: those it came with, else new ones.
+        """Gives a state residuals for this step, unless it has some.
 
         Args:
-            call: of what kind the call is.
+            call: its kind decides what gradients there are.
             state: a state.
             state_shapes: of the state, with no residuals.
-            after: from shapes of a state to those that the step returns.
+            after: maps shapes of a state to those of the state that the step returns.
             make: makes an array of a shape; None leaves the shapes.
 
         Raises:
-            StepError: the residuals there do not fit, or are of another step of that name.
+            StepError: the residuals in the state do not fit, or are of another step of that name.
         """
         key = (call, jax.tree.structure(state_shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(state_shapes)))
         if key not in self._shapes:
             self._shapes[key] = after(state_shapes).residuals[self._name]
-        there, wanted = residuals_of(state) or {}, self._shapes[key]
-        if self._name in there:
-            check_fit(self._name, there[self._name], wanted)
+        residuals, shapes = residuals_of(state) or {}, self._shapes[key]
+        if self._name in residuals:
+            check_fit(self._name, residuals[self._name], shapes)
             self._check_own(state)
             return state
-        residuals = wanted if make is None else jax.tree.map(make, wanted)
-        return carrying(state, residuals={**there, self._name: residuals})
+        new = shapes if make is None else jax.tree.map(make, shapes)
+        return carrying(state, residuals={**residuals, self._name: new})
 
     def _check_own(self, state: PyTree) -> None:
         if self._has_namesake(state):
-            gc.collect()  # of a cell that was run again the old step is of no interest
+            gc.collect()  # a notebook's cell that ran again has left the old step behind
             if self._has_namesake(state):
                 raise StepError(
                     f"the state has residuals from another step named {self._name!r}: each would add what compression has "
@@ -123,33 +122,8 @@ class ResidualSlot:
         return any(is_newest(slot._newest(), state) for slot in others)
 
 
-def check_nothing_lost(name: str, newest: PyTree, state: PyTree) -> None:
-    """Refuses a state that was made of a step's newest, without what that carried beside it.
-
-    Raises:
-        StepError: says what is lost, and how to change a state.
-    """
-    lost = carried_by(newest) - carried_by(state)
-    arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (newest, state)]
-    if lost and is_newest(*arrays):
-        raise StepError(
-            f"{name} was called with a state that was made of the one it had returned and has lost the "
-            f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
-            "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
-        )
-
-
-def has_residuals(state: PyTree, name: str) -> bool:
-    """Whether a state comes with the residuals of the step of that name."""
-    return name in (residuals_of(state) or {})
-
-
 def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
-    """Refuses residuals where the strategy keeps none, and those of another number of replicas.
-
-    Raises:
-        StepError: says what the strategy does, and names both numbers.
-    """
+    """Raises StepError for residuals where the strategy keeps none, and for those of another number of replicas."""
     if not strategy.keeps_residuals:
         raise StepError(
             f"the state has residuals, from steps whose all-reduce compresses gradients; {strategy.name} keeps none. Pass "
@@ -163,13 +137,9 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
             )
 
 
-def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
-    """Refuses residuals in a state that do not fit the gradients of the step of that name.
-
-    Raises:
-        StepError: the residuals in the state and the wanted ones differ in number or shape.
-    """
-    shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (there, wanted)]
+def check_fit(name: str, residuals: PyTree, wanted: PyTree) -> None:
+    """Raises StepError for residuals that differ in number or shape from what the step's gradients need."""
+    shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (residuals, wanted)]
     if shapes[0] != shapes[1]:
         raise StepError(
             f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need "

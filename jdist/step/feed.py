@@ -1,4 +1,4 @@
-"""Feeds a strategy: calls input pipelines, makes processes agree, puts batches on the devices."""
+"""The feed of a strategy: calls input pipelines, makes processes agree, puts batches on the devices."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     return _onto_devices(strategy, source, options, peers, "off")
 
 
-_numbers = itertools.count(1)  # of the datasets of several processes, which make them in the same order
+_numbers = itertools.count(1)  # of datasets; all processes make them in the same order
 
 
 def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
-    """The processes that feed the strategy; None: this one alone, or they cannot reach each other."""
+    """Finds the processes that feed the strategy; None: this one alone, or they cannot reach each other."""
     exchanges = strategy.cluster.exchanges
     if share.count == 1 or exchanges is None:
         return None
@@ -80,7 +80,7 @@ def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
 def _onto_devices(
     strategy: Strategy, source: Any, options: FeedOptions, peers: Peers | None, autoshard: Policy
 ) -> DistributedDataset:
-    """The dataset of a source whose batches have their rows first, placed as the strategy wants them."""
+    """Makes a dataset on the strategy's devices of a source whose batches have their rows first."""
     batch_axis, lead = options.batch_axis, int(options.steps_per_call > 1)
     share = share_of(strategy)
 

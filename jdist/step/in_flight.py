@@ -1,4 +1,4 @@
-"""Bounds the steps that were started and not yet waited for, and keeps the newest state of each.
+"""The calls of a step that were started and not yet waited for, and its newest state.
 
 Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N
 threads"); on any device they pile up inputs. Each call returns a small token that is never donated, so it can
@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.static_leaves import has_static, unpack
+from jdist.core.step_state import carried_by, has_static, unpack
 from jdist.core.strategy import Strategy
+from jdist.errors import StepError
 
 PyTree = Any
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
@@ -73,12 +74,8 @@ class Window:
     def add(self, token: jax.Array, lineage: Lineage | None = None) -> None:
         """Takes in the newest token; waits for the older half if there are too many.
 
-        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile.
-
-        Args:
-            token: the newest.
-            lineage: of its call; None: the present one. Only its own tokens are inspected: an error of another state is
-                raised where that is used.
+        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile. Only tokens of
+        the call's own lineage are inspected, None for the present one: an error of another state is raised where that is used.
         """
         lineage = self.lineage if lineage is None else lineage
         with self.lock:
@@ -91,7 +88,7 @@ class Window:
                 oldest = self._pop()
         if oldest is not None:
             oldest.block_until_ready()
-        # Not at every wait: reading takes time, and a token tells of all before it.
+        # Not at every wait: reading takes time, and a token covers all calls before it.
         if lineage.since_read >= self.limit:
             self._read(lineage)
 
@@ -188,8 +185,21 @@ class NewestState:
         """Notes which leaves of a state that comes from elsewhere are constants: they stay so from call to call."""
         self._has_constants = has_static(packed)
 
+    def check_nothing_lost(self, name: str, state: PyTree) -> None:
+        """Raises StepError for a state that was made of this one, without what this one carries beside it."""
+        lost = carried_by(self.state) - carried_by(state)
+        if not lost:
+            return
+        arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (self.state, state)]
+        if is_newest(*arrays):
+            raise StepError(
+                f"{name} was called with a state that was made of the one it had returned and has lost the "
+                f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
+                "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
+            )
+
     def look(self) -> PyTree:
-        """The state of the results, where they hold one that was not taken yet; else the one taken last."""
+        """Returns the newest state, that of results which were not taken yet included."""
         return unpack(self.results[0][1]) if self.results and self.results_hold_state else self.state
 
     def take(self) -> None:
@@ -201,7 +211,7 @@ class NewestState:
 
 
 def _value(token: jax.Array) -> np.ndarray:
-    """The token's value, from one device: on eight that takes less than half the time of asking the whole array."""
+    """Reads a token from one device: with eight that takes less than half the time of reading the whole array."""
     return np.asarray(token.addressable_data(0))
 
 

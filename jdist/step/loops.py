@@ -28,7 +28,7 @@ def repeated(spec: ProgramSpec, step: StepFn) -> StepFn:
             spec, lambda token, state, batch: step(token, state, batch, others), token, state, batches
         )
         kinds = iter(jax.tree.leaves(kinds_of(shapes, spec.traced)))
-        # The axis of a replica's own results leads, also before that of the steps.
+        # The axis of replicas comes before that of the steps.
         return token, state, jax.tree.map(lambda x: x.swapaxes(0, 1) if next(kinds) == LOCAL else x, outputs)
 
     return many
@@ -41,14 +41,7 @@ def repeat(
     state: PyTree,
     batches: PyTree,
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loops over stacked batches.
-
-    Args:
-        spec: the parts of the program.
-        once: `(token, state, batch) -> (token, state, results)`.
-        token: the token of a call.
-        state: the state before the first step.
-        batches: arrays with an axis of steps in front.
+    """Loops over stacked batches, with a step `(token, state, batch) -> (token, state, results)`.
 
     Returns:
         The token with an entry for each step that says whether it was left out, the last state, and the stacked results.
@@ -74,7 +67,7 @@ def _was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree)
 
 
 def scan(strategy: Strategy, body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
-    """As `lax.scan`; unrolled where XLA's CPU backend would run convolutions more than 20 times slower inside a loop.
+    """Runs `lax.scan`, unrolled where XLA's CPU backend would run convolutions more than 20 times slower in a loop.
 
     `benchmarks/loops_on_cpu.py` measures it.
     """

@@ -1,4 +1,4 @@
-"""Compiles what a replica runs to one program over the mesh: by `shard_map`, `pmap` or `jit`, or on no mesh at all."""
+"""One program over the mesh, made of what a replica runs by `shard_map`, `pmap` or `jit`; or on no mesh at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jdist.core.per_replica import PerReplica, put_per_replica, take_per_replica
 from jdist.core.step_state import carrying, map_residuals
 from jdist.core.strategy import Strategy
+from jdist.data.batch_axis import rows_first
 from jdist.step.options import StepOptions
 from jdist.step.outputs import Traced
 from jdist.step.placement import adopt_state, check_rows, compare_replicas, shapes_in
@@ -28,18 +29,21 @@ class Program:
     """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays.
 
     Args:
-        function: does that, traced and compiled at the first call.
-        donate: whether the old state's buffers may be reused for the new state.
-        turn: gives batches as they are passed with their rows first, as the function takes them.
+        function: computes that of batches whose rows are first; traced and compiled at the first call.
+        spec: the parts that it is made of.
     """
 
-    def __init__(self, function: Function, donate: bool, turn: Callable[[PyTree], PyTree]):
-        def turned(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-            return function(token, state, turn(batches), others)
+    def __init__(self, function: Function, spec: ProgramSpec):
+        axes, options = spec.call.batch_axes, spec.options
 
-        self._function = jax.jit(turned, donate_argnums=(1,) if donate else ())
-        self.lower = self._function.lower
-        self.trace = self._function.trace
+        def checked(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+            if axes:
+                batches = rows_first(batches, axes, lead=options.num_step_axes)
+            check_rows(batches, spec.strategy, options)
+            return function(token, state, batches, others)
+
+        self.run = jax.jit(checked, donate_argnums=(1,) if options.donates_state else ())
+        self.lower, self.trace = self.run.lower, self.run.trace
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Runs the step and appends `(token, state, outputs)` to `box`.
@@ -47,18 +51,17 @@ class Program:
         The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning
         to the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
         """
-        box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
+        box.extend(map(self.run, (token,), (state,), (batches,), (others,)))
 
 
 def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:
     """Builds the program that runs `function` on every replica; it compiles at its first call."""
     build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[spec.strategy.transform]
-    return Program(build(function, spec.strategy, spec.options, spec.traced), spec.donate, spec.turn)
+    return Program(build(function, spec.strategy, spec.options, spec.traced), spec)
 
 
 def _plain(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
         return token, state, _join(same, own, rows, traced)
@@ -70,7 +73,6 @@ def _jit(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tra
     whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
         keep = jax.lax.with_sharding_constraint
@@ -82,7 +84,7 @@ def _jit(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tra
 
 def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
-    batch_spec = by_rows if options.steps_per_call == 1 else PartitionSpec(None, strategy.axes)
+    batch_spec = PartitionSpec(*(None,) * options.num_step_axes, strategy.axes)
     state_spec: Any = carrying(whole, loss_scale=whole, residuals=by_rows) if strategy.keeps_residuals else whole
 
     def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
@@ -102,7 +104,6 @@ def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, trace
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, strategy, options)
         token, state, same, own, rows = mapped(token, state, batches, others)
         return token, state, _join(same, own, rows, traced)
 
@@ -110,13 +111,12 @@ def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, trace
 
 
 def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
-    """`pmap` wants a leading axis of replicas, so batches are reshaped on the way in and rows on the way out."""
+    """Maps by `pmap`, which wants a leading axis of replicas: batches are reshaped on the way in, rows on the way out."""
     assert strategy.mesh is not None  # every strategy with a transform has a mesh
     (axis,) = strategy.axes
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
-    lead = 0 if options.steps_per_call == 1 else 1
-
-    traces: list[StepFn] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
+    lead = options.num_step_axes
+    traces: list[StepFn] = []  # holds `function` while it is traced: JAX keeps what `pmap` maps for ever
 
     def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
         token, state, outputs = traces[-1](token, state, own[0], others)
@@ -138,8 +138,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, strategy, options)
-        # The numbers are for a step without a batch: `pmap` counts its replicas by an argument that is mapped.
+        # The numbers are for a step without a batch: `pmap` counts its replicas by a mapped argument.
         parts = jax.tree.map(by_replica, batches), jnp.arange(n)
         traces.append(function)
         try:
@@ -185,7 +184,7 @@ def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Tra
 
 @dataclass(frozen=True)
 class Backend:
-    """Lays out states and compiles steps for a kind of strategy.
+    """The layout of states and the compilation of steps for a kind of strategy.
 
     Attributes:
         adopt_state: `(strategy, state) -> state` in the strategy's layout.
@@ -200,13 +199,9 @@ class Backend:
     compare_replicas: Callable[[Strategy, PyTree, Any], None]
 
 
-def _replicated_program(spec: ProgramSpec) -> Program:
-    return compile_over_mesh(replica_program(spec), spec)
-
-
 REPLICATED = Backend(
     adopt_state,
     lambda strategy, state: shapes_in(state, strategy.replicated_sharding),
-    _replicated_program,
+    lambda spec: compile_over_mesh(replica_program(spec), spec),
     lambda strategy, state, results: compare_replicas(strategy, state),
 )

@@ -15,23 +15,21 @@ from jax.core import Tracer
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
-from jdist.cluster.runtime import Alone
 from jdist.core.context import check_not_mixed
-from jdist.core.static_leaves import pack, unpack, with_static_leaves
-from jdist.core.step_state import StepState, carrying, loss_scale_of
+from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
 from jdist.step import placement
 from jdist.step.base import Distributed, Preview
 from jdist.step.call_errors import explain
-from jdist.step.error_feedback import ResidualSlot, check_nothing_lost
+from jdist.step.error_feedback import ResidualSlot
 from jdist.step.in_flight import Lineage, NewestState, Window, doubt_newest_states
 from jdist.step.mesh_program import REPLICATED, Backend, Program
 from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
 from jdist.step.placement import DonationGuard, shapes_in
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
 from jdist.step.tree_checks import check_not_traced
@@ -52,16 +50,15 @@ class DistributedStep(Distributed):
         verification: the result of verifying the step before its first call; None if it was not verified.
     """
 
-    def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
+    def __init__(self, strategy: Strategy, step: Step, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__, self.__wrapped__ = "the step", step
         functools.update_wrapper(self, step)
         self.strategy, self.options, self.backend = strategy, options, backend
         self._step = with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
-        lead = int(options.steps_per_call > 1)
+        lead = options.num_step_axes
         self._by_rows = None if strategy.mesh is None else placement.rows_sharding(strategy, lead=lead)
-        self._donates = options.donate and options.may_update_state
         self._donation_guard = DonationGuard()
         is_plain = options.args == ("state", "batch") and is_first(options.batch_axis) and not options.static_argnames
         self._plain_call = Call(("state", "batch")) if is_plain else None
@@ -69,7 +66,7 @@ class DistributedStep(Distributed):
         self._residuals = None
         if strategy.keeps_residuals:
             self._residuals = ResidualSlot(self.__name__, step, lambda: self._newest.packed)
-        self._watched = FlagNames()
+        self._flag_names: list[str] = []
         self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._newest.state)
         self._token = new_token(self.strategy, self.options.steps_per_call)
         self.verification: Any = None
@@ -77,7 +74,8 @@ class DistributedStep(Distributed):
         self._verify_pads = False
         self.verifier: Callable[..., Any] | None = None
         self._has_peers = strategy.cluster.num_processes > 1
-        self._is_alone = isinstance(strategy.cluster, Alone)  # asked once, as an empty step takes 16 us in all
+        # Asked once, as an empty step takes 16 us in all.
+        self._is_alone = strategy.cluster.is_alone and not failpoints.armed()
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
@@ -149,7 +147,7 @@ class DistributedStep(Distributed):
 
     @without_own_frames
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it: in its place, with a loss scale or residuals where a step keeps them.
+        """Returns the state as a call does: in its place, with a loss scale or residuals where a step keeps them.
 
         To restore a checkpoint into, which holds these too.
 
@@ -187,18 +185,18 @@ class DistributedStep(Distributed):
         return Preview.of(jax_traced, traced, arguments)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
-        """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
+        """Sorts the arguments of a call by role: `(call, state, batches, others)`."""
         return self._signature.bind(args, kwargs)
 
     def _bind_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
-        """As `bind`, of arguments that may be shapes; the state comes packed, with a loss scale if the step has one."""
+        """Sorts arguments that may be shapes; the state is packed, with a loss scale if the step has one."""
         call, state, batches, others = self._signature.bind(args, kwargs)
         placement.check_stacking(batches, self.strategy, self.options, call.batch_axes)
         return call, self._with_loss_scale(pack(state)), batches, others
 
     def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
-        """The same function under another strategy that keeps the state on its devices, with some other options."""
-        return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
+        """Distributes the same function under another strategy that keeps the state on its devices, with some other options."""
+        return DistributedStep(strategy, self._step, dataclasses.replace(self.options, **options))
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""
@@ -207,12 +205,12 @@ class DistributedStep(Distributed):
             self._verify = how
 
     def _verify_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.verifier is not None  # `jdist.distribute` has given it one
+        assert self.verifier is not None  # `jdist.distribute` sets it
         how, self._verify = self._verify, "off"
         self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
-        """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
+        """Gives a state the first loss scale, if the step scales its loss and the state has none."""
         scaling = self.options.loss_scaling
         if scaling is None or loss_scale_of(state) is not None:
             return state
@@ -221,8 +219,8 @@ class DistributedStep(Distributed):
     def _with_residuals(
         self, call: Call, state: PyTree, batches: PyTree, others: Others, *, shapes_alone: bool = False
     ) -> StepState:
-        """The state with residuals for this step's gradients: those it came with, else zeros, or shapes of them."""
-        assert self._residuals is not None  # every caller asks the strategy whether it keeps any
+        """Gives a state residuals of zeros for this step's gradients, or shapes of them, unless it has some."""
+        assert self._residuals is not None  # callers ask `strategy.keeps_residuals` first
         program, _ = self.program(call)
 
         def after(state: PyTree) -> PyTree:
@@ -234,7 +232,7 @@ class DistributedStep(Distributed):
         return self._residuals.filled(call, state, state_shapes, after, zeros)
 
     def _as_returned(self, state: PyTree) -> PyTree:
-        """A state as a call returns it; of a step of several states a tuple of them."""
+        """Splits a state as a call returns it: into a tuple, if the step has several."""
         return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def _take_results(self) -> None:
@@ -266,7 +264,7 @@ class DistributedStep(Distributed):
         check_not_mixed(self.strategy)
         if self._verify != "off":
             self._verify_first(args, kwargs)
-        with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
+        with self._window.lock:  # of several calling threads each goes on from the token of the one before
             results, newest, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0
             lineage = self._window.lineage
@@ -299,16 +297,7 @@ class DistributedStep(Distributed):
         try:
             if state is not newest.state:
                 check_not_traced((state, batches))
-                check_nothing_lost(self.__name__, newest.state, state)
-                if self.options.non_finite == "raise" and newest.state is not None:
-                    self._window.go_on_from(state)
-                    if self._token is None:
-                        self._token = new_token(self.strategy, self.options.steps_per_call)
-                state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
-                newest.begin_with(state)
-                doubt_newest_states()
-                self._donation_guard.forget()
-                is_newest = False
+                state, is_newest = self._adopt(state), False
             else:
                 state, is_newest = newest.packed, True
                 if self._window.is_doubted:
@@ -327,8 +316,8 @@ class DistributedStep(Distributed):
                     batches = placement.place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if call is not self._plain_call:
-                others = self._placed(call, state, batches, others)
-            if self.strategy.keeps_residuals and not is_newest:
+                others = self._place_others(call, state, batches, others)
+            if self._residuals is not None and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self.program(call)
             if self._has_peers and call not in self._agreed:
@@ -345,7 +334,7 @@ class DistributedStep(Distributed):
                     raise
                 program.run_into(box, self._token, state, self._donation_guard.of(batches, state), others)
         except Exception as exc:
-            if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
+            if isinstance(exc, TypeError):  # perhaps from text among the arguments, whose leaf JAX does not name
                 placement.check_rows(original, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
             explain(exc, self.strategy, self._signature, call, state, original, others)
@@ -354,15 +343,24 @@ class DistributedStep(Distributed):
         self._take_results()
         return box[0], newest.state, traced, original, call.batch_axes
 
-    def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
-        """Further arguments on every device, copied where the call donates their buffers with the state.
+    def _adopt(self, state: PyTree) -> PyTree:
+        """Takes in a state that this step's newest call did not return: in its place, packed, with a loss scale if need be."""
+        self._newest.check_nothing_lost(self.__name__, state)
+        if self.options.non_finite == "raise" and self._newest.state is not None:
+            self._window.go_on_from(state)
+            if self._token is None:
+                self._token = new_token(self.strategy, self.options.steps_per_call)
+        state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+        self._newest.begin_with(state)
+        doubt_newest_states()
+        self._donation_guard.forget()
+        return state
 
-        Raises:
-            DonatedStateError: an earlier call has consumed one.
-        """
+    def _place_others(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
+        """Puts further arguments on every device, copies of those whose buffers the call donates with the state."""
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
-        if self._donates:
+        if self.options.donates_state:
             others = self._donation_guard.of(others, state)
         return placement.replicate(self.strategy, others)
 
@@ -400,14 +398,14 @@ class DistributedStep(Distributed):
             lineage.token = new_token(self.strategy, self.options.steps_per_call)
             step = lineage.steps_before + count
             lineage.steps_before = step + 1
-        raise non_finite_error(self.__name__, self._watched.names[code - 1], step)
+        raise non_finite_error(self.__name__, self._flag_names[code - 1], step)
 
     def program(self, call: Call) -> tuple[Program, Traced]:
-        """The program of calls like this one, and what is known of its results."""
+        """Makes the program of calls like this one, once: `(program, what is known of its results)`."""
         entry = self._programs.get(call)
         if entry is None:
             traced = Traced()
-            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
+            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._flag_names, self.__name__)
             entry = self._programs[call] = self.backend.make_program(spec), traced
         return entry
 

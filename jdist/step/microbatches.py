@@ -23,7 +23,7 @@ from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
 
 PyTree = Any
-# (cuts of a phase, what this replica's microbatches gave together for each) -> what all replicas gave
+# (cuts of a phase, the arrays of this replica for each) -> those of all replicas
 Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
 
 
@@ -44,11 +44,7 @@ class Plan:
     kinds: list[OutputKind]
 
     def check_averages_combined(self) -> None:
-        """Refuses replicas that would keep moving averages of their own rows.
-
-        Raises:
-            ReplicaDivergenceError: names the leaves.
-        """
+        """Raises ReplicaDivergenceError for replicas that would keep moving averages of their own rows."""
         traced = self.parts.traced
         state = jax.tree.unflatten(self.parts.state_treedef, traced.new_state)
         sizes = self.strategy.num_replicas, self.k
@@ -80,11 +76,13 @@ def microbatched(spec: ProgramSpec) -> RunFn:
 
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
         seen: list[FiniteFlags] = []
-        state, residuals = ErrorFeedback.of(strategy, spec.name, state)
+        feedback = None
+        if strategy.keeps_residuals:
+            state, feedback = ErrorFeedback.of(strategy, spec.name, state)
         plan = make_plan(strategy, spec.splittable(seen), spec.options.accumulate, state, batches, others)
         if spec.compares_replicas:
             plan.check_averages_combined()
-        with tracing(ReplicaTrace(strategy, residuals=residuals)):
+        with tracing(ReplicaTrace(strategy, sum_gradient=feedback.sum if feedback else None)):
             parts = gradient_part(plan, state, batches, others, all_reduced(strategy))
             leaves, late = plan.parts.update(state, others, parts.combined, parts.carried)
             late = finish_late(plan, late)
@@ -92,7 +90,7 @@ def microbatched(spec: ProgramSpec) -> RunFn:
         *outputs, finite = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
         new = jax.tree.unflatten(plan.parts.state_treedef, leaves)
         flags = FiniteFlags(seen[-1].names, finite, seen[-1].hidden)
-        return (residuals.close(new) if residuals else new), tuple(outputs), flags
+        return (feedback.close(new) if feedback else new), tuple(outputs), flags
 
     return run
 
@@ -156,13 +154,10 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
 
     Args:
         plan: the step.
-        state: the state; leaves that no phase reads may hold anything of their shape.
+        state: leaves that no phase reads may hold anything of their shape.
         batches: one replica's rows.
         others: further arguments.
         combine: brings a cut's arrays together from the replicas.
-
-    Returns:
-        The combined arrays, and what else the phases give.
     """
     parts, micro = plan.parts, microbatches(plan.strategy, batches, plan.k)
     old = jax.tree.leaves(state)
@@ -171,8 +166,8 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
     outputs: dict[int, jax.Array] = {}
     for phase in parts.phases:
         prepared = phase.prepare(state, others, combined)
-        begun = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
-        operands, leaves, results = _over_microbatches(plan, phase, prepared, begun, micro)
+        initial = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
+        operands, leaves, results = _over_microbatches(plan, phase, prepared, initial, micro)
         carried.update(leaves)
         outputs.update(results)
         # Metrics go with the sums of the phase, in one all-reduce.
@@ -216,12 +211,12 @@ def all_reduced(strategy: Strategy) -> Combine:
 
 
 def gathered(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """The rows of all replicas, along the axis on which the shapes differ."""
+    """Gathers the rows of all replicas, along the axis on which the shapes differ."""
     return collectives.all_gather(x, axis_of_rows(x.shape, shape.shape))
 
 
 def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
-    """The axis along which parts were joined."""
+    """Finds the axis along which parts were joined."""
     return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), 0)
 
 
@@ -237,30 +232,30 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
 
 
 def _over_microbatches(
-    plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
+    plan: Plan, phase: Phase, prepared: list[jax.Array], initial: dict[int, jax.Array], micro: PyTree
 ) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
-    """One phase on one replica.
+    """Runs one phase on one replica, over its stacked microbatches.
 
     Args:
         plan: the step.
-        phase: of it.
+        phase: one of its phases.
         prepared: what all microbatches share.
-        begun: the old values of the leaves that microbatches add to, by place.
-        micro: the microbatches, stacked.
+        initial: the old values of the leaves that microbatches add to, by place.
+        micro: the microbatches.
 
     Returns:
-        What the microbatches give together: the operands of each cut, the carried leaves, the outputs, both by place.
+        The operands of each cut over all microbatches; the carried leaves and the outputs, by place.
     """
     k = plan.k
     ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
-    ways.extend("sum" if n in begun else "mean" for n in phase.carried)
+    ways.extend("sum" if n in initial else "mean" for n in phase.carried)
     of_kind: dict[OutputKind, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
     ways.extend(of_kind[plan.kinds[i]] for i in phase.outputs)
     wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
 
     def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:
         operands, carried, outputs = phase.run(prepared, batch, number)
-        added = [new - begun[n] if n in begun else new for n, new in zip(phase.carried, carried, strict=True)]
+        added = [new - initial[n] if n in initial else new for n, new in zip(phase.carried, carried, strict=True)]
         return [jnp.asarray(x) for x in (*(x for each in operands for x in each), *added, *outputs)]
 
     first = jax.tree.map(lambda x: x[0], micro)
@@ -292,7 +287,7 @@ def _over_microbatches(
                 values.append(rows if way == "stack" else rows.max(0) if way == "max" else rows.min(0))
     rest = iter(values)
     operands = [[next(rest) for _ in cut.shapes] for cut in phase.cuts]
-    carried = {n: begun[n] + next(rest) if n in begun else next(rest) for n in phase.carried}
+    carried = {n: initial[n] + next(rest) if n in initial else next(rest) for n in phase.carried}
     return operands, carried, {i: next(rest) for i in phase.outputs}
 
 
@@ -302,11 +297,11 @@ SUMMED = ("sum", "mean")
 
 
 def _joined(rows: jax.Array, axis: int) -> jax.Array:
-    """Stacked arrays, end to end along one of their axes."""
+    """Joins stacked arrays end to end along one of their axes."""
     rows = jnp.moveaxis(rows, 0, axis)
     return rows.reshape(*rows.shape[:axis], rows.shape[axis] * rows.shape[axis + 1], *rows.shape[axis + 2 :])
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype to add up in: float32 for half precision, which would lose small microbatches."""
+    """Chooses the dtype to add up in: float32 for half precision, which would lose small microbatches."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

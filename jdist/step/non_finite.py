@@ -1,4 +1,4 @@
-"""Keeps the state as it was where a gradient is NaN or infinite, and tells the host by a token."""
+"""The guard against gradients that are NaN or infinite: the state stays as it was, and a token tells the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteError
 from jdist.jaxpr import graph
 from jdist.step.options import NonFinite
-from jdist.step.program_spec import FiniteFlags, FlagNames, ProgramSpec, RunFn, StepFn
+from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.support.arrays import put
 
 PyTree = Any
@@ -28,7 +28,7 @@ VERDICT, STEPS, STEP_ENTRIES = 0, 1, 2
 
 
 def new_token(strategy: Strategy, steps_per_call: int) -> Any:
-    """The token of a first call; its shape where the devices are not here, as `lower` needs no more."""
+    """Makes the token of a first call; its shape where the devices are not here, as `lower` needs no more."""
     size = STEP_ENTRIES + (steps_per_call if steps_per_call > 1 else 0)
     if strategy.topology is not None:
         return jax.ShapeDtypeStruct((size,), np.int32)
@@ -36,7 +36,7 @@ def new_token(strategy: Strategy, steps_per_call: int) -> Any:
 
 
 def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
-    """The error of a step that met a NaN or infinite value of that name."""
+    """Makes the error of a step that met a NaN or infinite value of that name."""
     return NonFiniteError(
         f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step (`{step_name}.last_state`), "
         "later calls changed nothing. Lower the learning rate, clip gradients, look at the batch; or choose "
@@ -51,18 +51,27 @@ def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:
     axes = spec.strategy.bound_axes
 
     def step(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        return guarded(run, token, state, (batches, others), spec.policy, spec.watched, axes, spec.loss_scaling)
+        return guarded(run, token, state, (batches, others), spec.policy, spec.flag_names, axes, spec.loss_scaling)
 
     return step
 
 
+def add_names(flag_names: list[str], names: list[str]) -> int:
+    """Adds the names of one program, unless it was traced before; returns how many codes come before theirs."""
+    for start in range(len(flag_names) - len(names) + 1):
+        if flag_names[start : start + len(names)] == names:
+            return start
+    flag_names.extend(names)
+    return len(flag_names) - len(names)
+
+
 def step_done(token: jax.Array) -> jax.Array:
-    """The token after a step with nothing to report; computed, as a token that is merely passed on cannot be waited for."""
+    """Counts a step with nothing to report in the token: one that is merely passed on could not be waited for."""
     return token + jnp.array([0, 1], jnp.int32)
 
 
 def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
-    """Whether to go on with the new state.
+    """Decides whether to go on with the new state.
 
     Args:
         token: int32[2], of one step.
@@ -71,7 +80,7 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
         policy: "raise" or "skip".
 
     Returns:
-        The new token, and the answer, a bool scalar.
+        `(new token, decision)`; the decision is a bool scalar.
     """
     code, count = token[VERDICT], token[STEPS]
     bad = ~jnp.stack(finite)
@@ -90,7 +99,7 @@ def guarded(
     state: PyTree,
     rest: tuple[PyTree, ...],
     policy: NonFinite,
-    watched: FlagNames,
+    flag_names: list[str],
     axes: tuple[str, ...] = (),
     loss_scaling: LossScaling | None = None,
 ) -> tuple[jax.Array, PyTree, PyTree]:
@@ -109,13 +118,10 @@ def guarded(
         state: the state before the step.
         rest: the step's other arguments.
         policy: "raise", "skip" or "apply".
-        watched: takes in the names that the token's codes stand for.
+        flag_names: takes in the names that the token's codes stand for.
         axes: the mesh axes that replicas are spread over, where they are bound.
-        loss_scaling: how the loss scale in the state moves. A smaller one may mend what is not finite, so only at the
-            smallest does "raise" take notice; the step is left out all the same.
-
-    Returns:
-        The new token, the state to go on with, and the outputs.
+        loss_scaling: moves the loss scale in the state. A smaller scale may mend what is not finite, so "raise" takes notice
+            at the smallest alone; the step is left out all the same.
     """
     if policy == "apply":
         new, outputs, _ = run(state, *rest)
@@ -139,14 +145,16 @@ def guarded(
     taken = {*known, *before_flags}
     places = {v: i for i, v in enumerate(new_vars) if not graph.is_literal(v) and v not in taken}
     places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
-    if not names or graph.effects_of(closed):  # in parts, prints and the like would come in another order
+    if not names or graph.effects_of(closed):  # in stages, prints and the like would come in another order
         places = {}
     keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
     for number, stage in enumerate(graph.stages(closed, places)):
         known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
         if number == 0 and names:
             finite = [graph.value_of(v, known) for v in flag_vars]
-            token, keep, loss_scale = _decide(token, finite, watched.add(names), policy, loss_scale, loss_scaling)
+            token, keep, loss_scale = _decide(
+                token, finite, add_names(flag_names, names), policy, loss_scale, loss_scaling
+            )
         for v in stage.writes:
             if v in places:
                 known[v] = jnp.where(keep, known[v], old[places[v]])
@@ -168,7 +176,7 @@ def _decide(
     now: LossScale | None,
     loss_scaling: LossScaling | None,
 ) -> tuple[jax.Array, jax.Array, LossScale | None]:
-    """As `decide`, with the loss scale before the step; the third result is the one after it."""
+    """Decides as `decide`, and moves the loss scale, the third result."""
     if loss_scaling is None or now is None:
         return *decide(token, finite, base, policy), now
     fits = jnp.stack(finite).all()
@@ -181,7 +189,7 @@ def _decide(
 
 
 def _flags_of_state(old: PyTree, new: PyTree, flags: FiniteFlags, axes: tuple[str, ...]) -> FiniteFlags:
-    """The flags with one more for each leaf of the state that the step changed: what was not finite before may stay so.
+    """Adds a flag for each leaf of the state that the step changed: what was not finite before may stay so.
 
     Replicas agree on them, so that none keeps a state that another leaves, also where the leaves themselves differ.
     """

@@ -110,9 +110,19 @@ class StepOptions:
         return self.args.count("state")
 
     @property
+    def num_step_axes(self) -> int:
+        """The number of axes before the rows of a batch: 1 where a call makes several steps, else 0."""
+        return int(self.steps_per_call > 1)
+
+    @property
     def may_update_state(self) -> bool:
         """Whether the step may return a state; known for certain only once it was traced."""
         return "state" in self.args and (self.returns is None or "state" in self.returns)
+
+    @property
+    def donates_state(self) -> bool:
+        """Whether the old state's buffers may be reused for the new state."""
+        return self.donate and self.may_update_state
 
 
 class RunKeywords(TypedDict, total=False):
@@ -154,7 +164,7 @@ def spelling_keywords(function: F) -> F:
 
 
 def make_options(**options: Any) -> StepOptions:
-    """`StepOptions` from keyword arguments; lists become tuples, a lone string a tuple of one.
+    """Makes `StepOptions` of keyword arguments; lists become tuples, a lone string a tuple of one.
 
     Raises:
         StepError: an unknown option, or a value that is not allowed.
@@ -176,11 +186,7 @@ def make_options(**options: Any) -> StepOptions:
 
 
 def check_verify(value: Any) -> None:
-    """Refuses what is no way to verify a step.
-
-    Raises:
-        StepError: lists those allowed.
-    """
+    """Raises StepError for what is no way to verify a step."""
     _check_choice("verify", value, get_args(Verify))
 
 

@@ -1,4 +1,4 @@
-"""Sorts what a step returned by role, and prepares what is averaged over the replicas."""
+"""The results of a step by role, and how each comes together from the replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METRIC, LOCAL, ROWS = OutputKind
 
 @dataclass
 class Traced:
-    """Describes a step's results, once it was traced.
+    """The results of a step by role, filled in when it is traced.
 
     Attributes:
         returns: the role of each result.
@@ -128,13 +128,13 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
             f"the step returned {len(result)} values; say what they are, for example "
             '`returns=("state", "metrics", "metrics")`. Roles: "state", "metrics", "examples", "per_replica".'
         )
-    # Neither the state's tree nor a pair: most likely a state that lost its form; this says where.
+    # Neither the state's tree nor a pair: most likely a state of another form; this says where they differ.
     check_same_state(state, result)
     raise AssertionError("unreachable: trees that differ are refused above")
 
 
 def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[str, ...]:
-    """The roles of results that begin with as many states as the step takes: their trees tell."""
+    """Guesses the roles of results that begin with as many states as the step takes: their trees tell."""
     n, trees = len(states), [jax.tree.structure(state) for state in states]
     returned = [jax.tree.structure(tree) for tree in result] if isinstance(result, tuple) else []
     if returned[:n] == trees and n <= len(returned) <= n + 1:
@@ -156,15 +156,10 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
 
 
 def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
-    """The tree of `outputs` with each leaf's kind in its place.
-
-    Args:
-        outputs: the results without the state.
-        traced: their roles.
-        rows: the number of rows of the batch, which "examples" must have; None: not known.
+    """Replaces each leaf of the outputs by its kind.
 
     Raises:
-        StepError: a result that cannot have its role.
+        StepError: a result cannot have its role, as "examples" without as many rows as the batch (`rows`, None: not known).
     """
 
     def of(role: str, tree: PyTree) -> PyTree:
@@ -187,7 +182,7 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
 
 
 def rows_of(batches: PyTree) -> int | None:
-    """The number of rows of a batch; None of one without arrays."""
+    """Counts the rows of a batch; None for one without arrays."""
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batches)), None)
 
 
@@ -203,9 +198,8 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         StepError: one is an integer or a bool: a count, whose mean is of no use.
 
     Warns:
-        UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a
-            vector of another kind (one entry a class, a layer, an expert) may happen to be as long as the replica's
-            rows.
+        UserWarning: one looks like one value an example, which averaging would mix. It is no error: a vector of another
+            kind (one entry a class, a layer, an expert) may happen to be as long as the replica's rows.
     """
     for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
         if not is_mean:

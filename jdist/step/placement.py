@@ -1,4 +1,4 @@
-"""Puts state and batches on a strategy's devices, and gets state back whole."""
+"""The places of state and batches on a strategy's devices, and the way back to the host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.host_sharded import HostSharded, check_no_spread, is_spread, map_leaves
-from jdist.core.static_leaves import pack, unpack
-from jdist.core.step_state import carrying, residuals_of, user_states
+from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
+from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.process_shard import WHOLE, ProcessShard
@@ -23,7 +22,7 @@ from jdist.step import in_flight
 from jdist.step.divergence import compare, make_check
 from jdist.step.error_feedback import check_residuals
 from jdist.step.options import StepOptions
-from jdist.step.tree_checks import check_batch, check_state, check_whole
+from jdist.step.tree_checks import check_batch, check_no_parts, check_state, check_whole
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, is_key, put, to_host
 
 PyTree = Any
@@ -33,7 +32,7 @@ Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]
 def init(
     strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], compute: Compute | None = None
 ) -> PyTree:
-    """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding.
+    """Makes a state: shapes by `eval_shape`, then every leaf in its own sharding. `Strategy.init`.
 
     Args:
         strategy: where.
@@ -74,7 +73,7 @@ def init(
 
 
 def _strong(x: Any) -> jax.Array:
-    """As an array whose dtype does not depend on what it meets; a weakly typed leaf would compile a step twice."""
+    """Makes a strongly typed array; a weakly typed leaf would compile a step twice."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, x.dtype)
 
@@ -90,7 +89,7 @@ def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
-    """A state as a step wants it: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
+    """Lays out a state for a step: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
 
     Raises:
         DonatedStateError: a leaf was consumed by an earlier call.
@@ -99,12 +98,12 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     """
     strategy.need_devices("a step")
     check_not_donated(state)
-    check_no_spread(strategy, state)
+    check_no_parts(strategy, state)
     residuals = residuals_of(state)
     if residuals is not None:
         check_residuals(strategy, residuals)
-        own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), residuals)
-        return carrying(adopt_state(strategy, carrying(state, residuals=None)), residuals=own)
+        residuals = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), residuals)
+        return carrying(adopt_state(strategy, carrying(state, residuals=None)), residuals=residuals)
     check_state(state)
     check_whole(state)
     sharding = strategy.replicated_sharding
@@ -123,7 +122,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
-    """The shapes and dtypes of a tree's leaves, all in one sharding."""
+    """Describes a tree's leaves by shape and dtype, all in one sharding."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         aval = x if isinstance(x, jax.ShapeDtypeStruct | HostSharded) else jax.typeof(x)
@@ -133,11 +132,11 @@ def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
 
 
 def batch_shapes(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """The shapes of a call's batches, each in the sharding in which a program takes it."""
+    """Describes a call's batches, each in the sharding in which a program takes it."""
     if strategy.mesh is None:
         return shapes_in(batches, None)
     if not axes:
-        return shapes_in(batches, rows_sharding(strategy, lead=int(options.steps_per_call > 1)))
+        return shapes_in(batches, rows_sharding(strategy, lead=options.num_step_axes))
     return jax.tree.map(shapes_in, batches, rows_shardings(strategy, options, batches, axes))
 
 
@@ -146,7 +145,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
     whole = strategy.replicated_sharding
 
     def put_whole(x: Any) -> Any:
-        if is_spread(x):  # parameters of a state in parts, for an evaluation
+        if is_spread(x):  # parameters in parts, passed to an evaluation
             return jax.device_put(np.asarray(x), whole)
         if isinstance(x, jax.Array) and x.sharding != whole:
             return put(x, whole)
@@ -156,7 +155,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
-    """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
+    """Waits for the steps in flight, compares the replicas, copies to the host: `Strategy.fetch`."""
     check(strategy, state)
     return unpack(jax.tree.map(to_host, user_states(pack(state))))
 
@@ -165,24 +164,20 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 
 def check(strategy: Strategy, state: PyTree) -> None:
-    """`Strategy.check`: waits for the steps in flight, then compares the replicas."""
-    check_no_spread(strategy, state)
+    """Waits for the steps in flight, then compares the replicas: `Strategy.check`."""
+    check_no_parts(strategy, state)
     check_in_parts(strategy, state)
 
 
 def check_in_parts(strategy: Strategy, state: PyTree) -> None:
-    """As `check`, of a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
+    """Checks a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
     check_not_donated(state)
     in_flight.wait_for(strategy, state)
     compare_replicas(strategy, state)
 
 
 def compare_replicas(strategy: Strategy, state: PyTree) -> None:
-    """Compares the replicas' copies of every replicated leaf.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves and the replicas that differ.
-    """
+    """Raises ReplicaDivergenceError if the replicas' copies of a leaf differ; names leaves and replicas."""
     if (hashed := hash_replicas(strategy, state)) is not None:
         hashes, paths, _ = hashed
         compare(hashes, paths)
@@ -211,46 +206,33 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
 
 
 def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
-    """Refuses global batches whose rows do not divide among replicas and microbatches.
-
-    Args:
-        batches: the batches.
-        strategy: its replicas divide them.
-        options: the decorator's options.
-        axes: of each leaf the axis of its rows; empty: the first.
-
-    Raises:
-        BatchError: with the numbers and the remedy.
-    """
-    n, k = strategy.num_replicas, options.accumulate
-    batches = rows_first(batches, axes, lead=int(options.steps_per_call > 1), shapes_only=True)
-    # One batch is the usual case; its leaves are then named without the place among several.
+    """Raises BatchError if the rows of batches, each leaf's on its axis, do not divide among replicas and microbatches."""
+    n, lead = strategy.num_replicas, options.num_step_axes
+    if axes:
+        batches = rows_first(batches, axes, lead=lead, shapes_only=True)
+    # Of a single batch, the usual case, leaves are named without its place among several.
     batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
-    check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=k, lead=int(options.steps_per_call > 1))
+    check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=options.accumulate, lead=lead)
 
 
 def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
-    """Of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
+    """Makes the sharding of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
     assert strategy.mesh is not None
     return NamedSharding(strategy.mesh, PartitionSpec(*(None,) * lead, strategy.axes))
 
 
 def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """`rows_sharding` of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
-    lead, treedef = int(options.steps_per_call > 1), jax.tree.structure(batches)
+    """Makes the sharding of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
+    lead, treedef = options.num_step_axes, jax.tree.structure(batches)
     axes = axes or (0,) * treedef.num_leaves
     return jax.tree.unflatten(treedef, [rows_sharding(strategy, lead=lead + axis) for axis in axes])
 
 
 def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
-    """Refuses batches, or their shapes, of a dataset that stacks steps where the step makes one a call, or the other way.
-
-    Raises:
-        BatchError: says what has to be the same.
-    """
+    """Raises BatchError if a dataset stacks steps where the step makes one a call, or vice versa; takes shapes too."""
     if strategy.mesh is None:
         return
-    lead, leaves = int(options.steps_per_call > 1), jax.tree.leaves(batches)
+    lead, leaves = options.num_step_axes, jax.tree.leaves(batches)
     axes = axes or (0,) * len(leaves)
     with_sharding = jax.Array | jax.ShapeDtypeStruct
     for leaf, axis in zip(leaves, axes, strict=True):
@@ -271,11 +253,7 @@ def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, ax
 
 
 def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """Puts batches that a step was called with on the devices, rows spread over the replicas.
-
-    Raises:
-        BatchError: the rows do not divide, or the batch was stacked for another `steps_per_call`.
-    """
+    """Puts the batches of a call on the devices, rows spread over the replicas; raises BatchError if they do not fit."""
     check_stacking(batches, strategy, options, axes)
     check_rows(batches, strategy, options, axes)
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
@@ -284,7 +262,7 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axe
 
 
 def share_of(strategy: Strategy) -> ProcessShard:
-    """The share of a batch that this process feeds: the rows of its devices, which lie together in the mesh."""
+    """Finds the share of a batch that this process feeds: the rows of its devices, which lie together in the mesh."""
     if strategy.batch_sharding is None or strategy.batch_sharding.is_fully_addressable:
         return WHOLE
     processes = list(dict.fromkeys(device.process_index for device in strategy.devices))
@@ -292,7 +270,7 @@ def share_of(strategy: Strategy) -> ProcessShard:
 
 
 class DonationGuard:
-    """Copies what of a call's arguments shares a buffer with the call's state.
+    """A guard for arguments that share a buffer with the state that their call donates: it copies them.
 
     JAX refuses such a call on one device, and ends the process on several. An array that shares no buffer with a state
     shares none with the states that come of it, so each is looked at once for as long as it is passed in.
@@ -306,12 +284,7 @@ class DonationGuard:
         self._known.clear()
 
     def of(self, tree: PyTree, state: PyTree) -> PyTree:
-        """The tree with a copy of each array that shares a buffer with `state`.
-
-        Args:
-            tree: arguments of a call.
-            state: the state of the same call.
-        """
+        """Copies each array of a call's arguments that shares a buffer with the state of the call."""
         arrays = [x for x in jax.tree.leaves(tree, is_leaf=is_spread) if isinstance(x, jax.Array)]
         new = [x for x in arrays if (known := self._known.get(id(x))) is None or known() is not x]
         if not new:
@@ -329,7 +302,7 @@ def _share(a: jax.Array, b: jax.Array) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         if is_key(a) == is_key(b):
             return False
-        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # these are the key's own buffers
+        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # one may be the key data of the other
         return _share(a, b)
     if is_key(a):
         return _share(jax.random.key_data(a), jax.random.key_data(b))
@@ -341,6 +314,6 @@ def _share(a: jax.Array, b: jax.Array) -> bool:
 
 
 def first_buffer(x: jax.Array) -> int:
-    """The address of an array's buffer on the first of its devices; of an array without elements its own id."""
+    """Finds the address of an array's buffer on the first of its devices; of an array without elements its id."""
     data = jax.random.key_data(x) if is_key(x) else x
     return data.addressable_data(0).unsafe_buffer_pointer() if data.size else id(x)

@@ -1,19 +1,18 @@
-"""Describes what a program is made of, and the types of the functions that it is made from."""
+"""The parts of a step's program, and the types of the functions that make it up."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jdist.core.context import ReplicaTrace, current_trace, tracing
-from jdist.core.precision import InUse, LossScaling
+from jdist.core.precision import LossScaling
 from jdist.core.step_state import loss_scale_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.step.options import NonFinite, StepOptions
 from jdist.step.outputs import METRIC, OutputKind, Traced, differs, kinds_of, rows_of, sort_results
@@ -21,21 +20,6 @@ from jdist.step.signature import Call, Others, Step
 from jdist.step.tree_checks import check_state
 
 PyTree = Any
-
-
-@dataclass
-class FlagNames:
-    """Names of the values that a step's programs look at; a token's code is a place in this list, from 1."""
-
-    names: list[str] = field(default_factory=list)
-
-    def add(self, names: list[str]) -> int:
-        """Takes in the names of one program; returns how many codes come before theirs."""
-        for start in range(len(self.names) - len(names) + 1):
-            if self.names[start : start + len(names)] == names:  # traced again, for other shapes
-                return start
-        self.names.extend(names)
-        return len(self.names) - len(names)
 
 
 @dataclass(frozen=True)
@@ -54,11 +38,11 @@ class FiniteFlags:
 
     @classmethod
     def of(cls, trace: ReplicaTrace) -> FiniteFlags:
-        """The flags that a trace has gathered."""
+        """Takes the flags that a trace has gathered."""
         return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
 
 
-# One step over one replica's rows: (state, batches, others) -> (state, outputs, what was seen of the gradients)
+# One step over one replica's rows: (state, batches, others) -> (state, outputs, flags of its gradients)
 RunFn = Callable[[PyTree, PyTree, Others], tuple[PyTree, tuple[PyTree, ...], FiniteFlags]]
 # What a replica runs in one call: (token, state, batches, others) -> (token, state, outputs); for the token see `non_finite`
 StepFn = Callable[[jax.Array, PyTree, PyTree, Others], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
@@ -76,7 +60,7 @@ class ProgramSpec:
         options: the decorator's options.
         call: how the arguments of a call are laid out.
         traced: filled in while tracing.
-        watched: takes in the names that the token's codes stand for.
+        flag_names: names of the values that the step's programs look at; a token's code is a place in it, from 1.
         name: the step's, under which a state keeps its residuals.
     """
 
@@ -85,17 +69,8 @@ class ProgramSpec:
     options: StepOptions
     call: Call
     traced: Traced
-    watched: FlagNames
+    flag_names: list[str]
     name: str
-
-    def turn(self, batches: PyTree) -> PyTree:
-        """The batches of a call with their rows first, as a program takes them; `Call.apply` turns them back."""
-        return rows_first(batches, self.call.batch_axes, lead=int(self.options.steps_per_call > 1))
-
-    @property
-    def donate(self) -> bool:
-        """Whether the old state's buffers may be reused for the new state."""
-        return self.options.donate and self.options.may_update_state
 
     @property
     def compares_replicas(self) -> bool:
@@ -116,37 +91,36 @@ class ProgramSpec:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        own, precision, in_use = user_state(state), self.options.precision, None
+        user, precision = user_state(state), self.options.precision
         if precision is not None:
-            precision.check_names((own, batches))
+            precision.check_names((user, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
-            in_use = InUse(precision, self._loss_scale(state, others))
-        # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
-        argument, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
-        with tracing(dataclasses.replace(trace, precision=in_use)):
+        # Copies of the containers: what a step changes in place must not change for the caller.
+        argument, batches, others = jax.tree.map(lambda x: x, (user, batches, others))
+        with tracing(dataclasses.replace(trace, precision=precision, loss_scale=self._loss_scale(state, others))):
             results = self.call.apply(self.step, argument, batches, others)
-            new_state, outputs = sort_results(results, own, self.options, self.traced)
+            new_state, outputs = sort_results(results, user, self.options, self.traced)
             check_state(new_state, "the state that the step returned")
             if self.options.may_update_state:
-                self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
+                self.traced.changes_state |= differs(jax.tree.leaves(user), jax.tree.leaves(new_state))
         if precision is not None:
             outputs = jax.tree.map(precision.cast_to_output, outputs)
         return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: Others) -> Any:
-        """The factor of losses, if any: from the state, or from the place where a parameter server's worker puts it."""
+        """Finds the factor of losses, if any: in the state, or where a parameter server's worker puts it."""
         if self.options.loss_scaling is None:
             return None
         loss_scale = loss_scale_of(state)
         return others.loss_scale if loss_scale is None else loss_scale.scale
 
     def splittable(self, seen: list[FiniteFlags]) -> Pure:
-        """The step as `microbatches.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
+        """Makes the step that `microbatches.make_plan` takes, with flags behind the outputs; appends them to `seen`, too."""
 
         def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)
             seen.append(flags)
-            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
+            # Flags are made of combined gradients: like a metric that is the same on all replicas.
             kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, rows_of(batches))), *[METRIC] * len(flags.finite)]
             return new_state, (*outputs, flags.finite), kinds
 

@@ -1,4 +1,4 @@
-"""Takes out of a traced step what makes two runs of it differ on purpose: random draws, and calls of the host.
+"""Traced steps without what makes two runs differ on purpose: random draws, and calls of the host.
 
 A replica draws for its own rows, and from a key of its own: no draw of N replicas can equal that of one. With one constant in
 the place of every draw, whatever still differs is not the draws' doing.
@@ -6,57 +6,50 @@ the place of every draw, whatever still differs is not the draws' doing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
 
-_UNIFORM = 0.1  # keeps what dropout would keep at any usual rate, and is no middle of a distribution
+_UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
 _DRAWS = ("random_bits", "random_gamma")
 _PRINTS = ("debug_print", "debug_callback")  # they return nothing; other calls of the host do
 _CALLBACKS = ("io_callback", "outside_call")
 
 
-def equations(closed: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, those of the functions and loops in it included."""
-    for eqn in getattr(closed, "jaxpr", closed).eqns:
-        yield eqn
-        for inner in _jaxprs(eqn):
-            yield from equations(inner)
-
-
 def draws(closed: Any) -> bool:
     """Whether a jaxpr draws random numbers."""
-    return any(eqn.primitive.name in _DRAWS for eqn in equations(closed))
+    return graph.contains_primitive(closed, *_DRAWS)
 
 
 def draws_until(closed: Any) -> bool:
     """Whether it draws until what it drew is accepted: of a constant it might never be."""
-    loops = (eqn for eqn in equations(closed) if eqn.primitive.name == "while")
-    return any(eqn.primitive.name in _DRAWS for loop in loops for inner in _jaxprs(loop) for eqn in equations(inner))
+    loops = (eqn for eqn in graph.all_equations(closed) if eqn.primitive.name == "while")
+    return any(graph.uses_primitive(loop, *_DRAWS) for loop in loops)
 
 
 def prints(closed: Any) -> bool:
     """Whether it prints, or calls the host for nothing in return."""
-    return any(eqn.primitive.name in _PRINTS for eqn in equations(closed))
+    return graph.contains_primitive(closed, *_PRINTS)
 
 
 def calls_the_host(closed: Any) -> bool:
     """Whether it calls a function of the host that may change something there, and reads what that returns."""
-    return any(eqn.primitive.name in _CALLBACKS for eqn in equations(closed))
+    return graph.contains_primitive(closed, *_CALLBACKS)
 
 
 def quiet(closed: Any) -> Any:
-    """The same jaxpr with one constant for every draw, and without prints."""
+    """Rewrites a jaxpr with one constant for every draw, and without prints."""
     return _rewritten(closed, _quiet, {})
 
 
 def shaken(closed: Any, eps: float) -> Any:
-    """The same jaxpr with errors of rounding, relative to `eps`, in all that is summed.
+    """Rewrites a jaxpr with errors of rounding, relative to `eps`, in all that is summed.
 
     A bias of zero has a gradient that may be zero but for the order of its sum. Errors in the arguments alone do not
     show that where the sum's terms do not depend on numbers with a fraction.
@@ -69,22 +62,21 @@ def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: di
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     is_closed = isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
-    opened: Any = jaxpr  # for type checkers, which take it for what it was compared with
+    opened: Any = jaxpr  # type checkers narrow `jaxpr` by the check above
     if is_closed:
         inner = _rewritten(opened.jaxpr, rewrite, known)
         result = opened if inner is opened.jaxpr else ClosedJaxpr(inner, opened.consts)
     else:
         eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
         same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
-        # Without effects: those of the prints are gone, and only they were there.
-        result = opened if same else opened.replace(eqns=eqns, effects=_effects(opened, eqns))
+        if same:
+            result = opened
+        else:  # without the effects of prints that are gone
+            kept = {effect for eqn in eqns for effect in eqn.effects}
+            effects = type(opened.effects)(effect for effect in opened.effects if effect in kept)
+            result = opened.replace(eqns=eqns, effects=effects)
     known[id(jaxpr)] = result
     return result
-
-
-def _effects(jaxpr: Any, eqns: list[Any]) -> Any:
-    kept = {effect for eqn in eqns for effect in eqn.effects}
-    return type(jaxpr.effects)(effect for effect in jaxpr.effects if effect in kept)
 
 
 def _quiet(eqn: Any) -> list[Any] | None:
@@ -99,7 +91,7 @@ def _shaken(eqn: Any, eps: float) -> list[Any] | None:
     operand, aval = eqn.invars[0], eqn.invars[0].aval
     if (
         not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.float64
-    ):  # of doubles any order is exact enough
+    ):  # doubles are exact enough in any order
         return None
 
     def function(x: jax.Array) -> jax.Array:
@@ -121,15 +113,15 @@ def _shaken(eqn: Any, eps: float) -> list[Any] | None:
 
 
 def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:
-    """The equations in the place of one."""
+    """Rewrites one equation, into none or several."""
     rewritten = rewrite(eqn)
     if rewritten is not None:
         return rewritten
     params = {key: _param(value, rewrite, known) for key, value in eqn.params.items()}
     if all(params[key] is value for key, value in eqn.params.items()):
         return [eqn]
-    inner = {effect for value in params.values() for each in _jaxprs_of(value) for effect in each.effects}
-    dropped = {effect for each in _jaxprs(eqn) for effect in each.effects} - inner
+    inner = {effect for each in graph.jaxprs_in(params.values()) for effect in each.effects}
+    dropped = {effect for each in graph.nested_jaxprs(eqn) for effect in each.effects} - inner
     return [eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))]
 
 
@@ -143,24 +135,11 @@ def _param(value: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[i
 
 
 def _constant(eqn: Any) -> list[Any]:
-    """The equations that give a constant in the place of a draw."""
+    """Makes the equations of a constant in the place of a draw."""
     (out,) = eqn.outvars
     shape, dtype = out.aval.shape, out.aval.dtype
     value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))
-    # With an axis more, as a scalar constant would be no equation.
+    # With one more axis, as a scalar constant would be no equation.
     closed = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
     *first, last = (each.replace(ctx=eqn.ctx) for each in closed.jaxpr.eqns)
     return [*first, last.replace(outvars=[out])]
-
-
-def _jaxprs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        yield from _jaxprs_of(value)
-
-
-def _jaxprs_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, ClosedJaxpr | jex.Jaxpr):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _jaxprs_of(each)

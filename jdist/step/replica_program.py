@@ -1,4 +1,4 @@
-"""Builds what one replica computes in one call: the user's step, accumulated, guarded and repeated as the options say."""
+"""The program of one replica in one call: the user's step, accumulated, guarded and repeated as the options say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jdist.core.step_state import residuals_of
 from jdist.jaxpr import graph, variation
 from jdist.replica import collectives
 from jdist.step.divergence import check_averages_combined
-from jdist.step.error_feedback import ErrorFeedback, has_residuals
+from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import repeated
 from jdist.step.microbatches import microbatched
 from jdist.step.non_finite import finite_guarded
@@ -40,8 +40,8 @@ def replica_program(spec: ProgramSpec) -> StepFn:
 def on_whole_batch(spec: ProgramSpec) -> RunFn:
     """Runs the user's step on a replica's whole batch, and averages the metrics that differ from replica to replica."""
     strategy = spec.strategy
-    # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
-    # On devices with a memory of their own, or of several processes, that exchange takes longer than reading all.
+    # Virtual CPU devices share one memory, so each checks its own part of the gradients and they exchange the results.
+    # On devices with memories of their own, or in several processes, that exchange takes longer than checking all.
     bound = bool(strategy.bound_axes)
     one_process = len({device.process_index for device in strategy.devices}) == 1
     shares_memory = bound and one_process and strategy.devices[0].platform == "cpu"
@@ -50,14 +50,17 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
         kinds, names, hidden = list[OutputKind](), list[str](), list[bool]()
 
         def as_written(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
-            state, residuals = ErrorFeedback.of(strategy, spec.name, state)
-            with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)):
+            feedback = None
+            if strategy.keeps_residuals:
+                state, feedback = ErrorFeedback.of(strategy, spec.name, state)
+            sum_gradient = feedback.sum if feedback else None
+            with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, sum_gradient=sum_gradient)):
                 new_state, outputs, flags = spec.apply(state, batches, others)
             kinds[:] = jax.tree.leaves(kinds_of(outputs, spec.traced, rows_of(batches)))
             names[:], hidden[:] = flags.names, [flags.hidden]
-            return (residuals.close(new_state) if residuals else new_state), outputs, flags.finite
+            return (feedback.close(new_state) if feedback else new_state), outputs, flags.finite
 
-        # Which metrics differ from replica to replica is seen in the traced step.
+        # The traced step shows which metrics differ from replica to replica.
         arguments = state, batches, others
         closed, shapes = jax.make_jaxpr(as_written, return_shape=True)(*arguments)
         new_state, outputs, finite = jax.tree.unflatten(
@@ -99,7 +102,7 @@ def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
     """Has a state without this step's residuals run once, unguarded: it is traced alone, for the shapes that they take."""
 
     def either(token: jax.Array, state: PyTree, batches: PyTree, others: Others) -> Any:
-        if has_residuals(state, spec.name):
+        if spec.name in residuals_of(state):
             return step(token, state, batches, others)
         first = batches if spec.options.steps_per_call == 1 else jax.tree.map(lambda x: x[0], batches)
         state, outputs, _ = run(state, first, others)
@@ -112,11 +115,11 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[Outpu
     """Finds the outputs of a traced step that are metrics and differ from replica to replica.
 
     Args:
-        closed: `(state, batches, others) -> (state, outputs, flags)`.
+        closed: the step, `(state, batches, others) -> (state, outputs, flags)`.
         shapes: what it returns.
         arguments: the tree of its arguments.
         kinds: of the outputs' leaves.
-        rows: the number of rows of the batch.
+        rows: the number of rows of the batch; None: it does not matter.
 
     Raises:
         StepError: one of them has no mean.

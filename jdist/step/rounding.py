@@ -1,4 +1,4 @@
-"""Tells whether two results of a step are equal but for rounding.
+"""The measure of rounding: whether two results of a step are equal but for it.
 
 How much rounding may change a leaf depends on the step: AdamW turns a gradient that is zero but for rounding into a whole
 step. So the step is run again on arguments that differ by rounding alone, and what that changes is the measure.
@@ -21,18 +21,18 @@ PyTree = Any
 Leaf = tuple[Any, Any]
 
 _OF_CHANGE = 1e-5  # sums in another order, in float32, relative to how much a step changes a leaf
-_OF_NOISE, _OF_NOISE_FEW, _FEW = 5.0, 15.0, 16  # how far above what rounding did; of few elements that says less
+_OF_NOISE, _OF_NOISE_FEW, _FEW = 5.0, 15.0, 16  # times the measured noise; a noise of few elements is less certain
 _NUM_TRIALS = 4
 
 
 def as_numbers(x: Any) -> np.ndarray:
-    """A leaf on the host as float64 or complex128, PRNG keys as their words."""
+    """Converts a leaf on the host to float64 or complex128, PRNG keys as their words."""
     array = np.asarray(jax.random.key_data(x) if is_key(x) else x)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The Euclidean distance; infinite where just one of two elements is finite, or they are infinities of two kinds."""
+    """Computes the Euclidean distance; infinite where one of two elements is finite, or both are infinities of two kinds."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
         return 0.0
@@ -46,19 +46,19 @@ def _apart(one: Leaf, other: Leaf) -> float:
 
 
 def change(leaf: Leaf) -> np.ndarray:
-    """The change that a step makes to a leaf."""
+    """Computes the change that a step makes to a leaf."""
     with np.errstate(invalid="ignore"):
         return as_numbers(leaf[1]) - as_numbers(leaf[0])
 
 
 def relative(one: Leaf, other: Leaf) -> float:
-    """The distance of two results, relative to the change that the first makes to the leaf."""
+    """Computes the distance of two results, relative to the change that the first makes to the leaf."""
     apart, size = _apart(one, other), distance(change(one), np.zeros(1))
     return apart / size if size else float("inf") if apart else 0.0
 
 
 def suspects(one: Sequence[Leaf], other: Sequence[Leaf], dtypes: Sequence[Any]) -> list[int]:
-    """The leaves that differ by more than sums in another order make of a well-conditioned step in float32."""
+    """Finds leaves that differ by more than sums in another order make of a well-conditioned step in float32."""
     return [i for i, (a, b, dtype) in enumerate(zip(one, other, dtypes, strict=True)) if not _close(a, b, dtype)]
 
 
@@ -79,12 +79,12 @@ def beyond_rounding(
     run: Callable[[Callable[[Any], Any]], Sequence[Leaf]],
     eps: float,
 ) -> list[int]:
-    """Those `among` the leaves that differ by more than the step itself makes of rounding.
+    """Finds leaves that differ by more than the step itself makes of rounding.
 
     Args:
         one: the results as one replica.
         other: the results to compare.
-        among: which to look at.
+        among: the places to look at.
         run: the step as one replica, with a function applied to each of its arguments' leaves on the host.
         eps: the relative error of a rounding, of the least precise numbers that the step computes with.
     """
@@ -93,17 +93,17 @@ def beyond_rounding(
     noise = [0.0] * len(one)
     for trial in range(_NUM_TRIALS):
         results = run(_rounded(eps, np.random.default_rng(trial)))
-        for i in among:  # the change, not the value: what the arguments were given is no noise of the step
+        for i in among:  # of the change, not of the value: errors in the arguments are no noise of the step
             noise[i] = max(noise[i], distance(change(results[i]), change(one[i])))
     factors = {i: _OF_NOISE_FEW if np.size(one[i][1]) < _FEW else _OF_NOISE for i in among}
     return [i for i in among if _apart(one[i], other[i]) > factors[i] * noise[i]]
 
 
 def _rounded(eps: float, random: np.random.Generator) -> Callable[[Any], Any]:
-    """A function that gives a leaf errors of rounding, its integers and keys none."""
+    """Makes the function that gives a leaf errors of rounding; integers and keys none."""
 
     def with_errors(x: Any) -> Any:
-        # A number of Python's stays one: as an array it would compile the step again.
+        # A Python number stays one: as an array it would compile the step again.
         if not isinstance(x, np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         array: Any = np.asarray(x)

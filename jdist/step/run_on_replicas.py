@@ -1,4 +1,4 @@
-"""Runs any function once on every replica: `strategy.run(fn, ...)`."""
+"""Functions run once on every replica: `strategy.run(fn, ...)`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist.core.context import ReplicaTrace, check_not_mixed, current_trace, tracing
-from jdist.core.host_sharded import check_no_spread
 from jdist.core.per_replica import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
 from jdist.core.strategy import Strategy
 from jdist.errors import GlobalViewError, StepError
-from jdist.step.tree_checks import check_arrays
+from jdist.step.tree_checks import check_arrays, check_no_parts
 from jdist.support.arrays import check_arguments_not_donated, put
 
 PyTree = Any
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """`Strategy.run`; compiles at every call, so a loop belongs in a distributed step."""
+    """Runs a function on every replica: `Strategy.run`. Compiles at every call, so a loop belongs in a distributed step."""
     check_not_mixed(strategy)
     if not callable(fn):
         raise StepError(f"strategy.run needs a function to call on every replica, it got a {type(fn).__name__}.")
@@ -33,7 +32,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
     if strategy.is_global_view:
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
     check_arguments_not_donated("strategy.run", args, kwargs)
-    check_no_spread(strategy, (args, kwargs))
+    check_no_parts(strategy, (args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
     own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
     whole: dict[int, Any] = {}
@@ -49,7 +48,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
             whole[i] = leaf
 
     def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
-        parts = list(leaves)  # what is no array stays as it is, and so does a flag such as `training=True`
+        parts = list(leaves)  # other leaves stay, and so do flags such as `training=True`
         for i, part in {**own, **whole}.items():
             parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
         args, kwargs = jax.tree.unflatten(treedef, parts)

@@ -1,4 +1,4 @@
-"""Checks before anything is compiled that the processes of a job run one program on one state.
+"""A check, before anything is compiled, that the processes of a job run one program on one state.
 
 Processes that trace different programs, as one of them was started with another learning rate, would train apart without
 a word, or wait for each other's collectives for ever.
@@ -11,9 +11,9 @@ import hashlib
 import re
 import site
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ from jdist.step.quiet import prints
 from jdist.support.arrays import is_key, to_host
 
 PyTree = Any
+# `Runtime.exchange`: (what, this process's value, timeout_s) -> the values of all processes
+Exchange = Callable[[str, Any, float], list[Any]]
 _WAIT_S = 600.0  # the others may trace longer
 _MOST_LETTERS = 200
 _SHOWN = 5
@@ -34,32 +36,19 @@ _PACKAGES = tuple({str(Path(p)) for p in (*site.getsitepackages(), sysconfig.get
 )
 
 
-class Exchanging(Protocol):
-    """Exchanges values between processes, as `cluster.Runtime` does."""
-
-    def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]: ...
-
-
 def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: Any | None) -> None:
-    """Compares a step with that of the other processes, before it is compiled, or run.
-
-    Args:
-        strategy: of several processes.
-        name: the step's.
-        closed: the traced step.
-        state: its first state, which is compared before the step; None compares none.
+    """Compares a traced step, and its first state unless it is None, with those of the other processes.
 
     Raises:
         ClusterError: a process has traced another step.
         ReplicaDivergenceError: a process begins with another state.
     """
-    if state is not None and (hashed := hash_replicas(strategy, state)):
-        processes = [device.process_index for device in strategy.devices]
-        check_same_state_of_processes(*hashed, processes, name, strategy.cluster)
-    check_same_program(closed, name, strategy.cluster)
+    if state is not None:
+        _check_same_state(strategy, name, state)
+    check_same_program(closed, name, strategy.cluster.exchange)
 
 
-def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:
+def check_same_program(closed: Any, name: str, exchange: Exchange) -> None:
     """Compares a traced step with that of the other processes, equation by equation.
 
     Where one process prints in the step and others do not, nothing is compared: jdist's own part of it depends on that.
@@ -72,17 +61,17 @@ def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:
     for line, _ in lines:
         digests.append(hashlib.sha256(digests[-1] + line.encode()).digest())
     what = f"the program of {name}"
-    summaries = cluster.exchange(what, [len(lines), digests[-1].hex(), prints(closed)], _WAIT_S)
+    summaries = exchange(what, [len(lines), digests[-1].hex(), prints(closed)], _WAIT_S)
     if all(one == summaries[0] for one in summaries) or len({printing for _, _, printing in summaries}) > 1:
         return
-    # So many lines are the same; with so many there is a difference.
+    # The first `same` lines are equal, the first `first` lines are not.
     same, first = 0, min(count for count, _, _ in summaries) + 1
     while first - same > 1:
         middle = (same + first) // 2
-        prefixes = cluster.exchange(what, digests[middle].hex(), _WAIT_S)
+        prefixes = exchange(what, digests[middle].hex(), _WAIT_S)
         same, first = (middle, first) if len(set(prefixes)) == 1 else (same, middle)
     line, place = lines[same] if same < len(lines) else ("nothing more", "")
-    equations = cluster.exchange(what, [line[:_MOST_LETTERS], place], _WAIT_S)
+    equations = exchange(what, [line[:_MOST_LETTERS], place], _WAIT_S)
     other = next((i for i, one in enumerate(equations) if one[0] != equations[0][0]), 1)
     difference = _difference(equations[other], equations[0])
     raise ClusterError(
@@ -106,7 +95,7 @@ _NUMBER = re.compile(r"(?<==)\S+")
 
 
 def _lines(closed: Any) -> Iterator[tuple[str, str]]:
-    """An equation of a traced function, those inside of it too, each with its place in the user's program."""
+    """Writes the equations of a traced function, nested ones too, each with its place in the user's program."""
     jaxpr = graph.body_of(closed)
     for const in closed.consts:
         yield f"constant {_value(const)}", ""
@@ -129,7 +118,7 @@ def _lines(closed: Any) -> Iterator[tuple[str, str]]:
 
 
 def _value(x: Any) -> str:
-    """A constant's value, in letters; of a large one its hash."""
+    """Writes a constant's value; of a large one its hash."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
         return f"{x.dtype}{list(x.shape)}"
     x = np.asarray(jax.random.key_data(x) if is_key(x) else x)
@@ -139,7 +128,7 @@ def _value(x: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """An option of an equation, if it is the same text for the same program in every process."""
+    """Writes an option of an equation, if it is the same text for the same program in every process."""
     if isinstance(value, bool | int | float | complex | str | np.dtype | enum.Enum | type(None)):
         return str(value).replace(" ", "")
     if isinstance(value, tuple | list):
@@ -154,39 +143,24 @@ def _has_value(text: str) -> bool:
 
 
 def _place(eqn: Any) -> str:
-    """The user's own line that an equation comes from, as far as JAX tells; else nothing."""
+    """Finds the user's own line that an equation comes from, as far as JAX tells; else nothing."""
     frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
     own = next((frame for frame in frames if not frame.file_name.startswith((*_PACKAGES, "<"))), None)
     return "" if own is None else f"{Path(own.file_name).name}:{own.line_num}"
 
 
-def check_same_state_of_processes(
-    hashes: np.ndarray,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    processes: Sequence[int],
-    name: str,
-    cluster: Exchanging,
-) -> None:
-    """Compares the state that the processes begin with.
-
-    Args:
-        hashes: of each replica's copy of each leaf, [replicas, leaves].
-        paths: the leaves' names.
-        leaves: their arrays.
-        processes: each replica's process.
-        name: the step's.
-        cluster: the processes.
-
-    Raises:
-        ReplicaDivergenceError: on all of them; names the leaves, with the values of scalars.
-    """
+def _check_same_state(strategy: Strategy, name: str, state: PyTree) -> None:
+    """Raises ReplicaDivergenceError, on all of them, if the processes begin with different states."""
+    if (hashed := hash_replicas(strategy, state)) is None:
+        return
+    hashes, paths, leaves = hashed
+    processes = [device.process_index for device in strategy.devices]
     firsts = {process: hashes[processes.index(process)] for process in sorted(set(processes))}
     differing = [i for i in range(len(paths)) if len({int(row[i]) for row in firsts.values()}) > 1]
     if not differing:
         return
     shown = sorted(differing, key=lambda i: (leaves[i].size > 1, i))[:_SHOWN]  # scalars say most
-    values = cluster.exchange(
+    values = strategy.cluster.exchange(
         f"the state of {name}", [_value(to_host(leaves[i])) if leaves[i].size == 1 else "" for i in shown], _WAIT_S
     )
     lines = [

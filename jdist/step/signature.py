@@ -1,4 +1,4 @@
-"""Sorts the arguments of a call by their roles, and puts them back in order."""
+"""The arguments of a call by role, and back in the step's own order."""
 
 from __future__ import annotations
 
@@ -62,18 +62,11 @@ class Call:
     parts: tuple[int, ...] | None = None
 
     def apply(self, step: Step, state: PyTree, batches: PyTree, others: Others) -> Any:
-        """Calls `step` with every argument in its place.
-
-        Args:
-            step: the user's step.
-            state: the state; a tuple of them if the step takes several, or parts of one.
-            batches: the batches, each leaf with its rows first.
-            others: the arguments that are neither.
-        """
+        """Calls `step` with every argument in its place; the batches come with their rows first."""
         state = take_parts(state, self.parts)
         sources = {
             "state": iter(split_states(state, self.roles.count("state"))),
-            "batch": iter(rows_in_place(batches, self.batch_axes)),
+            "batch": iter(rows_in_place(batches, self.batch_axes) if self.batch_axes else batches),
             "replicated": iter(others.replicated),
             "static": iter(self.static),
         }
@@ -84,7 +77,7 @@ class Call:
 
 
 def join_states(states: Sequence[PyTree]) -> PyTree:
-    """One state of those that a step takes or returns: the only one itself, several as a tuple.
+    """Joins the states that a step takes or returns: several as a tuple, the only one itself.
 
     What a step keeps beside its state (a loss scale, residuals) is there once, round all of them together; a caller has it
     round the first.
@@ -118,7 +111,7 @@ def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
 
 
 def put_parts(state: PyTree, parts: tuple[int, ...] | None, new: PyTree) -> PyTree:
-    """A state with new values of the parts that a step takes."""
+    """Replaces the parts of a state that a step takes."""
     if parts is None:
         return new
     replaced = dict(zip(parts, split_states(new, len(parts)), strict=True))
@@ -137,7 +130,7 @@ def is_same_state(a: PyTree, b: PyTree) -> bool:
 
 
 def _own_entry(argument: PyTree) -> PyTree:
-    """A replica's entry of an argument that leads with an axis of replicas."""
+    """Takes a replica's entry of an argument that leads with an axis of replicas."""
 
     def own(path: Any, x: Any) -> Any:
         if x.shape[0] != 1:
@@ -153,17 +146,12 @@ def _own_entry(argument: PyTree) -> PyTree:
 
 
 def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """The results of a step with "per_replica" arguments, which returns such values as it takes them: [replicas, ...]."""
+    """Unwraps results of a step with "per_replica" arguments, which returns values as it takes them: [replicas, ...]."""
     return tuple(x.value if is_per_replica(x) else x for x in outputs)
 
 
 class Signature:
     """A step's parameters and their roles.
-
-    Args:
-        step: the user's step.
-        options: its roles.
-        strategy: what it runs under; None: there is none to ask how batches lie.
 
     Raises:
         StepError: a name in `static_argnames` is no parameter of the step, or a parameter named `state` or `batch` does
@@ -193,7 +181,7 @@ class Signature:
                 )
         for i, name in enumerate(self.positional):
             role = options.args[i] if i < len(options.args) else None
-            # What is declared replicated or static is meant to be; what is not declared at all has been overlooked.
+            # An argument declared replicated or static is meant so; one that is not declared at all was overlooked.
             misplaced = name in ("state", "batch") and role in {"state", "batch", None} - {name}
             if misplaced and name not in options.static_argnames:
                 raise StepError(
@@ -242,7 +230,7 @@ class Signature:
         )
         types = tuple(type(value) for value in (*static, *(value for _, value in static_kwargs)))
         batches = tuple(by_role["batch"])
-        axes = axes_of_leaves(batches, self.options.batch_axis, lead=int(self.options.steps_per_call > 1))
+        axes = axes_of_leaves(batches, self.options.batch_axis, lead=self.options.num_step_axes)
         call = Call(tuple(roles), static, static_kwargs, types, batch_names, axes)
         try:
             hash(call)
@@ -268,11 +256,7 @@ class Signature:
         check_no_batch(self.name, values, batches, call.batch_axes, options, self._strategy, remedy)
 
     def check_others(self, call: Call, others: Others) -> None:
-        """Refuses text and objects among the replicated arguments.
-
-        Raises:
-            StepError: names the argument, the leaf and its type.
-        """
+        """Raises StepError for text and objects among the replicated arguments."""
         places = [i for i, role in enumerate(call.roles) if role == "replicated"]
         named = [(self._name_of(i), value) for i, value in zip(places, others.replicated, strict=True)]
         for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others.named.items())]:
@@ -283,11 +267,7 @@ class Signature:
             )
 
     def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
-        """Refuses arguments whose buffers an earlier call has consumed.
-
-        Raises:
-            DonatedStateError: names the argument and the leaf.
-        """
+        """Raises DonatedStateError for an argument whose buffers an earlier call has consumed."""
         values = {"batch": iter(batches), "replicated": iter(others.replicated)}
         named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
         by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]
@@ -329,15 +309,12 @@ def check_no_batch(
         name: the step's.
         values: the arguments, by what they are called in the message.
         batches: the declared ones.
-        batch_axes: see `Call`.
+        batch_axes: the axis of the rows of each of their leaves, as in `Call`.
         options: the decorator's options.
         strategy: what the step runs under.
         remedy: what to write instead.
-
-    Raises:
-        StepError: names the argument.
     """
-    lead = int(options.steps_per_call > 1)
+    lead = options.num_step_axes
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]
     shape = next((shape[: lead + 1] for shape in leaves if len(shape) > lead), None)
     for what, value in values.items():
@@ -369,7 +346,7 @@ def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:
 
 
 def _likely_roles(parameters: Sequence[str]) -> tuple[str, ...]:
-    """Roles of parameters of which one is called `batch` or `state`, as an example to write."""
+    """Suggests roles for parameters of which one is called `batch` or `state`."""
     if "state" in parameters:
         return tuple(name if name in ("state", "batch") else "replicated" for name in parameters)
     before = parameters.index("batch")

@@ -1,4 +1,4 @@
-"""Finds why a step of many replicas differs from that of one, in both programs and in what differs."""
+"""The likely causes of differences between one replica and many, read from both programs and from what differs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
+from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
-from jdist.step.quiet import equations
 from jdist.step.rounding import as_numbers
 
 _ONE_OPERAND = (
@@ -112,12 +112,7 @@ class Evidence:
 
 
 def of_step(evidence: Evidence, names: list[str]) -> Cause:
-    """The likely cause of differences that reach the state, or a metric that shows no cause of its own.
-
-    Args:
-        evidence: what is known.
-        names: the leaves that differ.
-    """
+    """Finds the likely cause of differences that reach the state, or a metric that shows no cause of its own."""
     own = evidence.rows // evidence.parts
     if evidence.padded:
         return PADDING
@@ -130,19 +125,19 @@ def of_step(evidence: Evidence, names: list[str]) -> Cause:
     if _cuts(evidence.one, evidence.rows):
         return CUT
     lengths = Counter(_lengths(evidence.one)) - Counter(_lengths(evidence.many))
-    if any(_is_multiple(length, evidence.parts) for length in lengths):
+    if any(length >= evidence.parts and length % evidence.parts == 0 for length in lengths):
         return LOOPS
     return NO_MEAN
 
 
 def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | None:
-    """The cause of a metric's difference that its value or its computation shows; None: the step's.
+    """Finds the cause of a metric's difference in its values or its computation; None: the step's.
 
     Args:
-        evidence: what is known of the step.
+        evidence: of the step.
         one: the metric as one replica.
         many: the metric as it is distributed.
-        place: which result of the step's jaxpr it is.
+        place: of the metric among the results of the step's jaxpr.
     """
     value, other = as_numbers(one).ravel(), as_numbers(many).ravel()
     last = _last_reduction(evidence.one, evidence.one.jaxpr.outvars[place])
@@ -154,7 +149,7 @@ def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | No
 
 
 def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
-    """The cause of a result whose shape follows the rows that a replica sees."""
+    """Names the cause of a result whose shape follows the rows that a replica sees."""
     return Cause(
         f"its shape follows a replica's rows: {one} as one replica, {many} distributed, where what is in one place belongs to "
         "different rows",
@@ -163,23 +158,19 @@ def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
     )
 
 
-def _is_multiple(length: int, parts: int) -> bool:
-    return length >= parts and length % parts == 0
-
-
 def _lengths(closed: Any) -> list[int]:
-    return [eqn.params["length"] for eqn in equations(closed) if eqn.primitive.name == "scan"]
+    return [eqn.params["length"] for eqn in graph.all_equations(closed) if eqn.primitive.name == "scan"]
 
 
 def _pairs(closed: Any, rows: int) -> bool:
     """Whether anything has two axes of rows."""
-    shapes = (getattr(v.aval, "shape", ()) for eqn in equations(closed) for v in eqn.outvars)
+    shapes = (getattr(v.aval, "shape", ()) for eqn in graph.all_equations(closed) for v in eqn.outvars)
     return rows > 1 and any(sum(size == rows for size in shape) > 1 for shape in shapes)
 
 
 def _cuts(closed: Any, rows: int) -> bool:
     """Whether an array of all rows is cut along them."""
-    for eqn in equations(closed):
+    for eqn in graph.all_equations(closed):
         if eqn.primitive.name not in ("slice", "dynamic_slice", "gather", "reshape", "split"):
             continue
         before = getattr(eqn.invars[0].aval, "shape", ())
@@ -196,7 +187,7 @@ def _cuts(closed: Any, rows: int) -> bool:
 
 
 def _last_reduction(closed: Any, wanted: Any) -> str:
-    """The primitive that a result comes from, past what changes its form or scales it; "" if it comes from none."""
+    """Finds the primitive that a result comes from, past what changes its form or scales it; "" if it comes from none."""
     jaxpr = getattr(closed, "jaxpr", closed)
     made_by = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
     while not isinstance(wanted, jex.Literal) and wanted in made_by:

@@ -1,4 +1,4 @@
-"""Checks the trees that go in and out of a step; every error names the leaf."""
+"""Checks of the trees that go in and out of a step; every error names the leaf."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.static_leaves import StaticLeaf, is_static
+from jdist.core.host_sharded import HostSharded
+from jdist.core.step_state import StaticLeaf, is_static
+from jdist.core.strategy import Strategy
 from jdist.data.leaves import is_numeric, numbers_of
 from jdist.errors import BatchError, StepError
 
@@ -82,11 +84,7 @@ def _tree_difference(before: PyTree, after: PyTree) -> str:
 
 
 def check_not_traced(arguments: PyTree) -> None:
-    """Refuses a call from inside a JAX transformation.
-
-    Raises:
-        StepError: an argument is a tracer.
-    """
+    """Raises StepError for tracers: the call is made inside a JAX transformation."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         raise StepError(
             "a distributed step was called while JAX traces (inside `jax.jit`, `lax.scan`, ...); it is compiled "
@@ -95,11 +93,7 @@ def check_not_traced(arguments: PyTree) -> None:
 
 
 def check_whole(state: PyTree) -> None:
-    """Refuses leaves of which each device holds another part: a state replicated by hand for `pmap`, or sharded.
-
-    Raises:
-        StepError: names the first such leaf.
-    """
+    """Raises StepError for leaves of which each device holds another part: a state replicated for `pmap`, or sharded."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             raise StepError(
@@ -110,20 +104,23 @@ def check_whole(state: PyTree) -> None:
             )
 
 
+def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
+    """Raises StepError for arrays in parts in host memory, which only the strategy that made them can put together."""
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, HostSharded)):
+        if isinstance(leaf, HostSharded):
+            raise StepError(
+                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
+                f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "
+                "made the state, `central.fetch(state)`, and pass on what it returns."
+            )
+
+
 _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a dataclass."
 
 
-def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT) -> None:
-    """Refuses leaves that are no arrays or numbers.
-
-    Raises:
-        StepError: names the tree by `what`, the leaf and its type, and the remedy.
-    """
-    _check_leaves(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_static), what, remedy)
-
-
-def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None:
-    for path, leaf in leaves:
+def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT, *, constants: bool = False) -> None:
+    """Raises StepError for leaves that are no arrays or numbers; for constants of a packed tree too, unless allowed."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=None if constants else is_static):
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
         if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
             raise StepError(
@@ -133,16 +130,12 @@ def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None
 
 
 def check_state(state: PyTree, what: str = "the state") -> None:
-    """As `check_arrays`, of a packed state, which may have constants.
-
-    Raises:
-        StepError: names the leaf and its type.
-    """
-    _check_leaves(jax.tree_util.tree_leaves_with_path(state), what, _KEEP_OUT)
+    """Raises StepError for leaves of a state that are neither arrays or numbers nor constants."""
+    check_arrays(state, what, constants=True)
 
 
 def kind_of(leaf: Any) -> str:
-    """A leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
+    """Describes a leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return f"{leaf.dtype}{list(leaf.shape)}"
     if isinstance(leaf, np.ndarray | np.generic):
@@ -151,7 +144,7 @@ def kind_of(leaf: Any) -> str:
 
 
 def summary(tree: PyTree) -> str:
-    """The first leaves of a tree, each with its kind."""
+    """Lists the first leaves of a tree, each with its kind."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         return f"no leaves ({type(tree).__name__})"
@@ -166,11 +159,11 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: in
         batches: pytree of arrays [rows, ...], or [steps, rows, ...] with `lead=1`.
         parts: among how many the rows are divided.
         explanation: who these are, for the message.
-        accumulate: into how many microbatches each divides its rows again.
+        accumulate: the number of microbatches of each.
         lead: number of axes before the rows.
 
     Raises:
-        BatchError: with the numbers and the remedy; or a leaf is text, an object or another thing without numbers.
+        BatchError: with the numbers and the remedy; or a leaf holds no numbers.
     """
     rows: int | None = None
     first = ""

@@ -1,4 +1,4 @@
-"""Runs a step aside, on copies: without its random draws and prints, and unknown to the step's own calls."""
+"""Trial runs of a step, on copies: without random draws and prints, and unknown to the step's own calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from jax.extend import core as jex
 
 from jdist.core.host_sharded import is_spread
 from jdist.core.per_replica import is_per_replica
-from jdist.core.static_leaves import pack
-from jdist.step.mesh_program import Program
+from jdist.core.step_state import pack
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token
 from jdist.step.outputs import Traced
@@ -53,9 +52,9 @@ class Trial:
         self._treedef: Any = None
 
     def shaken(self, eps: float) -> Trial:
-        """The same trial with errors of rounding in all that is summed; after a run."""
+        """Copies the trial, after a run, with errors of rounding in all that is summed."""
         trial = copy.copy(self)
-        trial._run = self._evaluates(shaken(quiet(self.closed), eps))
+        trial._run = self._compile(shaken(quiet(self.closed), eps))
         return trial
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:
@@ -67,20 +66,15 @@ class Trial:
         return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
 
     def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
-        """Traces the step if it has not been.
-
-        Args:
-            state: on the host, as the arguments behind it.
-            batches: those of one step.
-            others: the further arguments.
+        """Traces the step for arguments on the host, if it has not been.
 
         Returns:
-            The arguments in their places, of which the step's own calls know nothing; what tracing told of the results.
+            The arguments in their places, of which the step's own calls know nothing; what is known of the results.
 
         Raises:
             JDistError: what a call with them would raise before it runs.
         """
-        with warnings.catch_warnings():  # the step's own call warns of the same
+        with warnings.catch_warnings():  # the step's own call warns as well
             warnings.simplefilter("ignore")
             strategy, options = self.step.strategy, self.step.options
             others = replicate(strategy, others)
@@ -93,25 +87,16 @@ class Trial:
                 closed = program.trace(*arguments)
                 self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
                 is_loud = draws(self.closed) or prints(self.closed)
-                self._run = self._evaluates(quiet(self.closed)) if is_loud else _runs(program)
+                self._run = self._compile(quiet(self.closed)) if is_loud else lambda arguments: program.run(*arguments)
         return arguments, traced
 
-    def _evaluates(self, closed: Any) -> Run:
+    def _compile(self, closed: Any) -> Run:
         function = jax.jit(jex.jaxpr_as_fun(closed))
         return lambda arguments: self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
 
 
-def _runs(program: Program) -> Run:
-    def run(arguments: tuple[PyTree, ...]) -> Any:
-        box: list[Any] = []
-        program.run_into(box, *arguments)
-        return box[0]
-
-    return run
-
-
 def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
-    """The leaves of `(token, state, outputs)`, without what each replica has of its own."""
+    """Lists the leaves of `(token, state, outputs)`, without what each replica has of its own."""
     _, state, outputs, *_ = results
     roles = [role for role in returns if role != "state"]
     trees = [("state", state if "state" in returns else None)]

@@ -1,23 +1,15 @@
-"""Verifies that a step computes on many replicas what it computes on one with the whole batch."""
+"""The verification that a step computes on many replicas what it computes on one with the whole batch."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jdist.core import context
 from jdist.errors import StepError, VerificationError
+from jdist.step.base import Distributed
 from jdist.step.comparison import Comparison, NotComparableError, Verification
 from jdist.step.mesh_step import DistributedStep
-
-
-@runtime_checkable
-class _StandsForPure(Protocol):
-    """A step over objects that are changed in place."""
-
-    def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        """The step over their arrays, and its arguments."""
-        ...
 
 
 class VerificationWarning(UserWarning):
@@ -58,9 +50,7 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
 
 
 def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pads: bool = False) -> Verification:
-    step = train_step
-    if isinstance(train_step, _StandsForPure):
-        step, args = train_step.pure(args)
+    step, args = train_step.pure(args) if isinstance(train_step, Distributed) else (train_step, args)
     if not isinstance(step, DistributedStep):
         raise StepError(
             f"jdist.verify needs a step that `jdist.distribute` made for devices of this process, it got a "
@@ -77,24 +67,18 @@ def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 def verify_first(
     step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, pads: bool = False
 ) -> Verification:
-    """Verifies a step before its first call, and warns or raises where it differs.
+    """Verifies a step before its first call, and warns where it differs.
 
     Args:
         step: the step.
         args: of the call.
         kwargs: of the call.
-        strict: whether a difference is an error.
+        strict: raises a VerificationError instead, also where nothing could be compared.
         pads: whether a later batch will be filled up, so that the step is verified on such a one as well.
-
-    Raises:
-        VerificationError: something differs, or nothing could be compared, and `strict` is set.
-
-    Warns:
-        VerificationWarning: something differs.
     """
     try:
         verification = _verified(step, args, kwargs, pads=pads)
-    except Exception as exc:  # noqa: BLE001 - the call itself follows, and raises what is wrong with step or arguments
+    except Exception as exc:  # noqa: BLE001 - the call that follows raises it again
         verification = _left_out(f"the step, as that failed: {type(exc).__name__}: {exc}", 0)
     if strict and not (verification.ok and (verification.num_compared or verification.parts == 1)):
         raise VerificationError(

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jdist.core.host_sharded import Layout
 from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.sharded_state import operations as central
 from jdist.step import placement
-from jdist.strategies.devices import find_devices
+from jdist.strategies.devices import devices_or_topology
 from jdist.strategies.local import LOCAL, strategy_over
 
 CENTRAL = dataclasses.replace(
@@ -23,7 +24,9 @@ CENTRAL = dataclasses.replace(
 )
 
 
-def central_storage(devices: Sequence[Any] | None = None, *, axis: str = "replica") -> Strategy:
+def central_storage(
+    devices: Sequence[Any] | None = None, *, axis: str = "replica", topology: str | None = None
+) -> Strategy:
     """Keeps one copy of the state in host memory, and computes gradients on every device.
 
     Each replica's host holds a part of every parameter and of the optimiser's state. A step copies the parts of what its
@@ -37,6 +40,8 @@ def central_storage(devices: Sequence[Any] | None = None, *, axis: str = "replic
     Args:
         devices: jax devices or names such as "gpu:0"; None: every device of the default platform.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+        topology: a TPU that is not here, "v5e:2x4", instead of `devices`: a step can then be lowered and compiled, not run.
+            JAX describes GPUs that are not here without their hosts' memory.
 
     Returns:
         A Strategy with one replica a device.
@@ -52,11 +57,17 @@ def central_storage(devices: Sequence[Any] | None = None, *, axis: str = "replic
         >>> strategy.fetch(state)["w"].shape
         (3, 5)
     """
-    used = find_devices(devices)
+    used = devices_or_topology(devices, topology)
     operations = CENTRAL if len(used) > 1 else LOCAL
     strategy = strategy_over(
-        used, name="central_storage", axis=axis, transform="shard_map", reduction=psum(), operations=operations
+        used,
+        name="central_storage",
+        axis=axis,
+        transform="shard_map",
+        reduction=psum(),
+        operations=operations,
+        topology=topology,
     )
     if len(used) > 1:
-        central.check_host_memory(strategy)
+        Layout.of(strategy)  # refuses devices without host memory
     return strategy

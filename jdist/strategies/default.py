@@ -12,7 +12,7 @@ _DEFAULT = Strategy(name="default", reduction=psum(), operations=LOCAL)
 
 
 def default() -> Strategy:
-    """The strategy under which a step runs as it is: compiled, on the device that JAX chooses, with no mesh bound.
+    """Runs a step as it is: compiled, on the device that JAX chooses, with no mesh bound.
 
     Returns:
         Always the same value.
@@ -26,7 +26,7 @@ def default() -> Strategy:
 
 
 def get_strategy() -> Strategy:
-    """The current strategy: that of the innermost `strategy.scope()` or step, else `set_strategy`'s, else default's."""
+    """Returns the current strategy: that of the innermost `strategy.scope()` or step, else `set_strategy`'s, else default's."""
     return current_strategy() or _DEFAULT
 
 

@@ -1,4 +1,4 @@
-"""Finds the devices that a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
+"""Devices as a user names them: jax devices, or strings such as "gpu:0" and "cpu:3"."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 import jax
 
 from jdist.core.strategy import Device
-from jdist.errors import DeviceError
+from jdist.errors import DeviceError, StrategyError
+from jdist.strategies import cuda
+from jdist.strategies.topology import topology_devices
 
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
-    """The devices meant by a list of jax devices and names; None: all local devices of the default backend.
+    """Finds the devices of a list of jax devices and names; None: all local devices of the default backend.
 
     Raises:
         DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
     """
+    cuda.pass_over_plugin()
     if devices is None:
         try:
             return tuple(jax.local_devices())
@@ -50,8 +53,22 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     return named
 
 
+def devices_or_topology(devices: Iterable[Any] | None, topology: str | None) -> tuple[Device, ...]:
+    """Finds the devices that a strategy's arguments name: those here, or those of a topology that need not be here.
+
+    Raises:
+        DeviceError: as `find_devices` and `topology_devices`.
+        StrategyError: both are given.
+    """
+    if topology is None:
+        return find_devices(devices)
+    if devices is not None:
+        raise StrategyError("`devices` and `topology` both say where the step runs; leave one of them out.")
+    return topology_devices(topology)
+
+
 def find_device(device: Any) -> Device:
-    """The device meant by a jax device or a name.
+    """Finds the device of a name; returns a jax device as it is.
 
     Raises:
         DeviceError: no such device; lists those there are.

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-# What libtpu otherwise asks a metadata server that is not there, and warns about on standard error.
+# Without these libtpu asks a metadata server that is not there, and warns on standard error.
 _NO_WORKER = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -21,7 +21,7 @@ def is_installed() -> bool:
 
 
 def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
-    """The variables to set for a process that is to use libtpu as a compiler; those that are set already are kept.
+    """Lists the variables to set for a process that uses libtpu as a compiler; those that are set already are kept.
 
     Args:
         environ: the environment as it is.
@@ -32,7 +32,7 @@ def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")
 
 
 def quiet_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
-    """The variables that keep libtpu quiet where it is installed and JAX looks for a TPU that is not there.
+    """Lists the variables that keep libtpu quiet where it is installed and JAX looks for a TPU that is not there.
 
     Args:
         environ: the environment as it is.

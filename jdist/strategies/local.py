@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -10,12 +12,12 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement
-from jdist.step.decorator import distribute_locally
+from jdist.step.mesh_step import DistributedStep
 from jdist.step.run_on_replicas import run
 
 
 def describe(strategy: Strategy) -> str:
-    """`Operations.describe`: the replicas, their devices and processes, and how a step becomes one over the mesh."""
+    """Describes the replicas, their devices and processes, and how a step becomes one over the mesh."""
     if strategy.mesh is None:
         return "the step runs as it is, on the device that JAX chooses"
     devices, cluster = strategy.devices, strategy.cluster
@@ -39,7 +41,7 @@ LOCAL = Operations(
     run=run,
     feed_batches=feed.feed_batches,
     feed_pipelines=feed.feed_pipelines,
-    distribute=distribute_locally,
+    distribute=DistributedStep,
     describe=describe,
 )
 
@@ -52,8 +54,9 @@ def strategy_over(
     transform: Transform,
     reduction: Reduction,
     operations: Operations = LOCAL,
+    topology: str | None = None,
 ) -> Strategy:
-    """A strategy with one replica a device, on a mesh of one axis in the order of `devices`.
+    """Makes a strategy with one replica a device, on a mesh of one axis in the order of `devices`.
 
     Raises:
         StrategyError: `axis` is no name, or the all-reduce is for another number of replicas.
@@ -75,25 +78,30 @@ def strategy_over(
         transform=transform,
         reduction=reduction,
         operations=operations,
+        topology=topology,
     )
 
 
 def check_axis(axis: str) -> None:
-    """Refuses what is no name of a mesh axis.
-
-    Raises:
-        StrategyError: it shows the value.
-    """
+    """Raises StrategyError for what is no name of a mesh axis."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
 
 
-def check_reduction(reduction: Reduction, transform: Transform) -> None:
-    """Refuses an all-reduce algorithm that a transform would leave out.
+def check_transform(transform: str, topology: str | None) -> None:
+    """Refuses what is no transform, and for devices that are not here the one that cannot be compiled for them.
 
     Raises:
-        StrategyError: it is not `psum`, and the compiler places the all-reduces.
+        StrategyError: it shows the value, and what is allowed.
     """
+    # JAX runs pmap's batches through a small program of their own, for which it wants real devices.
+    allowed = [t for t in get_args(Transform) if topology is None or t != "pmap"]
+    if transform not in allowed:
+        raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
+
+
+def check_reduction(reduction: Reduction, transform: Transform) -> None:
+    """Raises StrategyError for an all-reduce algorithm that a transform would leave out."""
     if transform == "jit" and reduction.name != "psum":
         raise StrategyError(
             f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from jdist.core.strategy import Strategy, Transform
-from jdist.errors import StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
-from jdist.strategies.devices import find_devices
-from jdist.strategies.local import check_reduction, strategy_over
+from jdist.strategies.devices import devices_or_topology
+from jdist.strategies.local import check_reduction, check_transform, strategy_over
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 
@@ -21,6 +20,7 @@ def mirrored(
     transform: Transform = "shard_map",
     all_reduce: AllReduce = "psum",
     axis: str = "replica",
+    topology: str | None = None,
 ) -> Strategy:
     """Runs a step on every device of this machine: each holds the whole state and computes on its slice of the batch.
 
@@ -33,22 +33,25 @@ def mirrored(
         all_reduce: how replicas sum their gradients: a name, a mapping such as `{"name": "bucketed", "bytes_per_pack":
             4_000_000}`, or a `jdist.reduction.Reduction`.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+        topology: devices that are not here, "h100:8", "a100-80gb:8" or "v5e:2x4", instead of `devices`: a step can then be
+            lowered and compiled, not run.
 
     Returns:
         A Strategy with one replica a device.
 
     Raises:
-        DeviceError: a device is not there.
-        StrategyError: `transform`, `all_reduce` or `axis` is not allowed, or the first two do not go together.
+        DeviceError: a device is not there; or no such topology, or its compiler is missing.
+        StrategyError: `transform`, `all_reduce` or `axis` is not allowed, or the first two do not go together; or both
+            `devices` and `topology` are given.
     """
-    if transform not in get_args(Transform):
-        raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, get_args(Transform)))}.")
+    check_transform(transform, topology)
     reduction = make_reduction(all_reduce)
     check_reduction(reduction, transform)
     return strategy_over(
-        find_devices(devices),
+        devices_or_topology(devices, topology),
         name="mirrored",
         axis=axis,
         transform=transform,
         reduction=reduction,
+        topology=topology,
     )

@@ -19,7 +19,9 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
+from jdist.strategies import cuda
 from jdist.strategies.local import check_reduction, strategy_over
+from jdist.strategies.topology import topology_devices
 
 TRANSFORMS = ("shard_map", "jit")
 
@@ -31,6 +33,7 @@ def multi_worker(
     transform: Transform = "shard_map",
     all_reduce: AllReduce | None = None,
     axis: str = "replica",
+    topology: str | None = None,
 ) -> Strategy:
     """Runs a step on every device of every process: each device holds the whole state and computes on its slice.
 
@@ -47,6 +50,8 @@ def multi_worker(
         all_reduce: how replicas sum their gradients, as for `mirrored`; None: as `communication` says. "hierarchical"
             reduces within each process first, then between the processes.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+        topology: hosts that are not here, such as "h100:4x8" for four with eight GPUs each, instead of `cluster`: a step
+            can then be lowered and compiled, not run.
 
     Returns:
         A Strategy with one replica a device, those of process 0 first.
@@ -68,12 +73,18 @@ def multi_worker(
             "arrays of its own.)"
         )
     options = _communication(communication)
+    if topology is not None:
+        if cluster is not None:
+            raise StrategyError("`cluster` and `topology` both say where the step runs; leave one of them out.")
+        devices = tuple(sorted(topology_devices(topology), key=lambda device: device.process_index))
+        return _over(devices, options, transform, all_reduce, axis, topology)
+    cuda.pass_over_plugin()
     spec = resolve(os.environ) if cluster is None else cluster
     if not isinstance(spec, ClusterSpec):
         raise StrategyError(
             f"`cluster` is a {type(spec).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
         )
-    if spec.task_type == "evaluator":  # takes no part in the job: its own devices, and nobody to wait for
+    if spec.task_type == "evaluator":  # it takes no part in the job: it has its own devices and waits for nobody
         joined = runtime.alone()
     else:
         joined = runtime.start(spec, **options.timeouts)
@@ -86,10 +97,22 @@ def multi_worker(
             f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {joined.num_processes}. On a Cloud "
             "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
         )
+    return dataclasses.replace(_over(devices, options, transform, all_reduce, axis), cluster=joined)
+
+
+def _over(
+    devices: tuple[Device, ...],
+    options: CommunicationOptions,
+    transform: Transform,
+    all_reduce: AllReduce | None,
+    axis: str,
+    topology: str | None = None,
+) -> Strategy:
     reduction = _reduction(all_reduce, options, devices)
     check_reduction(reduction, transform)
-    strategy = strategy_over(devices, name="multi_worker", axis=axis, transform=transform, reduction=reduction)
-    return dataclasses.replace(strategy, cluster=joined)
+    return strategy_over(
+        devices, name="multi_worker", axis=axis, transform=transform, reduction=reduction, topology=topology
+    )
 
 
 def _communication(options: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:

@@ -12,7 +12,7 @@ from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset, distributed_dataset
@@ -20,9 +20,8 @@ from jdist.data.options import FeedOptions
 from jdist.errors import DatasetError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator
 from jdist.ps.coordinator.datasets import WorkerDataset
-from jdist.ps.coordinator.options import Servers
 from jdist.ps.coordinator.remote_state import RemoteState
-from jdist.ps.coordinator.servers import connected
+from jdist.ps.coordinator.servers import Servers, connect_servers
 from jdist.ps.coordinator.session import Session
 from jdist.ps.local import LocalCluster
 from jdist.ps.program.partition import Partitioner, Placement
@@ -61,7 +60,7 @@ def parameter_server(
     times: Times | None = None,
     axis: str = "replica",
 ) -> Strategy:
-    """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
+    """Keeps parameters and the optimiser's state on servers; workers pull, compute gradients, and push, each at its own pace.
 
     The calling process is the coordinator: the chief of the cluster, or the only process of yours. Workers and parameter
     servers run `jdist serve`, and hold none of your code.
@@ -126,7 +125,7 @@ def parameter_server(
     spec, options = arguments.resolve()
     if options is None:
         return mirrored(axis=axis)
-    # Errors of a cluster are heard of here; processes of this machine can wait.
+    # A cluster's errors are raised here; local processes start when they are needed.
     servers = (
         functools.partial(
             _local_servers,
@@ -135,7 +134,7 @@ def parameter_server(
             arguments.devices_per_worker,
         )
         if spec is None
-        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+        else connect_servers(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
     )
     note_coordinator()
     return _strategy(Session(servers, options))

@@ -1,4 +1,4 @@
-"""Checks the arguments of `jdist.parameter_server` before there is any server."""
+"""The arguments of `jdist.parameter_server`, checked before there is any server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
-from jdist.ps.coordinator.options import PsOptions
 from jdist.ps.coordinator.servers import check_place, cluster_of_environment
+from jdist.ps.coordinator.session import PsOptions
 from jdist.ps.program.partition import Partitioner, Placement, min_size
 from jdist.ps.program.wire_dtype import Wire
 from jdist.ps.protocol.shard import OnStale, Rules
@@ -212,7 +212,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def strategy_of_worker(num_devices: int, *, axis: str) -> Strategy:
-    """A strategy to trace a worker's part of a step under; nothing can be run under it here.
+    """Makes a strategy to trace a worker's part of a step under; nothing can be run under it here.
 
     Args:
         num_devices: the worker's devices, over which the step is mirrored.

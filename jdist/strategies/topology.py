@@ -1,7 +1,7 @@
-"""TPU devices in the order of their interconnect: those of this machine, or of one that is only described.
+"""Names of topologies, and their devices, which need not be here; TPU devices in the order of their interconnect.
 
 libtpu holds the TPU compiler, and it can describe any TPU: on the devices that it gives a program can be
-compiled as for the real ones.
+compiled as for the real ones. `gpu_topology` describes GPUs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.experimental import mesh_utils, topologies
 from jdist.core.strategy import Device
 from jdist.errors import DeviceError
 from jdist.strategies import libtpu
+from jdist.strategies.gpu_topology import GPUS, gpu_devices
 
 # What libtpu calls each chip, and the options that give the devices JAX has on a machine with that chip.
 # A v4 chip has two cores that JAX drives as one device ("megacore"); later chips need no option for it.
@@ -34,9 +36,11 @@ CHIPS: dict[str, dict[str, Any]] = {
 }
 EXAMPLES = ("v4:2x2x1", "v5e:2x4", "v5p:8x8x8", "v6e:16x16")
 FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", "v5p:8x8x8,slices=2" for several slices, or by size: "v5e-16"'
+GPU_FORMS = '"h100:8" for eight GPUs of one host, "h100:4x8" for four such hosts'
 
 
 _FORM = r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?"
+_GPU_FORM = rf"({'|'.join(GPUS)}):([1-9]\d*)(?:x([1-9]\d*))?"
 
 # Cloud TPU's accelerator types, such as v5litepod-16. The number counts TensorCores, of which these chips have two, and
 # chips for v5e and v6e. Powers of two as https://cloud.google.com/tpu/docs/v4 (v5p, v5e, v6e, ...) lists their shapes.
@@ -47,17 +51,29 @@ _MOST_CHIPS = {"v2": 256, "v3": 1024, "v4": 2048, "v5e": 256, "v5p": 4096, "v6e"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The parts of a name such as "v5p:8x8x8,slices=2".
+    """The parts of a name such as "v5p:8x8x8,slices=2" or "h100:4x8".
 
     Attributes:
         chip: "v5p".
-        shape: chips of one slice along each dimension of its torus.
-        slices: how many such slices, joined by the data-centre network.
+        shape: of a TPU, chips of one slice along each dimension of its torus; of GPUs, (hosts, GPUs of each).
+        slices: how many such slices of a TPU, joined by the data-centre network.
     """
 
     chip: str
     shape: tuple[int, ...]
     slices: int = 1
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform, "tpu" or "gpu"."""
+        return "gpu" if self.chip in GPUS else "tpu"
+
+    @property
+    def domain_chips(self) -> int | None:
+        """Number of chips that the fast links join, where the name says so: of a host of GPUs, of one slice of several."""
+        if self.platform == "gpu":
+            return self.shape[1]
+        return prod(self.shape) if self.slices > 1 else None
 
     def __str__(self) -> str:
         text = f"{self.chip}:{'x'.join(map(str, self.shape))}"
@@ -68,7 +84,8 @@ def parse_topology(name: str) -> Topology:
     """Reads a topology's name.
 
     Args:
-        name: CHIP:SHAPE, CHIP:SHAPE,slices=N, or an accelerator type of Cloud TPU, CHIP-SIZE.
+        name: of a TPU CHIP:SHAPE, CHIP:SHAPE,slices=N, or an accelerator type of Cloud TPU, CHIP-SIZE; of GPUs CHIP:GPUS or
+            CHIP:HOSTSxGPUS.
 
     Returns:
         Its parts.
@@ -81,18 +98,24 @@ def parse_topology(name: str) -> Topology:
         (8, 8, 8)
         >>> str(parse_topology("v5e-16")), str(parse_topology("v4-32"))
         ('v5e:4x4', 'v4:2x2x4')
+        >>> parse_topology("h100:4x8").shape
+        (4, 8)
     """
+    if gpus := re.fullmatch(_GPU_FORM, str(name)):
+        hosts, each = (1, gpus[2]) if gpus[3] is None else (gpus[2], gpus[3])
+        return Topology(chip=gpus[1], shape=(int(hosts), int(each)))
     if by_size := re.fullmatch(_BY_SIZE, str(name)):
         chip = "v5e" if by_size[1] == "v5litepod" else by_size[1]
         return Topology(chip=chip, shape=_shape_of_size(str(name), chip, int(by_size[2])))
     match = re.fullmatch(_FORM, str(name))
     if match is None:
         raise DeviceError(
-            f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}.{nearest(str(name))} {_CHIPS}"
+            f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}; or of GPUs {GPU_FORMS}.{nearest(str(name))} "
+            f"{_CHIPS}{_undescribed(str(name))}"
         )
     chip, shape, slices = match.groups()
     if chip not in CHIPS:
-        raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}")
+        raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}{_undescribed(name)}")
     return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
 
 
@@ -102,7 +125,7 @@ def is_by_size(name: str) -> bool:
 
 
 def _shape_of_size(name: str, chip: str, size: int) -> tuple[int, ...]:
-    """The shape that Cloud TPU gives a slice of so many cores or chips: as near to a square or a cube as powers of two are."""
+    """Finds the shape of a Cloud TPU slice of so many cores or chips: as near to a square or a cube as powers of two are."""
     cores = _CORES_OF_CHIP.get(chip, 1)
     chips, rest = divmod(size, cores)
     is_torus = chip in ("v4", "v5p")
@@ -121,7 +144,14 @@ def _shape_of_size(name: str, chip: str, size: int) -> tuple[int, ...]:
     return shape[::-1] if is_torus and chips == 4 else shape  # 2x2x1: a host's four chips lie in a plane
 
 
-_CHIPS = f"Chips: {', '.join(CHIPS)}."
+_CHIPS = f"Chips: {', '.join(CHIPS)}. GPUs: {', '.join(GPUS)}."
+
+
+def _undescribed(name: str) -> str:
+    """Says why a GPU that there is cannot be named; empty for every other name."""
+    chip = name.lower().partition(":")[0]
+    known = ("a10", "a10g", "gh200", "l4", "l40", "l40s", "p100", "p4", "t4")
+    return f" XLA publishes no description of {chip} that its compiler takes." if chip in known else ""
 
 
 def nearest(name: str) -> str:
@@ -132,17 +162,22 @@ def nearest(name: str) -> str:
         (" Did you mean 'v5e:4x4'?", " Did you mean 'v5p:8x8x8'?")
     """
     chip, _, rest = name.lower().partition(":")
-    known = difflib.get_close_matches(chip, CHIPS, n=1)
+    chips = [*CHIPS, *GPUS]
+    known = [each for each in chips if chip and each.startswith(f"{chip}-")] or difflib.get_close_matches(
+        chip, chips, n=1
+    )
     if not known:
         return ""
     meant = f"{known[0]}:{rest}"
-    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or close: a shape that it has
-        meant = next((example for example in EXAMPLES if example.startswith(known[0])), f"{known[0]}:2x2")
+    if not re.fullmatch(_GPU_FORM if known[0] in GPUS else _FORM, meant) or meant == name:
+        # Only the chip was right, or close: a shape that it has.
+        default = f"{known[0]}:8" if known[0] in GPUS else f"{known[0]}:2x2"
+        meant = next((example for example in EXAMPLES if example.startswith(known[0])), default)
     return f" Did you mean {meant!r}?"
 
 
 def topology_devices(name: str) -> tuple[Device, ...]:
-    """The devices of a topology that need not be here, in the order of their interconnect.
+    """Makes the devices of a topology that need not be here, in the order of their interconnect; of GPUs, host by host.
 
     Args:
         name: as `parse_topology` reads it.
@@ -151,9 +186,11 @@ def topology_devices(name: str) -> tuple[Device, ...]:
         Devices to build a mesh of and to compile for; nothing can be put on them.
 
     Raises:
-        DeviceError: no such topology, or libtpu is missing or cannot be loaded.
+        DeviceError: no such topology, or the compiler (libtpu, JAX's CUDA plugin) is missing or cannot be loaded.
     """
     topology = parse_topology(name)
+    if topology.platform == "gpu":
+        return gpu_devices(topology.chip, *topology.shape)
     if not libtpu.is_installed():
         raise DeviceError(
             f"compiling for {name!r}, which is not here, needs the TPU compiler: pip install 'jdist[plan-tpu]'."
@@ -170,7 +207,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
             )
     except (RuntimeError, NotImplementedError) as exc:
         reason = str(exc).partition("\n")[0]
-        if not reason.startswith("INVALID_ARGUMENT: "):  # the topology was not looked at
+        if not reason.startswith("INVALID_ARGUMENT: "):  # it did not get as far as the topology
             raise DeviceError(
                 f"libtpu, which holds the TPU compiler, cannot be loaded: {reason}. Install it again, pip install "
                 "--force-reinstall 'jdist[plan-tpu]', and unset TPU_LIBRARY_PATH if it is set."
@@ -197,7 +234,7 @@ def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
-    """The devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
+    """Finds the devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
 
     Starts the TPU if nothing has yet.
 
@@ -221,7 +258,7 @@ def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
 
 
 def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]:
-    """The devices with those of each host together, so that a process feeds successive rows; else in their order.
+    """Sorts devices by host, so that a process feeds successive rows; else they keep their order.
 
     Raises:
         DeviceError: they are of another number of hosts than there are processes.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import get_args
 
 from jdist.cluster import runtime
 from jdist.cluster.communication import CommunicationOptions
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.core.strategy import Strategy, Transform
-from jdist.errors import StrategyError
+from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
-from jdist.strategies.local import check_reduction, strategy_over
-from jdist.strategies.topology import attached_tpu_devices, topology_devices
+from jdist.strategies.local import check_reduction, check_transform, strategy_over
+from jdist.strategies.topology import attached_tpu_devices, parse_topology, topology_devices
 
 
 def tpu(
@@ -56,18 +55,23 @@ def tpu(
         >>> jdist.tpu(topology="v5e:2x4").num_replicas
         8
     """
-    allowed = [t for t in get_args(Transform) if topology is None or t != "pmap"]
-    if transform not in allowed:
-        # JAX runs pmap's batches through a small program of their own, for which it wants real devices.
-        raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
+    check_transform(transform, topology)
     _check_name(name)
     reduction = make_reduction(all_reduce)
     check_reduction(reduction, transform)
     if topology is not None:
-        strategy = strategy_over(
-            topology_devices(topology), name="tpu", axis=axis, transform=transform, reduction=reduction
+        if parse_topology(topology).platform != "tpu":
+            raise DeviceError(
+                f"`topology` is {topology!r}, which is no TPU; write jdist.mirrored(topology={topology!r})."
+            )
+        return strategy_over(
+            topology_devices(topology),
+            name="tpu",
+            axis=axis,
+            transform=transform,
+            reduction=reduction,
+            topology=topology,
         )
-        return dataclasses.replace(strategy, topology=topology)
     spec = resolve(os.environ)
     cluster = runtime.start(spec, **CommunicationOptions().timeouts) if spec.num_processes > 1 else runtime.alone()
     devices = attached_tpu_devices(spec.num_processes)

@@ -1,4 +1,4 @@
-"""Puts arrays on the devices of several processes, reads them back, and refuses donated ones.
+"""Arrays on the devices of several processes: puts them there, reads them back, and refuses donated ones.
 
 With one process these are `jax.device_put` and `np.array`.
 """
@@ -25,7 +25,7 @@ _KEEP_A_COPY = (
 
 
 def check_not_donated(tree: Any, what: str = "the state passed in", remedy: str = _GO_ON) -> None:
-    """Refuses arrays whose buffers an earlier call has consumed.
+    """Refuses a tree with arrays whose buffers an earlier call has consumed.
 
     Args:
         tree: any pytree.
@@ -44,12 +44,12 @@ def check_not_donated(tree: Any, what: str = "the state passed in", remedy: str 
 
 
 def check_arguments_not_donated(call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments of a call that hold arrays whose buffers an earlier call has consumed.
+    """Refuses arguments with arrays whose buffers an earlier call has consumed.
 
     Args:
         call: what is called, for the message.
-        args: by position.
-        kwargs: by name.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Raises:
         DonatedStateError: names the argument and the leaf.
@@ -59,23 +59,23 @@ def check_arguments_not_donated(call: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def check_values_not_donated(call: str, values: list[tuple[str, Any]]) -> None:
-    """Refuses named values of a call that hold such arrays; see `check_arguments_not_donated`."""
+    """Refuses named values with such arrays; see `check_arguments_not_donated`."""
     for name, value in values:
         check_not_donated(value, f"{name} of {call}", _KEEP_A_COPY)
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is an array, or the shape of one, of typed PRNG keys, which numpy cannot hold."""
+    """Whether `x` is an array of typed PRNG keys, which NumPy cannot hold, or the shape of one."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def put(x: Any, sharding: Sharding | None) -> jax.Array:
-    """Puts an array into a sharding; every process has the whole of it, and keeps what its devices take.
+    """Puts an array into a sharding; every process has all of it, and keeps the part of its own devices.
 
     Args:
-        x: numpy array, number, key array or `jax.Array`, the same on every process; or an array that is spread over
+        x: NumPy array, number, key array or `jax.Array`, the same on every process; or an array that is spread over
             the processes already.
-        sharding: where.
+        sharding: the sharding; None: JAX's default device.
     """
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -85,24 +85,24 @@ def put(x: Any, sharding: Sharding | None) -> jax.Array:
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     whole = np.asarray(x)
     whole = whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
-    # A copy for each device: on CPU several of them would share one buffer, which cannot be donated.
+    # A copy for each device: on CPU several would share one buffer, which cannot be donated.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index].copy(), dtype=whole.dtype)
 
 
 @functools.cache
 def resharded(sharding: Sharding) -> Callable[[Any], Any]:
-    """Compiles the function that moves arrays of several processes; all of them have to call it."""
+    """Makes the function that moves arrays of several processes into a sharding; all of them have to call it."""
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.Array:
-    """Puts an array of which every process has the rows of its devices, in order.
+    """Puts an array of which every process has the rows of its own devices, in order.
 
     Args:
-        x: this process's rows along `axis`; a numpy array, or keys.
-        sharding: rows spread over the processes' devices.
-        num_rows: rows of all processes together.
-        axis: which axis the rows are.
+        x: this process's rows, a NumPy array or keys.
+        sharding: spreads the rows over the processes' devices.
+        num_rows: number of rows of all processes together.
+        axis: the axis of the rows.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -114,9 +114,9 @@ def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.A
 
 
 def to_host(x: Any) -> Any:
-    """Copies an array to a numpy array; a typed PRNG key stays a key array.
+    """Copies an array to a NumPy array; a typed PRNG key stays a key array.
 
-    All processes have to call it for an array that is spread over them: its parts are gathered.
+    If the array is spread over several processes, all of them have to call it: its parts are gathered.
     """
     if is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(to_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
@@ -128,11 +128,11 @@ def to_host(x: Any) -> Any:
 
 
 def take_rows(x: jax.Array, real: np.ndarray | None) -> jax.Array:
-    """Takes the rows of an array that are real; of several processes' rows every process gets all.
+    """Takes the real rows of an array; every process gets those of all.
 
     Args:
         x: [rows, ...].
-        real: bool [rows]; None: all are.
+        real: bool [rows]; None: all are real.
     """
     sharding = x.sharding
     if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding):
@@ -148,7 +148,7 @@ def _row_taker(sharding: Sharding) -> Callable[[Any, Any], Any]:
 
 
 def local_rows(x: Any, axis: int = 0) -> Any:
-    """Copies to the host the rows, along `axis`, that this process's devices hold; nothing is exchanged. See `to_host`."""
+    """Copies to the host the rows along `axis` that this process's devices hold, as `to_host`, without an exchange."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return to_host(x)
     if is_key(x):

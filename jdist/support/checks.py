@@ -1,4 +1,4 @@
-"""Checks for numbers, those of NumPy and JAX included; imports neither by itself, as the launcher uses it."""
+"""Checks of numbers, also NumPy's and JAX's; imports neither, as the launcher does without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 
 
 def as_int(value: Any, *, least: int | None = None) -> int | None:
-    """Converts a whole number to an int; None of anything else, True too, and of less than `least`.
+    """Converts a whole number to an int; returns None for anything else, also a bool or a number below `least`.
 
     Example:
         >>> import numpy as np
@@ -17,13 +17,13 @@ def as_int(value: Any, *, least: int | None = None) -> int | None:
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # JAX's for an array, too: of several numbers, or not known while it is traced
+    except TypeError:  # JAX raises it for an array of several numbers, and for a traced one
         return None
     return None if number is None or (least is not None and number < least) else number
 
 
 def as_real(value: Any) -> float | None:
-    """Converts a real number to Python's, an int as it is; None of anything else, True too. NaN and infinities are numbers.
+    """Converts a real number to Python's; returns None for anything else, also a bool. NaN and infinities are numbers.
 
     Example:
         >>> import numpy as np
@@ -32,7 +32,7 @@ def as_real(value: Any) -> float | None:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    as_python = getattr(value, "item", None)  # NumPy's have it, and the launcher does without NumPy
+    as_python = getattr(value, "item", None)  # NumPy's numbers have it
     return as_python() if as_python is not None else value  # type: ignore[return-value]  # `Real` is not known as float
 
 

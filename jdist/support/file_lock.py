@@ -1,4 +1,4 @@
-"""Locks a file for as long as a process lives: the system lets go of it however the process ends."""
+"""Locks on files, which the system releases however their process ends."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_GLANCE_S = 1.0  # longer than any `is_held` holds it
+_GLANCE_S = 1.0  # longer than `is_held` holds a file
 _POLL_S = 0.02
 
 
 @contextlib.contextmanager
 def hold(path: Path, *, timeout_s: float = _GLANCE_S) -> Iterator[None]:
-    """Holds a file for this process alone while the block runs.
+    """Locks a file for this process alone while the block runs.
 
     Args:
-        path: the file; made if need be.
+        path: the file, which is created if need be.
         timeout_s: how long to wait for another process.
 
     Raises:
         BlockingIOError: another process holds it.
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
-    import fcntl  # POSIX only: imported here so that the rest of jdist can be imported anywhere
+    import fcntl  # of POSIX alone; the rest of jdist can be imported anywhere
 
     deadline_s = time.monotonic() + timeout_s
     with path.open("a") as handle:
@@ -39,7 +39,7 @@ def hold(path: Path, *, timeout_s: float = _GLANCE_S) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the file now; in a shared folder, one of another machine too."""
+    """Whether a process holds the file, in a shared folder also one of another machine."""
     import fcntl
 
     try:

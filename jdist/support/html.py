@@ -1,4 +1,4 @@
-"""Writes tables and text in HTML, for notebooks."""
+"""Tables and text in HTML, for notebooks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 
 def table(rows: Iterable[Sequence[object]], *, header: Sequence[str] = (), title: str = "") -> str:
-    """Writes rows as a table in HTML; all text is escaped.
+    """Writes a table in HTML; escapes all text.
 
     Args:
-        rows: of cells, the first of which names the row.
-        header: names of the columns; none where rows are names and values.
-        title: what it is a table of; its line breaks stay.
+        rows: rows of cells, the first of which names the row.
+        header: names of the columns.
+        title: the caption; its line breaks stay.
 
     Example:
         >>> table([("rows", 3)], title="a < b")
@@ -26,7 +26,7 @@ def table(rows: Iterable[Sequence[object]], *, header: Sequence[str] = (), title
 
 
 def paragraph(text: str) -> str:
-    """Writes lines of text in HTML; all of it is escaped."""
+    """Writes lines of text in HTML; escapes them."""
     return f"<p>{_escaped(text)}</p>"
 
 

@@ -1,4 +1,4 @@
-"""Shows a tree as a table, a row for each leaf, with where it lives. Computes and copies nothing for it."""
+"""Tables of a tree's leaves and where they live; nothing is computed or copied for them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _HEADER = ("leaf", "shape", "dtype", "where it lives")
 
 
 def has_arrays(tree: PyTree) -> bool:
-    """Whether a tree has leaves with shapes; a tree of other things may stand for one of arrays."""
+    """Whether a tree has leaves with shapes."""
     return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
 
 
 def tree_table(tree: PyTree, *, title: str, whereabouts: str | None = None) -> str:
-    """Writes a tree as a table in HTML: leaf, shape, dtype, and where it lives; of large trees the first leaves.
+    """Writes a table in HTML: leaf, shape, dtype, and where it lives; of large trees the first leaves.
 
     Args:
-        tree: of arrays, shapes, numbers or what else; arrays may have been donated.
+        tree: a tree of anything; arrays may have been donated.
         title: what it is.
-        whereabouts: where all of it lives, if its leaves do not say.
+        whereabouts: where all of it lives, if its leaves do not tell.
     """
     return table(_rows(tree, whereabouts), header=_HEADER, title=title)
 
@@ -48,7 +48,7 @@ def whereabouts_of(leaf: object) -> str:
         ('host, a NumPy array', 'host, a Python value')
     """
     if hasattr(type(leaf), "whereabouts"):
-        return leaf.whereabouts  # type: ignore[attr-defined]  # of a type that says so itself
+        return leaf.whereabouts  # type: ignore[attr-defined]  # a type that tells by itself
     if isinstance(leaf, Tracer):
         return "traced: known when the program runs"
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -1,4 +1,4 @@
-"""The known name nearest to one that is not known, as the end of an error."""
+"""Suggestions for the end of an error: the known name nearest to an unknown one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A sentence with the name that was probably meant, with a leading space; nothing if none is near.
+    """Writes a sentence with the nearest known name, after a space; "" if none is near.
 
     Example:
         >>> did_you_mean("MEAN", ["mean", "sum"])
@@ -18,21 +18,18 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def closest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The valid name nearest to `name`, or None if none is near; with `cutoff` 1 only the same name is."""
+    """Finds the valid name nearest to `name`; None if none is near. With `cutoff` 1 only the same name is."""
     return next(iter(difflib.get_close_matches(name, sorted(set(valid)), n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, valid: Iterable[str], *, label: str = "Valid", limit: int = 12) -> str:
-    """A sentence that names the valid name nearest to `name`, or the valid names if none is near.
+    """Writes a sentence with the nearest valid name, or with all if none is near, after a space; "" if there are none.
 
     Args:
-        name: what was written.
-        valid: what could have been written.
-        label: what to call the valid names when all are listed.
-        limit: how many of them to list at most.
-
-    Returns:
-        ` Did you mean steps?`, ` Valid: epochs, steps.`, with a leading space, or nothing if none is valid.
+        name: the name that is not valid.
+        valid: the valid names.
+        label: what the list of valid names is called.
+        limit: how many to list at most.
 
     Example:
         >>> nearest("step", ["epochs", "steps"])

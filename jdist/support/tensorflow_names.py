@@ -1,4 +1,4 @@
-"""Names jdist's counterparts of TensorFlow's common names, in errors; docs/from_tf_distribute.md has all of them."""
+"""jdist's counterparts of TensorFlow's common names, for errors; docs/from_tf_distribute.md has all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYWORDS = {"global_batch_size": "global_batch", "batch_size": "global_batch", "
 
 
 def unknown(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Makes the error for an unknown name; names jdist's counterpart of TensorFlow's, or the nearest name."""
+    """Makes the error for an unknown name, with jdist's counterpart if it is TensorFlow's, or the nearest name."""
     if name in NAMES:
         more = f": TensorFlow's {name} is {NAMES[name]}. {_GUIDE}"
     else:
@@ -44,7 +44,7 @@ def unknown(owner: str, name: str, known: Iterable[str]) -> AttributeError:
 
 
 def without_tensorflow_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps a function so that keyword arguments of TensorFlow raise an error that names jdist's."""
+    """Wraps a function so that TensorFlow's keywords raise an error that names jdist's."""
     parameters = inspect.signature(function).parameters
     theirs = {name for name, ours in KEYWORDS.items() if ours in parameters}
 

@@ -1,13 +1,13 @@
-"""Hides jdist's frames in tracebacks: a user's mistake is shown where it was made.
+"""Tracebacks without jdist's frames, so that a user's mistake is shown where it was made.
 
-`JDIST_TRACEBACK_FILTERING=off` in the environment keeps all frames. JAX leaves out its own by `JAX_TRACEBACK_FILTERING`.
+JDIST_TRACEBACK_FILTERING=off keeps all frames. JAX leaves out its own, see JAX_TRACEBACK_FILTERING.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -21,15 +21,20 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _NOTE = f"jdist has left its own frames out of this traceback; {VARIABLE}=off in the environment shows them."
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def hide_own_frames(exc: BaseException) -> None:
-    """Takes jdist's frames out of the tracebacks of an exception and of those that it came from.
+    """Removes jdist's frames from the tracebacks of an exception and of those that led to it; causes and notes stay.
 
-    To be called as the exception leaves jdist, in an `except` block that raises it again. Causes and notes stay.
-
-    Args:
-        exc: the exception. One of jdist's code that is no `JDistError` gets a note how to show the frames.
+    Call it in an `except` block through which the exception leaves jdist. An exception of jdist's code that is no
+    `JDistError` gets a note that tells how to show the frames.
     """
-    # JDIST_TRACEBACK has commands show tracebacks at all, jdist's frames included.
+    # JDIST_TRACEBACK makes commands show tracebacks at all, jdist's frames included.
     mode = os.environ.get(VARIABLE, "off" if os.environ.get("JDIST_TRACEBACK") else "on")
     if mode == "off":
         return
@@ -51,7 +56,7 @@ def hide_own_frames(exc: BaseException) -> None:
 
 
 def without_own_frames(function: Callable[P, R], /) -> Callable[P, R]:
-    """Wraps a function so that its errors have tracebacks without jdist's frames."""
+    """Wraps a function so that the tracebacks of its errors lack jdist's frames."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,7 +81,7 @@ def _raised_here(exc: BaseException) -> bool:
 
 
 def _without_own(tb: TracebackType | None) -> TracebackType | None:
-    """Copies a traceback without jdist's frames; the old objects stay as they are, as others may hold them."""
+    """Copies a traceback without jdist's frames; the old objects stay, as others may hold them."""
     kept: list[TracebackType] = []
     while tb is not None:
         if not _is_own(tb):

@@ -1,4 +1,4 @@
-"""Edits the variable XLA_FLAGS, which XLA reads once, when it starts. Imports no JAX."""
+"""Edits of XLA_FLAGS, which XLA reads once, when it starts. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def with_flags(existing: str, flags: Mapping[str, str]) -> str:
     """Sets some flags in XLA_FLAGS; the others stay as they are.
 
     Args:
-        existing: the variable as it is, empty if it is not set.
-        flags: name with its dashes -> value.
+        existing: the variable's value, "" if it is not set.
+        flags: values by name, dashes included.
 
     Example:
         >>> with_flags("--xla_a=1 --xla_b=2", {"--xla_a": "3"})

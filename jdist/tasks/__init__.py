@@ -1,4 +1,4 @@
-"""Tasks that `jdist run` knows by name; a user's own task is a file like these.
+"""Tasks that come with jdist; a user's own task is a file like these.
 
 Start at `digits`. They import what users import, `jdist` itself.
 

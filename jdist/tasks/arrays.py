@@ -25,7 +25,7 @@ def make(
     held_out: float = 0.2,
     split_seed: int = 0,
 ) -> Task:
-    """The task of predicting `y` from `x`.
+    """Makes the task of predicting `y` from `x`.
 
     Args:
         path: an `.npz` file with `x`, numbers [rows, ...], and `y`: [rows] classes (whole numbers, bools or

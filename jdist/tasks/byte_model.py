@@ -1,4 +1,4 @@
-"""Two baselines for predicting bytes: an add-one order-2 model, and what `zlib -9` makes of them."""
+"""Two baselines for predicting bytes: an add-one order-2 model, and `zlib -9`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-# Bytes counted at once: bounds the memory of the 8-byte indices to some 130 MB, whatever the corpus.
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24  # counted at once: bounds the memory of the 8-byte indices to some 130 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,19 +27,12 @@ class Order2Model:
     counts: np.ndarray
 
     def probabilities(self, a: int, b: int) -> np.ndarray:
-        """P(c | a, b) of every byte c, float64 [256]."""
+        """Computes P(c | a, b) of every byte c, float64 [256]."""
         row = self.counts[256 * a + b]
         return (row + 1) / (row.sum(dtype=np.int64) + 256)
 
     def bits_per_byte(self, data: np.ndarray) -> float:
-        """Mean of -log2 P over `data`.
-
-        Args:
-            data: bytes to predict, uint8 [n]; the two before the first are taken to be 0.
-
-        Returns:
-            Bits per byte, every byte predicted once; NaN if there are none.
-        """
+        """Computes the mean of -log2 P over bytes, uint8 [n], each predicted once; NaN if there are none."""
         totals = self.counts.sum(axis=1, dtype=np.int64)
         bits = 0.0
         for triples in _triples(data):
@@ -50,14 +42,7 @@ class Order2Model:
 
 
 def fit_order2(data: np.ndarray) -> Order2Model:
-    """Counts all triples of bytes in `data`.
-
-    Args:
-        data: training bytes, uint8 [n]; the two before the first are taken to be 0.
-
-    Returns:
-        The model; 67 MB of counts.
-    """
+    """Counts all triples of bytes in `data`, uint8 [n]; the two before the first are taken to be 0. The counts take 67 MB."""
     counts = np.zeros(1 << 24, np.int32)
     for triples in _triples(data):
         counts += np.bincount(triples, minlength=counts.size).astype(np.int32)
@@ -65,19 +50,12 @@ def fit_order2(data: np.ndarray) -> Order2Model:
 
 
 def zlib_bits_per_byte(data: np.ndarray) -> float:
-    """Bits per byte that `zlib` at level 9 needs for `data`.
-
-    Args:
-        data: bytes, uint8 [n].
-
-    Returns:
-        Eight times the compressed size over the size; NaN if there are no bytes.
-    """
+    """Computes the bits per byte that `zlib` at level 9 needs for bytes, uint8 [n]; NaN if there are none."""
     return 8 * len(zlib.compress(data.tobytes(), 9)) / data.size if data.size else float("nan")
 
 
 def _triples(data: np.ndarray) -> Any:
-    """Index `65536 * a + 256 * b + c` of each byte c and the two before it, int64, in chunks."""
+    """Computes the index `65536 * a + 256 * b + c` of each byte c and the two before it, int64, in chunks."""
     padded = np.concatenate([np.zeros(2, np.uint8), data])
     for start in range(0, data.size, _CHUNK_BYTES):
         part = padded[start : start + _CHUNK_BYTES + 2].astype(np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,23 +19,16 @@ _HELD_OUT_OF = 10  # one file in so many is held out
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """The bytes of a set of files.
+    """The bytes of a set of files."""
 
-    Attributes:
-        train: bytes of the training files, each followed by a zero byte, uint8 [n].
-        held_out: bytes of the held-out files, likewise.
-        train_files: their paths, relative to the folder that the pattern starts from, in order.
-        held_out_files: likewise.
-    """
-
-    train: np.ndarray
-    held_out: np.ndarray
-    train_files: tuple[str, ...]
+    train: np.ndarray  # the training files, each followed by a zero byte, uint8 [n]
+    held_out: np.ndarray  # the held-out files, likewise
+    train_files: tuple[str, ...]  # their paths, relative to the folder that the pattern starts from, in order
     held_out_files: tuple[str, ...]
 
 
 def load(patterns: Sequence[str] | None) -> Corpus:
-    """Reads the files that some patterns match and splits them.
+    """Reads the files that some patterns match, in the order of their relative paths, and splits them.
 
     Whether a file is held out depends on its path below the folder that its pattern starts from, never on
     where that folder lies: one in ten by hash, and where that leaves a side empty, the one file whose hash is
@@ -44,9 +37,6 @@ def load(patterns: Sequence[str] | None) -> Corpus:
     Args:
         patterns: as for `glob`, `**` for any depth; None for the `.py` files of the running Python's standard
             library.
-
-    Returns:
-        Both sides, each in the order of the relative paths.
 
     Raises:
         ConfigError: a pattern matches no file, a file cannot be read, or there are fewer than two files that
@@ -74,23 +64,20 @@ def load(patterns: Sequence[str] | None) -> Corpus:
     return Corpus(train=train, held_out=test, train_files=tuple(sides[False]), held_out_files=tuple(sides[True]))
 
 
-def held_out_names(names: Sequence[str] | dict[str, bytes]) -> frozenset[str]:
-    """Picks the files to hold out: those whose hash is divisible by ten, at least one and never all.
+def held_out_names(names: Iterable[str]) -> frozenset[str]:
+    """Picks the files to hold out: those whose hash is divisible by ten, at least one and never all of two or more.
 
     Args:
-        names: relative paths, with forward slashes; two or more.
-
-    Returns:
-        The held-out ones.
+        names: relative paths, with forward slashes.
 
     Example:
         >>> sorted(held_out_names(["a.txt", "b.txt", "c.txt"]))
         ['c.txt']
     """
     by_hash = sorted((_hash(name) % _HELD_OUT_OF, _hash(name), name) for name in names)
-    chosen = [name for remainder, _, name in by_hash if remainder == 0]
-    at_least, at_most = 1, len(by_hash) - 1
-    return frozenset(name for _, _, name in by_hash[: min(max(len(chosen), at_least), at_most)])
+    divisible = sum(remainder == 0 for remainder, _, _ in by_hash)
+    count = min(max(divisible, 1), len(by_hash) - 1)
+    return frozenset(name for _, _, name in by_hash[:count])
 
 
 def _hash(name: str) -> int:
@@ -110,8 +97,8 @@ def _matches(pattern: str) -> list[tuple[str, Path]]:
     while plain < len(parts) - 1 and not glob.has_magic(parts[plain]):
         plain += 1
     root = Path(*parts[:plain])
-    found = (Path(name) for name in glob.glob(str(Path(*parts)), recursive=True))
-    files = sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
+    paths = map(Path, glob.glob(str(Path(*parts)), recursive=True))
+    files = sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
     if not files:
         raise ConfigError(
             f"the pattern {pattern!r} matches no file below {root.resolve()}. "

@@ -6,7 +6,6 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ TEST_FRACTION = 0.2
 
 
 def make(*, width: int = 32, dropout: float = 0.3, shift: int = 1) -> Task:
-    """The digits task.
+    """Makes the digits task.
 
     Args:
         width: features of the first convolution; the second has twice as many, the hidden layer four times.
@@ -84,9 +83,6 @@ def random_shift(key: jax.Array, images: jax.Array, *, most: int) -> jax.Array:
         images: [rows, height, width, channels].
         most: the largest offset along each axis, in pixels.
 
-    Returns:
-        An array like `images`.
-
     Example:
         >>> random_shift(jax.random.key(0), jnp.ones((2, 8, 8, 1)), most=1).shape
         (2, 8, 8, 1)
@@ -103,7 +99,7 @@ def random_shift(key: jax.Array, images: jax.Array, *, most: int) -> jax.Array:
 
 
 def image_task(model: nn.Module, *, train: dict[str, np.ndarray], test: dict[str, np.ndarray], shift: int) -> Task:
-    """A classification task from a model and two sets of labelled images.
+    """Makes a classification task from a model and two sets of labelled images.
 
     Args:
         model: called as `model(images, train=...)`, it returns logits [rows, classes].
@@ -154,20 +150,11 @@ def image_task(model: nn.Module, *, train: dict[str, np.ndarray], test: dict[str
 
 
 def load_split() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The images and labels, as `(train, test)`; the same split every time.
+    """Loads the images and labels, as `(train, test)`; the same split every time.
 
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    load_digits, train_test_split = _import_sklearn()
-    digits: Any = load_digits()
-    images = (digits.images / 16.0).astype(np.float32)[..., None]
-    labels = digits.target.astype(np.int32)
-    parts = train_test_split(images, labels, test_size=TEST_FRACTION, stratify=labels, random_state=SPLIT_SEED)
-    return {"image": parts[0], "label": parts[2]}, {"image": parts[1], "label": parts[3]}
-
-
-def _import_sklearn() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -176,4 +163,8 @@ def _import_sklearn() -> tuple[Callable[..., Any], Callable[..., Any]]:
             "The task `digits` takes its images from scikit-learn, which cannot be imported "
             f"({error}). Install it: pip install 'jdist[examples]'"
         ) from error
-    return load_digits, train_test_split
+    digits: Any = load_digits()
+    images = (digits.images / 16.0).astype(np.float32)[..., None]
+    labels = digits.target.astype(np.int32)
+    parts: Any = train_test_split(images, labels, test_size=TEST_FRACTION, stratify=labels, random_state=SPLIT_SEED)
+    return {"image": parts[0], "label": parts[2]}, {"image": parts[1], "label": parts[3]}

@@ -26,7 +26,7 @@ _AGAIN = "Fetch the file again, or make it anew."
 
 
 def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
-    """The IDX file of a data set, whichever of its usual names it has.
+    """Finds the IDX file of a data set, whichever of its usual names it has.
 
     Args:
         folder: where to look.
@@ -108,7 +108,7 @@ def _content(path: Path) -> bytes:
 
 
 def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) -> Task:
-    """Classification of the images in a folder, with the network and the loss of the task `digits`.
+    """Makes the classification of the images in a folder, with the network and the loss of the task `digits`.
 
     Args:
         folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
@@ -141,11 +141,7 @@ def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) 
 
 
 def load(folder: Path, part: str) -> dict[str, np.ndarray]:
-    """One half of the data set.
-
-    Args:
-        folder: where its files are.
-        part: "train" or "t10k".
+    """Loads one half of the data set, `part` "train" or "t10k".
 
     Returns:
         {"image": float32 [rows, height, width, 1] in [0, 1], "label": int32 [rows]}.

@@ -1,22 +1,25 @@
-"""Options of a task: the error that names one, and checks that say its value and what is allowed, or return the value."""
+"""Checks for the options of a task, and the error that names one.
+
+Each check takes the option's name, as the config writes it below `task.options`, and the value that the config gives. It
+returns the value, or raises an `OptionError` that says what is allowed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jdist.errors import ConfigError
 from jdist.support.checks import as_int, as_real
+from jdist.support.suggest import closest
 
 
 class OptionError(ConfigError):
     """An option of a task is not valid; raised in a task's `make`, it is reported with the place where the option was given.
 
-    Attributes:
+    Args:
         option: the option, as the config writes it below `task.options`: `width`, or `hidden.0` for an item of a list.
         text: what is wrong, with the value.
         remedy: how to mend it; opens with a space, or is empty.
@@ -38,11 +41,7 @@ class OptionError(ConfigError):
 
 @contextlib.contextmanager
 def blaming(option: str) -> Iterator[None]:
-    """Turn a `ConfigError` that is raised in the block into an `OptionError` that names the option.
-
-    Args:
-        option: the option whose value names what does not serve, such as a file.
-    """
+    """Turns a `ConfigError` that is raised in the block into an `OptionError` that names the option, such as that of a file."""
     try:
         yield
     except OptionError:
@@ -52,7 +51,7 @@ def blaming(option: str) -> Iterator[None]:
 
 
 def near(path: Path, *, ending: str = "") -> str:
-    """A sentence that names the file or folder whose name is nearest to that of one that is not there.
+    """Suggests the file or folder whose name is nearest to that of one that is not there.
 
     Args:
         path: what is not there.
@@ -62,23 +61,12 @@ def near(path: Path, *, ending: str = "") -> str:
         ` Did you mean data.npz?`, with a leading space; nothing if no name is near.
     """
     there = {p.name.removesuffix(ending): p for p in path.parent.glob(f"*{ending}") if ending or p.is_dir()}
-    names = difflib.get_close_matches(path.name.removesuffix(ending), sorted(there), n=1, cutoff=0.6)
-    return f" Did you mean {there[names[0]]}?" if names else ""
+    name = closest(path.name.removesuffix(ending), there)
+    return f" Did you mean {there[name]}?" if name else ""
 
 
 def whole(name: str, value: Any, *, least: int = 1) -> int:
-    """A whole number of at least `least`.
-
-    Args:
-        name: the option, as the config writes it.
-        value: what the config gave.
-        least: the smallest value allowed.
-
-    Returns:
-        `value`.
-
-    Raises:
-        OptionError: `value` is not such a number.
+    """Checks for a whole number of at least `least`.
 
     Example:
         >>> whole("layers", 3)
@@ -91,44 +79,21 @@ def whole(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def fraction(name: str, value: Any, *, open_below: bool = False) -> float:
-    """A number of at least 0 and less than 1.
-
-    Args:
-        name: the option, as the config writes it.
-        value: what the config gave.
-        open_below: refuse 0 as well.
-
-    Returns:
-        `value`, as a float.
-
-    Raises:
-        OptionError: `value` is not such a number.
+    """Checks for a number of at least 0, or with `open_below` above it, and less than 1; returns it as a float.
 
     Example:
         >>> fraction("dropout", 0.5)
         0.5
     """
-    allowed = "a number above 0 and below 1" if open_below else "a number from 0 up to, but not including, 1"
     number = as_real(value)
-    if number is None or not math.isfinite(number):
+    if number is None or not 0 <= number < 1 or (open_below and number == 0):
+        allowed = "a number above 0 and below 1" if open_below else "a number from 0 up to, but not including, 1"
         raise _refusal(name, value, allowed)
-    if not 0 <= value < 1 or (open_below and value == 0):
-        raise _refusal(name, value, allowed)
-    return float(value)
+    return float(number)
 
 
 def switch(name: str, value: Any) -> bool:
-    """True or false.
-
-    Args:
-        name: the option, as the config writes it.
-        value: what the config gave.
-
-    Returns:
-        `value`.
-
-    Raises:
-        OptionError: `value` is not a bool.
+    """Checks for true or false.
 
     Example:
         >>> switch("standardise", True)
@@ -140,18 +105,7 @@ def switch(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
-    """One of a few words.
-
-    Args:
-        name: the option, as the config writes it.
-        value: what the config gave.
-        choices: the words allowed.
-
-    Returns:
-        `value`.
-
-    Raises:
-        OptionError: `value` is none of them.
+    """Checks for one of a few words.
 
     Example:
         >>> one_of("dtype", "float32", ("float32", "bfloat16"))
@@ -163,17 +117,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def text(name: str, value: Any) -> str:
-    """A piece of text that is not empty, such as a path.
-
-    Args:
-        name: the option, as the config writes it.
-        value: what the config gave.
-
-    Returns:
-        `value`.
-
-    Raises:
-        OptionError: `value` is not text, or is empty.
+    """Checks for a piece of text that is not empty, such as a path.
 
     Example:
         >>> text("path", "data.npz")

@@ -15,21 +15,13 @@ from jdist.tasks.options import OptionError, near
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """The rows to train on and to evaluate on.
+    """The rows to train on and to evaluate on."""
 
-    Attributes:
-        train: {"x": float32 [rows, features], "y": int32 [rows] or float32 [rows, outputs]}.
-        test: likewise, the held-out rows.
-        outputs: classes, or numbers predicted.
-        classes: what the values of "y" stand for, in classification; None in regression.
-        y_scale: size of one unit of "y" in units of the file, float32 [outputs]; ones unless standardised.
-    """
-
-    train: dict[str, np.ndarray]
-    test: dict[str, np.ndarray]
-    outputs: int
-    classes: np.ndarray | None
-    y_scale: np.ndarray
+    train: dict[str, np.ndarray]  # {"x": float32 [rows, features], "y": int32 [rows] or float32 [rows, outputs]}
+    test: dict[str, np.ndarray]  # the held-out rows, likewise
+    outputs: int  # number of classes, or of numbers predicted
+    classes: np.ndarray | None  # what the values of "y" stand for, in classification; None in regression
+    y_scale: np.ndarray  # size of one unit of "y" in units of the file, float32 [outputs]; ones unless standardised
 
 
 def load(path: str, *, kind: str | None, standardise: bool, held_out: float, split_seed: int) -> Table:
@@ -41,9 +33,6 @@ def load(path: str, *, kind: str | None, standardise: bool, held_out: float, spl
         standardise: shift and scale `x`, and `y` in regression, by the training rows' mean and deviation.
         held_out: share of the rows to hold out; at least one row is, and at least one is not.
         split_seed: seeds the choice of the held-out rows.
-
-    Returns:
-        The table.
 
     Raises:
         ConfigError: the file or an array in it does not serve.
@@ -78,9 +67,6 @@ def load(path: str, *, kind: str | None, standardise: bool, held_out: float, spl
 def constant_score(data: Table) -> float:
     """Scores the best constant prediction on the held-out rows.
 
-    Args:
-        data: the table.
-
     Returns:
         The accuracy of always naming the commonest training class, or the mean absolute error, in units of
         the file, of always predicting the training median.
@@ -95,7 +81,7 @@ def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
     place = Path(path).expanduser()
     how = f"Save it with np.savez({path!r}, x=x, y=y)."
     try:
-        # Opened here, since np.load leaves the file open when it is no sound archive.
+        # Opened here, since np.load leaves the file open when it is not a sound archive.
         with place.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
             names = content.files if isinstance(content, np.lib.npyio.NpzFile) else None
@@ -127,7 +113,7 @@ def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbers(values: np.ndarray, *, name: str, path: str) -> np.ndarray:
-    """`values` as float64 [rows, features], every one finite."""
+    """Converts values to float64 [rows, features], every one finite."""
     if values.dtype.kind not in "fiub":
         raise ConfigError(
             f"{path}: {name} has dtype {values.dtype}, but it must hold real numbers. Encode or convert it first."
@@ -144,7 +130,7 @@ def _numbers(values: np.ndarray, *, name: str, path: str) -> np.ndarray:
 
 
 def _classes(y: np.ndarray, *, inferred: bool, path: str) -> tuple[np.ndarray, np.ndarray]:
-    """The different values of `y`, sorted, and for each row the index of its own."""
+    """Finds the different values of `y`, sorted, and for each row the index of its own."""
     if y.ndim > 1 and y.size == len(y):
         y = y.reshape(-1)
     if y.ndim != 1 or y.dtype.kind not in "fiubU":
@@ -168,7 +154,7 @@ def _classes(y: np.ndarray, *, inferred: bool, path: str) -> tuple[np.ndarray, n
 
 
 def _standardised(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`values` with mean 0 and deviation 1 on `rows` (a constant column: 0 there), and the deviation."""
+    """Shifts and scales values to mean 0 and deviation 1 on `rows` (a constant column: 0 there); returns the deviation too."""
     deviation = values[rows].std(axis=0)
     deviation = np.where(deviation > 0, deviation, 1.0)
     return (values - values[rows].mean(axis=0)) / deviation, deviation.astype(np.float32)

@@ -32,7 +32,7 @@ def make(
     eval_context: int | None = None,
     eval_bytes: int | None = None,
 ) -> Task:
-    """The byte-level language model.
+    """Makes the byte-level language model.
 
     Args:
         files: glob pattern or list of them, `**` for any depth; None for the `.py` files of the running
@@ -167,17 +167,17 @@ def _windows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
 
 
 def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.ndarray:
-    """At most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
-    wanted = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
-    if wanted < scored:
+    """Takes at most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
+    count = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
+    if count < scored:
         raise OptionError(
-            "length" if wanted == data.size else "eval_bytes",
-            f"there are {wanted} held-out bytes to evaluate on, fewer than the {scored} that one row scores",
+            "length" if count == data.size else "eval_bytes",
+            f"there are {count} held-out bytes to evaluate on, fewer than the {scored} that one row scores",
             remedy=" Raise task.options.eval_bytes, name more files in task.options.files, or lower "
             "task.options.length.",
             others=["eval_bytes", "files", "length"],
         )
-    return data[: wanted // scored * scored]
+    return data[: count // scored * scored]
 
 
 def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str) -> Transformer:

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 
 def rotary(x: jax.Array, *, base: float = 10_000.0) -> jax.Array:
-    """Turn each pair of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
+    """Turns each pair of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
 
     Args:
         x: queries or keys, [rows, length, heads, head_width]; `head_width` is even.

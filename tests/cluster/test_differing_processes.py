@@ -73,6 +73,6 @@ def test_equal_programs_cost_one_exchange_and_names_in_memory_play_no_part():
             return [value, said[0]]
 
     for _ in range(2):
-        check_same_program(traced(), "step", Recorder())
+        check_same_program(traced(), "step", Recorder().exchange)
     assert len(said) == 2
     assert said[0] == said[1]

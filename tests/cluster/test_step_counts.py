@@ -12,7 +12,7 @@ import jdist
 class Cluster:
     """Takes the place of a cluster's runtime, and adds up what it is told."""
 
-    num_processes, steps = 1, 0
+    num_processes, is_alone, steps = 1, False, 0
 
     def blocked(self):
         return contextlib.nullcontext()

@@ -45,8 +45,9 @@ def test_a_signal_is_a_wish_and_the_handlers_come_back(number, code):
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_strategy_of_this_process_alone_may_train_again_after_a_stop():
-    cluster = jdist.one_device().cluster
+@pytest.mark.parametrize("strategy", [jdist.one_device, jdist.multi_worker])
+def test_a_strategy_of_this_process_alone_may_train_again_after_a_stop(strategy):
+    cluster = strategy().cluster
     with preemption(cluster=cluster) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         stopped_at(stop)

@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.core.static_leaves import StaticLeaf, pack, unpack
+from jdist.core.step_state import StaticLeaf, pack, unpack
 from jdist.errors import StepError
 
 eqx = pytest.importorskip("equinox")

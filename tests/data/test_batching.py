@@ -1,6 +1,7 @@
 """Shapes, padding and masks of batches."""
 
 import collections
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist.data import batching
-from jdist.data.batching import element_spec, plan_layout
+from jdist.data.batching import DatasetOptions, element_spec, plan_layout
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.process_shard import WHOLE, part_of
 from jdist.errors import BatchError
@@ -20,11 +21,15 @@ from jdist.errors import BatchError
 
 def layout_of(batch, *, global_batch=None, num_replicas=2, partial: Any = "pad", with_mask=False):
     full = (count_rows(to_numpy(batch)) if global_batch is None else global_batch,)
-    return plan_layout(batch, full=full, num_replicas=num_replicas, partial=partial, with_mask=with_mask)
+    return plan_layout(batch, full, DatasetOptions(num_replicas=num_replicas, partial=partial, with_mask=with_mask))
 
 
 def fit(layout, batch, *, copy) -> Any:
-    return batching.fit(layout, part_of(batch, WHOLE, layout.rows), copy=copy)
+    return batching.fit(with_options(layout, copy=copy), part_of(batch, WHOLE, layout.rows))
+
+
+def with_options(layout, **options):
+    return dataclasses.replace(layout, options=dataclasses.replace(layout.options, **options))
 
 
 def fit_one(batch, *, copy=False, **options):
@@ -253,9 +258,9 @@ def test_element_spec_describes_what_fit_makes(batch, with_mask, steps_per_call)
     fitted = fit(layout, batch, copy=False)
     head = () if steps_per_call == 1 else (steps_per_call,)
     expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(head + leaf.shape, leaf.dtype), fitted)
-    assert element_spec(layout, steps_per_call=steps_per_call) == expected
+    assert element_spec(with_options(layout, steps_per_call=steps_per_call)) == expected
 
 
 def test_element_spec_has_the_dtypes_of_the_device():
-    spec = element_spec(layout_of({"x": np.zeros(4, np.float64)}), steps_per_call=1)
+    spec = element_spec(layout_of({"x": np.zeros(4, np.float64)}))
     assert spec["x"].dtype == jnp.zeros(4, float).dtype

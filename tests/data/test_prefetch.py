@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jdist.data import distributed_dataset, from_arrays
-from jdist.data.prefetch import THREAD_NAME, Prefetcher, PushBack, Stop
+from jdist.data.prefetch import THREAD_NAME, Prefetcher, PushBack, StopRequest
 from jdist.errors import DatasetError
 
 DEADLINE_S = 20
@@ -51,7 +51,7 @@ def test_items_come_in_order_and_then_the_end():
 
 
 def test_one_that_is_abandoned_late_does_not_stop_the_next_of_the_same_iterator():
-    stop, items = Stop(), itertools.count()
+    stop, items = StopRequest(), itertools.count()
     first = Prefetcher(items, depth=1, stop=stop)
     next(first)
     first.close()

@@ -80,7 +80,7 @@ def test_a_server_that_is_still_starting_is_waited_for(cluster, monkeypatch, cap
     def reach_all(addresses, security, timeout_s):
         asked.append(list(addresses))
         return [
-            doctor_servers.Trouble("nothing answers there", lasts=False)
+            doctor_servers.Diagnosis("nothing answers there", lasts=False)
             if address in jobs["ps"] and len(asked) < 3
             else None
             for address in addresses
@@ -98,7 +98,7 @@ def test_a_server_that_is_still_starting_is_waited_for(cluster, monkeypatch, cap
 
 def test_what_a_worker_cannot_reach(cluster, monkeypatch):
     jobs, environ = cluster
-    trouble = doctor_servers.Trouble("nothing answers there", lasts=False)
+    trouble = doctor_servers.Diagnosis("nothing answers there", lasts=False)
     monkeypatch.setattr(doctor_servers, "seen_from", lambda *_: [trouble])
     worker, ps = f"worker 0 ({jobs['worker'][0]})", f"ps 0 ({jobs['ps'][0]})"
     assert look(jobs, environ)[-1] == ("fail", "servers", f"{worker} to {ps}: nothing answers there")

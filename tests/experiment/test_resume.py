@@ -1,4 +1,4 @@
-"""Which run folders may be gone on from; whole runs that do so are in test_experiment_run.py."""
+"""Which run folders may be gone on from; whole runs that do so are in test_run.py."""
 
 import json
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jdist.launcher.events import Asked, Phase, Say, Send, Settings, Start, State, Tick
+from jdist.launcher.events import Asked, Phase, Send, Settings, Start, State, Tick
 from jdist.launcher.exit_cause import Attempt, End, Task
 from jdist.launcher.supervisor import begin, step
 
@@ -91,8 +91,8 @@ def simulate(
                     done.sent.append((done.now, task, command.signal))
                     done.sent_in.append(len(done.starts))
                     _send(command.signal, task)
-            elif isinstance(command, Say):
-                done.said.append(command.text)
+            elif isinstance(command, str):
+                done.said.append(command)
 
     def _send(number, task):
         behaviour = alive.get(task)

@@ -6,7 +6,7 @@ import runpy
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.notebook.child import returned_file
+from jdist.notebook.child import result_file
 from jdist.notebook.program import Program
 from jdist.notebook.values import read
 from tests.notebook.notebook_cells import namespace
@@ -21,7 +21,7 @@ def launched(tmp_path, *cells):
     names = namespace(*cells)
     script = script_of(tmp_path, names)
     runpy.run_path(str(script), run_name="__main__")
-    return names["f"](), read(returned_file(script))
+    return names["f"](), read(result_file(script))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_as_it_was_written_is_left_to_the_source(tmp_path, cell):
     script = script_of(tmp_path, names)
     assert "restore" not in script.read_text()
     runpy.run_path(str(script), run_name="__main__")
-    assert read(returned_file(script)) == names["f"]()
+    assert read(result_file(script)) == names["f"]()
 
 
 @pytest.mark.parametrize(

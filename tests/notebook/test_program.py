@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.notebook.child import returned_file
+from jdist.notebook.child import result_file
 from jdist.notebook.program import Program
 from jdist.notebook.values import read
 from tests.notebook.notebook_cells import add, namespace
@@ -21,7 +21,7 @@ def run(tmp_path, fn, args=()):
     """What the function returns where there is only its script."""
     script = Program(fn, args).write(tmp_path, command="jdist launch --processes 3")
     runpy.run_path(str(script), run_name="__main__")
-    return read(returned_file(script))
+    return read(result_file(script))
 
 
 def launched(tmp_path, *cells, args=()):
@@ -57,9 +57,9 @@ def test_the_script_is_to_be_read(tmp_path):
 
 
 def test_functions_of_modules_are_imported(tmp_path):
-    for fn in (add, "notebook_cells:add"):
+    for fn in (add, "tests.notebook.notebook_cells:add"):
         text = Program(fn, (1, 2)).write(tmp_path, command="jdist launch --processes 3").read_text()
-        assert "from notebook_cells import add\n" in text
+        assert "from tests.notebook.notebook_cells import add\n" in text
     assert run(tmp_path, add, (1, 2)) == 3
 
 

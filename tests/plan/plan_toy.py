@@ -1,4 +1,4 @@
-"""A task small enough to compile at once: two layers on made-up rows, named in configs as `plan_toy:make`."""
+"""A task small enough to compile at once: two layers on made-up rows, named in configs as `tests.plan.plan_toy:make`."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jdist.tasks import Task
 
 CONFIG = """
 name: toy
-task: {make: "plan_toy:make"}
+task: {make: "tests.plan.plan_toy:make"}
 train: {global_batch: 64, steps: 4, optimizer: {name: sgd, learning_rate: 0.1}}
 """
 

@@ -8,8 +8,8 @@ import threading
 from collections import Counter
 from typing import Any
 
-from jdist.ps.coordinator.options import PsOptions, Servers
-from jdist.ps.coordinator.session import Session
+from jdist.ps.coordinator.servers import Servers
+from jdist.ps.coordinator.session import PsOptions, Session
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Replace
 from jdist.ps.protocol.shard import Rules
@@ -182,7 +182,7 @@ class Recorded(ShardServer):
         self._number, self._history = number, history
 
     def _carry_out(self, shard, commands):
-        before = self._shard
+        before = self.shard
         super()._carry_out(shard, commands)
         if any(isinstance(command, Replace) for command in commands):
             at = shard.version, shard.settled, frozenset(shard.applied)
@@ -204,15 +204,15 @@ class WatchedJob(Session):
 
     def _make_coordinator(self, *given):
         coordinator = super()._make_coordinator(*given)
-        engine = coordinator.engine
-        finish = engine.closures.finish
+        queue = coordinator.queue
+        finish = queue.closures.finish
 
         def noting(command, error=None):
             if command.outcome == "done":
-                self._history.add("finished", command.closure, engine.generation)
+                self._history.add("finished", command.closure, queue.generation)
             return finish(command, error)
 
-        engine.closures.finish = noting
+        queue.closures.finish = noting
         return coordinator
 
 

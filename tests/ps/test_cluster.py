@@ -19,6 +19,7 @@ from jdist.errors import ClusterConfigError, ClusterError, ClusterTimeoutError, 
 from jdist.ps.coordinator import servers as ps_servers
 from jdist.ps.coordinator.api import worker_index
 from jdist.ps.transport.diagnose import reach
+from jdist.ps.transport.grpc_transport import RpcChannel
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, Security, read_security
 from jdist.strategies.parameter_server import parameter_server
 from tests.ps.servers import configs, environment, serving, written
@@ -245,11 +246,11 @@ class TestEnding:
         monkeypatch.setattr(ps_servers, "_TELLING_S", 1.0)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
-            ps_servers._Telling([address, "127.0.0.1:1"], Security()).end()
+            ps_servers._end_servers([RpcChannel(to, security=Security()) for to in (address, "127.0.0.1:1")])
         assert f"jdist: {address} did not hear that the job is over, and ends by itself" in capsys.readouterr().err
 
     def test_servers_that_are_gone_keep_nobody(self):
-        telling = ps_servers._Telling(["127.0.0.1:1"], Security())
-        telling.end()
-        telling.end()
-        assert telling._channels == []
+        channels = [RpcChannel("127.0.0.1:1", security=Security())]
+        ps_servers._end_servers(channels)
+        ps_servers._end_servers(channels)
+        assert channels == []

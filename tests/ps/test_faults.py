@@ -54,7 +54,7 @@ class Job:
     @property
     def rollbacks(self):
         """How often all servers have gone back to a snapshot; since the job began."""
-        return self.coordinator.engine.generation - self.began_at
+        return self.coordinator.queue.generation - self.began_at
 
     def schedule(self, calls):
         """Schedules calls; what each returns."""
@@ -72,14 +72,14 @@ class Job:
 
     def check(self):
         """That every call that was not cancelled took effect on every shard, once."""
-        self.coordinator.join(BOUND_S)
+        self.coordinator.queue.join(BOUND_S)
         counting.check(self.state, [i for i, total in enumerate(self.totals) if not total.is_cancelled])
 
     def dispatched(self, worker):
         """What the coordinator knows of a worker."""
-        engine = self.coordinator.engine
-        with engine.lock:
-            return engine.dispatch.workers[worker]
+        queue = self.coordinator.queue
+        with queue.lock:
+            return queue.dispatch.workers[worker]
 
     def await_lost(self, worker):
         """Waits until the coordinator has noticed that a worker is gone."""
@@ -102,7 +102,7 @@ def running(strategy):
     made = Job(strategy)
     try:
         made.train(20)
-        made.began_at = made.coordinator.engine.generation
+        made.began_at = made.coordinator.queue.generation
         yield made
     finally:
         made.state.job.close()
@@ -173,7 +173,7 @@ class TestAllWorkers:
             cluster.kill(*WORKERS)
             job.schedule(30)
             with pytest.raises(NoWorkersError, match="no worker has been there for"):
-                job.coordinator.join(BOUND_S)
+                job.coordinator.queue.join(BOUND_S)
             cancelled = sum(total.is_cancelled for total in job.totals)
             assert cancelled
             job.check()  # it can be fetched
@@ -197,7 +197,7 @@ class TestAServer:
         assert job.rollbacks == 0
 
     def test_killed_sends_all_back_to_the_snapshot_and_it_is_said_how_many_run_again(self, cluster, job, caplog):
-        job.coordinator.snapshot()
+        job.coordinator.snapshots.take()
         job.train(30)
         cluster.kill(("ps", 0))
         job.schedule(10)
@@ -242,8 +242,8 @@ class TestAServer:
         cluster.start(("ps", 0), failpoints=["snapshot=in:kill"])
         job.train(10)
         job.schedule(50)
-        engine = job.coordinator.engine
-        with engine.lock:
+        queue = job.coordinator.queue
+        with queue.lock:
             job.coordinator.snapshots.due()
         cluster.await_killed(("ps", 0))
         cluster.start(("ps", 0), failpoints=["replace=in:kill"])
@@ -258,7 +258,7 @@ class TestAServer:
             totals = job.schedule(60)
             for _ in range(2):
                 with pytest.raises(ShardLostError, match=f"the parameter server {cluster.addresses['ps'][1]} has not"):
-                    job.coordinator.join(BOUND_S)
+                    job.coordinator.queue.join(BOUND_S)
             for total in totals:  # nobody waits for ever
                 with contextlib.suppress(ShardLostError, ClosureCancelledError):
                     total.result(BOUND_S)
@@ -301,7 +301,7 @@ def test_every_closure_counts_once_on_every_shard_although_a_worker_is_killed_an
         victim = job.state.job.servers.pids[-1]
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: job.state.job.servers.pids[-1] != victim)
-        job.coordinator.join(4 * BOUND_S)
+        job.coordinator.queue.join(4 * BOUND_S)
         assert [n for n, _ in counting.on_shards(job.state)] == [count, count]
         job.check()
     finally:

@@ -37,7 +37,7 @@ def trains(seed, *, mode, ps, calls, faults):
             each.result(10)  # it is there, or never will be
         network.end()
         counting.check(state, range(calls), shards=ps)
-        closures = state.job.coordinator.scheduled
+        closures = state.job.coordinator.queue.scheduled
         assert closures == calls * (2 if mode == "sync" else 1)
         if mode == "async":
             made.history.check(ps, closures)
@@ -60,7 +60,7 @@ def happens(made, state, chance):
         case "forget":
             made.forget(ps)
         case "snapshot":
-            state.job.coordinator.snapshot()
+            state.job.coordinator.snapshots.take()
         case "two at once":
             made.restart(worker)
             made.forget(ps)

@@ -117,7 +117,7 @@ def test_the_copies_of_all_servers_are_the_state_of_one_device():
         job = strategy.coordinator._job
         copies = [
             {rows.of: np.asarray(x) for rows, x in zip(shard.rows, kept, strict=True)}
-            for shard, kept in zip(job._layout.shards, job._coordinator.snapshot().kept, strict=True)
+            for shard, kept in zip(job._layout.shards, job._coordinator.snapshots.take().kept, strict=True)
         ]
         everywhere = job._layout.groups.everywhere
     finally:

@@ -20,7 +20,7 @@ def cluster(tmp_path_factory):
 
 
 def both_in_step(job):
-    return all(None not in watch._replicas.holds for watch in job.coordinator._watches)
+    return all(None not in watch._leadership.holds for watch in job.coordinator._watches)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -51,14 +51,14 @@ def test_a_leader_cut_off_from_its_backup_goes_on_without_it_until_the_link_is_t
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_worker_cut_off_from_a_server_gives_back_what_it_had_and_comes_again(cluster, caplog, mode):
     with faults.running(cluster.strategy(mode=mode, times=PATIENT)) as job:
-        job.coordinator.snapshot()
+        job.coordinator.snapshots.take()
         scheduled = job.schedule(40)
         cluster.cut(("worker", 1), ("ps", 0))
         try:
             scheduled += job.schedule(40)
             for total in scheduled:
                 total.result(BOUND_S)
-            job.coordinator.snapshot()  # nothing that is with the other worker holds it up
+            job.coordinator.snapshots.take()  # nothing that is with the other worker holds it up
             assert job.dispatched(1).state != "ready"
             worker, ps = cluster.addresses["worker"][1], cluster.addresses["ps"][0]
             why = f"{worker}: it does not reach the parameter server {ps}, which answers here: the link between them is cut"

@@ -92,7 +92,7 @@ def test_a_server_killed_in_the_middle_sends_all_back_to_the_snapshot_and_the_co
 
     handle, found, losses = run(strategy, 10, at=200, do=kill)
     jobs.append(handle.job)
-    assert (int(found.step), len(losses), handle.job.coordinator.engine.generation) == (400, 400, 2)
+    assert (int(found.step), len(losses), handle.job.coordinator.queue.generation) == (400, 400, 2)
     assert np.isfinite(losses).all()
 
 

@@ -54,10 +54,12 @@ class Run:
     def until(self, is_so):
         """Waits until something is so of both shards' copies."""
         for watch in self.coordinator._watches:
-            assert watch.wait_for(is_so, WAIT_S), watch._replicas
+            assert watch.wait_for(is_so, WAIT_S), watch._leadership
 
     def until_in_step(self):
-        self.until(lambda replicas: replicas.told and None not in replicas.holds and replicas.holds == replicas.heard)
+        self.until(
+            lambda replicas: replicas.confirmed and None not in replicas.holds and replicas.holds == replicas.alive
+        )
 
     def check(self):
         """Each closure has counted once."""
@@ -83,16 +85,16 @@ def test_a_server_killed_and_then_the_other_cost_no_update(run):
     run.steps(200)
     run.until_in_step()  # it came back, and is the backup
     run.check()
-    assert run.coordinator.engine.generation == 1
-    assert [watch._replicas.leader for watch in run.coordinator._watches] == [1, 0]  # both on the second server
+    assert run.coordinator.queue.generation == 1
+    assert [watch._leadership.leader for watch in run.coordinator._watches] == [1, 0]  # both on the second server
     run.steps(100, wait=False)
     run.signal(1, signal.SIGKILL)
     run.check()  # takes a snapshot, of shards that have no leader at first
     run.steps(100)
     run.until_in_step()
     run.check()
-    assert run.coordinator.engine.generation == 1
-    assert [watch._replicas.leader for watch in run.coordinator._watches] == [0, 1]
+    assert run.coordinator.queue.generation == 1
+    assert [watch._leadership.leader for watch in run.coordinator._watches] == [0, 1]
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
 
@@ -101,7 +103,8 @@ def test_a_server_that_is_stopped_and_resumed_does_no_harm(run):
     run.steps(100, wait=False)
     run.signal(0, signal.SIGSTOP)
     try:
-        run.until(lambda replicas: replicas.told and replicas.term > 1)  # one shard has moved, the other has no backup
+        # One shard has moved, the other has no backup.
+        run.until(lambda replicas: replicas.confirmed and replicas.term > 1)
         run.steps(200)
         run.check()
     finally:
@@ -109,7 +112,7 @@ def test_a_server_that_is_stopped_and_resumed_does_no_harm(run):
     run.until_in_step()
     run.steps(100)
     run.check()
-    assert run.coordinator.engine.generation == 1
+    assert run.coordinator.queue.generation == 1
 
 
 def test_both_servers_killed_send_all_back_to_the_snapshot_and_the_count_is_exact(run):
@@ -119,7 +122,7 @@ def test_both_servers_killed_send_all_back_to_the_snapshot_and_the_count_is_exac
     run.signal(1, signal.SIGKILL)
     run.steps(100)
     run.check()
-    assert run.coordinator.engine.generation > 1
+    assert run.coordinator.queue.generation > 1
     run.until_in_step()
 
 

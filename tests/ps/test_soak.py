@@ -126,7 +126,7 @@ def test_nothing_is_lost_doubled_or_mixed_and_nothing_hangs(cluster):
                         threading.Event().wait(chance.uniform(0.0, 3.0))
                 finally:
                     schedule.close()
-                job.coordinator.join(2 * BOUND_S)  # longer than any of its waits: else it hangs
+                job.coordinator.queue.join(2 * BOUND_S)  # longer than any of its waits: else it hangs
                 job.check()
                 counts["calls"] += len(job.totals)
                 counts["rollbacks"] += job.rollbacks

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jdist.core.static_leaves import pack
+from jdist.core.step_state import pack
 from jdist.step.in_flight import NewestState
 
 TOKEN, OLD, NEW = np.zeros(2, np.int32), {"w": np.zeros(3)}, {"w": np.ones(3)}

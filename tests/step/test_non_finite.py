@@ -11,7 +11,7 @@ import jdist
 from jdist.errors import NonFiniteError
 from jdist.step import non_finite as guard
 from jdist.step.non_finite import decide
-from jdist.step.program_spec import FiniteFlags, FlagNames
+from jdist.step.program_spec import FiniteFlags
 from tests.toys import TRANSFORMS, TWO
 
 EVERY = {"default": jdist.default(), **TRANSFORMS}
@@ -152,11 +152,11 @@ class TestNonFinite:
 
 
 def test_codes_of_several_programs_do_not_mix():
-    watched = FlagNames()
-    assert watched.add(["the loss", "w"]) == 0
-    assert watched.add(["state leaf b"]) == 2
-    assert watched.add(["the loss", "w"]) == 0  # traced again, for other shapes
-    assert watched.names == ["the loss", "w", "state leaf b"]
+    names: list[str] = []
+    assert guard.add_names(names, ["the loss", "w"]) == 0
+    assert guard.add_names(names, ["state leaf b"]) == 2
+    assert guard.add_names(names, ["the loss", "w"]) == 0  # traced again, for other shapes
+    assert names == ["the loss", "w", "state leaf b"]
 
 
 def decided(policy, token, *finite):
@@ -194,9 +194,7 @@ def test_every_leaf_of_the_state_is_new_or_every_one_is_old(finite):
     names = ["trace", "w", "average", "first", "a", "b", "constant", "alone"]
     state = {name: jnp.full(2, i + 1.0) if i < 4 else jnp.float32(i) for i, name in enumerate(names)}
     batch = jnp.array([1.0, 2.0 if finite else np.nan], jnp.float32)
-    run = jax.jit(
-        lambda state: guard.guarded(momentum_step, jnp.zeros(2, jnp.int32), state, (batch, ()), "raise", FlagNames())
-    )
+    run = jax.jit(lambda state: guard.guarded(momentum_step, jnp.zeros(2, jnp.int32), state, (batch, ()), "raise", []))
     token, new, outputs = run(state)
     expected, metrics, _ = momentum_step(state, batch, ())
     assert token.tolist() == ([0, 1] if finite else [1, 0])

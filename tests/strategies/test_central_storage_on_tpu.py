@@ -19,7 +19,7 @@ from jdist.sharded_state.operations import BACKEND
 from jdist.step.mesh_program import REPLICATED
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Call, Others
 from jdist.strategies.central_storage import CENTRAL
 from jdist.strategies.local import LOCAL, strategy_over
@@ -69,9 +69,7 @@ def compiled(name, operations, backend, state, **options):
         for name, shape, dtype in (("x", (N,), jnp.float32), ("y", (13,), jnp.float32), ("mask", (), jnp.bool_))
     }
     token = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=strategy.replicated_sharding)
-    program = backend.make_program(
-        ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), FlagNames(), "step")
-    )
+    program = backend.make_program(ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), [], "step"))
     return program.lower(token, backend.state_shapes(strategy, state), (batch,), Others((), {})).compile()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Mapping
 
 from jdist.cluster import environment
@@ -21,7 +20,7 @@ from jdist.cluster.resolvers.jax_env import (
 from jdist.cluster.spec import ClusterSpec
 
 SM_HOSTS, SM_CURRENT = "SM_HOSTS", "SM_CURRENT_HOST"
-_SM_PORT = 2223  # free on every host: nothing else runs there
+_SM_PORT = 2223  # free on every host, as nothing else runs there
 _SM_MEND = 'SageMaker sets it, as ["algo-1", "algo-2"].'
 _SKY_NODES, _SKY_RANK = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
 _SKY_COUNT, _SKY_TASK = "SKYPILOT_NUM_NODES", "SKYPILOT_TASK_ID"
@@ -33,14 +32,14 @@ _LSF_MEND = "LSF sets it; start the tasks by blaunch."
 def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads SM_HOSTS, a JSON list of all hosts, and SM_CURRENT_HOST: one process on each host, with all its GPUs.
 
-    The processes are numbered in the hosts' order, algo-2 before algo-10. Where SageMaker starts the program by mpirun or
-    torchrun, with several processes on a host, `open_mpi` and `torchrun` come first.
+    The hosts are sorted, algo-2 before algo-10. Where SageMaker starts several processes on a host, by mpirun or torchrun,
+    `open_mpi` and `torchrun` come first.
 
     Returns:
         The spec, with workers alone; None if SM_HOSTS is not set.
 
     Raises:
-        ClusterConfigError: no list of hosts, a host twice, or this host is not among them.
+        ClusterConfigError: there is no list of hosts, a host is in it twice, or this host is not in it.
 
     Example:
         >>> sagemaker({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"})
@@ -55,9 +54,8 @@ def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
     current = environment.text(environ, SM_CURRENT)
     if current not in hosts:
         raise refused(SM_CURRENT, current, f"one of the hosts in {SM_HOSTS}, {source[:80]}", "SageMaker sets both.")
-    port, port_from = chosen_port(environ, _SM_PORT, "")
     return _listed(
-        environ, "sagemaker", hosts, hosts.index(current), port, SM_HOSTS, port_from=port_from, index_from=SM_CURRENT
+        environ, "sagemaker", hosts, hosts.index(current), _SM_PORT, "", hosts_from=SM_HOSTS, index_from=SM_CURRENT
     )
 
 
@@ -68,7 +66,7 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
         The spec, with workers alone; None if there is one node, or the variables are not set.
 
     Raises:
-        ClusterConfigError: a node twice, a rank that is none of theirs, or another number of nodes.
+        ClusterConfigError: a node is listed twice, or the rank or the number of nodes does not fit the list.
 
     Example:
         >>> skypilot({"SKYPILOT_NODE_IPS": "10.0.0.4\\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"})
@@ -92,22 +90,21 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
         if host in hosts[:i]:
             raise refused(_SKY_NODES, host, "there once only", _SKY_MEND, field=f"[{i}]")
     index = environment.index(environ, _SKY_RANK, count, _SKY_NODES, _SKY_MEND)
-    job = zlib.crc32(environ.get(_SKY_TASK, "").encode("utf-8", "replace"))
-    port, port_from = chosen_port(environ, derived_port(job), _SKY_TASK)
-    return _listed(environ, "skypilot", hosts, index, port, _SKY_NODES, port_from=port_from, index_from=_SKY_RANK)
+    port = derived_port(environ.get(_SKY_TASK, ""))
+    return _listed(environ, "skypilot", hosts, index, port, _SKY_TASK, hosts_from=_SKY_NODES, index_from=_SKY_RANK)
 
 
 def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the hosts of this LSF job, "hostA 1 hostB 1", and which of blaunch's tasks this is, from 1 on.
+    """Reads the hosts of this LSF job, "hostA 1 hostB 1", and the number of this task of blaunch's, from 1 on.
 
-    It needs one slot on each host (`bsub -n 4 -R "span[ptile=1]" blaunch ...`): of several slots LSF does not say how many
-    tasks blaunch has started. jsrun's ranks are those of `mpi`.
+    It needs one slot on each host (`bsub -n 4 -R "span[ptile=1]" blaunch ...`), as LSF does not say how many tasks blaunch
+    has started in several. jsrun's ranks are those of `mpi`.
 
     Returns:
-        The spec, with workers alone; None if blaunch has not started this, or it is the only task.
+        The spec, with workers alone; None if blaunch has not started this process, or it is the only task.
 
     Raises:
-        ClusterConfigError: several slots on a host, or a variable that is missing or holds something else.
+        ClusterConfigError: a host has several slots, or a variable is missing or holds something else.
 
     Example:
         >>> lsf({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 1 hostB 1", "LSF_PM_TASKID": "2"})
@@ -129,12 +126,12 @@ def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
     task = environment.needed(environ, _LSF_TASK, _LSF_MEND, least=1)
     if task > len(hosts):
         raise refused(_LSF_TASK, task, f"from 1 to {len(hosts)}, the number of hosts in {LSF_HOSTS}", _LSF_MEND)
-    port, port_from = chosen_port(environ, derived_port(environment.needed(environ, _LSF_JOB, _LSF_MEND)), _LSF_JOB)
-    return _listed(environ, "lsf", hosts, task - 1, port, LSF_HOSTS, port_from=port_from, index_from=_LSF_TASK)
+    port = derived_port(environment.needed(environ, _LSF_JOB, _LSF_MEND))
+    return _listed(environ, "lsf", hosts, task - 1, port, _LSF_JOB, hosts_from=LSF_HOSTS, index_from=_LSF_TASK)
 
 
 def lsf_slots(listed: str) -> dict[str, int]:
-    """Reads how many slots each host has.
+    """Parses LSF's list of hosts with their numbers of slots.
 
     Example:
         >>> lsf_slots("hostA 2 hostB 1")
@@ -150,7 +147,7 @@ def lsf_slots(listed: str) -> dict[str, int]:
 def sagemaker_rank_0(environ: Mapping[str, str], current: str) -> tuple[str, str]:
     """Finds the address of process 0 under SageMaker's mpirun, and its variables.
 
-    mpirun runs on the host of rank 0, and hands its SM_CURRENT_HOST, `current`, on to all ranks.
+    mpirun runs on rank 0's host, and passes that host's SM_CURRENT_HOST, `current`, to all ranks.
     """
     if (wrong := host_problem(current)) is not None:
         raise refused(SM_CURRENT, current, "the name of a host", wrong)
@@ -164,12 +161,13 @@ def _listed(
     hosts: list[str],
     index: int,
     port: int,
-    hosts_from: str,
-    *,
     port_from: str,
+    *,
+    hosts_from: str,
     index_from: str,
 ) -> ClusterSpec:
-    """Makes the spec of one process on each host."""
+    """Makes the spec of one process on each host; `port` is the default."""
+    port, port_from = chosen_port(environ, port, port_from)
     addresses, jobs_from = chosen_coordinator(environ, [join(host, port) for host in hosts], hosts_from, port_from)
     return workers_spec(
         environ, resolver, addresses, index, jobs_from=jobs_from, count_from=hosts_from, index_from=index_from
@@ -188,9 +186,9 @@ def _sagemaker_hosts(source: str) -> list[str]:
             raise refused(SM_HOSTS, host, "the name of a host", _SM_MEND, field=f"[{i}]")
         if host in hosts[:i]:
             raise refused(SM_HOSTS, host, "there once only", _SM_MEND, field=f"[{i}]")
-    return sorted(hosts, key=_numeric)
+    return sorted(hosts, key=_by_numbers)
 
 
-def _numeric(host: str) -> list[tuple[int, str]]:
-    """Makes a key that sorts numbers within names by their value."""
+def _by_numbers(host: str) -> list[tuple[int, str]]:
+    """Makes a key that sorts names by the values of the numbers in them."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"([0-9]{1,18})", host)]

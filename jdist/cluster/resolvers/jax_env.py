@@ -1,7 +1,8 @@
-"""JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which also correct what other resolvers find."""
+"""JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; JAX's other variables, which correct any resolver."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 from jdist.cluster import address, environment
@@ -13,15 +14,15 @@ PORT = "JAX_COORDINATOR_PORT"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
-MOST = 100_000  # processes of one job: more than any has, and a typing error makes no longer list
+MOST = 100_000  # processes of a job, more than any has: the longest list that a typing error can make
 _FIRST_PORT, _PORTS = 20000, 4096
 
 
 def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the three variables of JAX: the address of process 0, the number of processes, this one's index.
+    """Reads JAX's three variables: the address of process 0, the number of processes, this one's index.
 
-    It applies once JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must be. JAX_COORDINATOR_ADDRESS alone
-    only corrects the address that another resolver finds.
+    It applies where JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must be. JAX_COORDINATOR_ADDRESS alone
+    only replaces the address of process 0 that another resolver finds.
 
     Returns:
         The spec, with workers alone; the addresses of all but process 0 are not known.
@@ -46,7 +47,7 @@ def counted(
     count_variable: str,
     index_variable: str,
 ) -> ClusterSpec:
-    """Makes the spec from the coordinator's address, which must be known, and variables with count and index."""
+    """Makes the spec from the coordinator's address, which must be known, and the variables of count and index."""
     mend = f"Set {address_variable}, {count_variable} and {index_variable} together on every process."
     count = environment.needed(environ, count_variable, mend, least=1)
     if count > MOST:
@@ -79,7 +80,7 @@ def workers_spec(
 ) -> ClusterSpec:
     """Makes the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`.
 
-    The GPUs are those of `chosen_devices`, by default `gpus`.
+    JAX_LOCAL_DEVICE_IDS replaces `gpus`.
     """
     devices, devices_from = chosen_devices(environ, gpus, gpus_from)
     return ClusterSpec(
@@ -93,10 +94,10 @@ def workers_spec(
 
 
 def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> tuple[int, str]:
-    """Takes the port of process 0 from JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS, else the default; and its origin.
+    """Reads the port of process 0 from JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS; returns it with its variable.
 
     Raises:
-        ClusterConfigError: no port, or the two differ.
+        ClusterConfigError: it is no port, or the two differ.
     """
     port, at = environment.port(environ, PORT), environment.address(environ, ADDRESS)
     if port is not None and at is not None and address.split(at)[1] != port:
@@ -112,7 +113,7 @@ def chosen_coordinator(
     """Moves process 0 to JAX_COORDINATOR_ADDRESS, if that is set.
 
     Returns:
-        The addresses of all processes, and their variables joined by commas, without empty ones and repetitions.
+        The addresses of all processes, and their variables, each once, with commas between them.
     """
     at = environment.address(environ, ADDRESS)
     if at is not None and processes:
@@ -120,8 +121,8 @@ def chosen_coordinator(
     return tuple(processes), ", ".join(dict.fromkeys(filter(None, sources)))
 
 
-def derived_port(number: int) -> int:
-    """Computes the port of process 0 from a job's number: even, as the one after it belongs to the same job.
+def derived_port(job: int | str) -> int:
+    """Computes the port of process 0 from a job's number or name: even, as the one after it is the watch's.
 
     It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different ports.
 
@@ -129,19 +130,20 @@ def derived_port(number: int) -> int:
         >>> derived_port(0), derived_port(4095), derived_port(4096)
         (20000, 28190, 20000)
     """
+    number = job if isinstance(job, int) else zlib.crc32(job.encode("utf-8", "replace"))
     return _FIRST_PORT + 2 * (number % _PORTS)
 
 
 def chosen_devices(
     environ: Mapping[str, str], default: tuple[int, ...] | None = None, default_from: str | None = None
 ) -> tuple[tuple[int, ...] | None, dict[str, str]]:
-    """Takes the GPUs from JAX_LOCAL_DEVICE_IDS ("0,1"), else the default.
+    """Reads the GPUs of this process from JAX_LOCAL_DEVICE_IDS ("0,1"), else takes the default.
 
     Returns:
-        The numbers, None for all; and the spec's `origins` of them, with `default_from` for the default.
+        Their numbers, None for all; and their entry in the spec's `origins`.
 
     Raises:
-        ClusterConfigError: something other than whole numbers, or one twice.
+        ClusterConfigError: these are not whole numbers, or one is there twice.
     """
     written = environment.text(environ, DEVICES)
     if written is None:

@@ -22,14 +22,14 @@ _HOST, _PORT, _COUNT, _INDEX = "COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_P
 def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads the variables of a pod.
 
-    - Kubeflow Trainer, with a runtime whose policy is `jax`: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-      JAX_PROCESS_ID are set.
-    - JobSet, or an Indexed Job with a headless service: the manifest sets JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES,
-      and Kubernetes sets JOB_COMPLETION_INDEX (configs/cluster/jobset.yaml), or LWS_WORKER_INDEX in a LeaderWorkerSet.
-      JAX_PROCESS_ID, if set, counts instead.
-    - Kubeflow's training operator, JAXJob: COORDINATOR_ADDRESS, COORDINATOR_PORT, NUM_PROCESSES and PROCESS_ID are set.
+    - Kubeflow Trainer, with a runtime whose policy is `jax`, sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+      JAX_PROCESS_ID.
+    - In a JobSet, or an Indexed Job with a headless service, the manifest sets JAX_COORDINATOR_ADDRESS and
+      JAX_NUM_PROCESSES (configs/cluster/jobset.yaml), and Kubernetes JOB_COMPLETION_INDEX; in a LeaderWorkerSet
+      LWS_WORKER_INDEX. JAX_PROCESS_ID, if set, replaces these two.
+    - A JAXJob of Kubeflow's training operator has COORDINATOR_ADDRESS, COORDINATOR_PORT, NUM_PROCESSES and PROCESS_ID.
 
-    Kubernetes' API is not asked, so no service account needs rights.
+    It does not ask Kubernetes' API, so no service account needs rights.
 
     Returns:
         The spec, with workers alone; None outside a pod, or in one without any of these.
@@ -62,7 +62,7 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _joined(environ: Mapping[str, str]) -> str:
-    """Joins the address whose host and port are in two variables."""
+    """Reads the address of process 0 from JAXJob's two variables."""
     host = environ[_HOST].strip()
     address = join(host, environment.port(environ, _PORT) or 0)
     if (wrong := problem(address)) is not None:
@@ -71,13 +71,10 @@ def _joined(environ: Mapping[str, str]) -> str:
 
 
 def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the group of a LeaderWorkerSet's pod: one process in each pod, the leader first.
-
-    Each group is a job of its own.
+    """Reads the group of a LeaderWorkerSet's pod, which is a job: one process in each pod, the leader first.
 
     Returns:
-        The spec, with workers alone; the addresses of all but the leader are not known. None if the pod is alone in
-        its group, or in none.
+        The spec, with workers alone; only the leader's address is known. None if the pod is alone in its group, or in none.
 
     Raises:
         ClusterConfigError: some of the variables are missing, or hold something else.

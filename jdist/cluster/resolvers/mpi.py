@@ -22,7 +22,7 @@ FLUX = Launcher(
     jobs=("FLUX_JOB_ID",),
     command="flux run --env=JAX_COORDINATOR_ADDRESS=HOST:PORT",
 )
-# The first launcher whose variable of the rank is set counts. MVAPICH2, PALS and Flux set some of hydra's, too.
+# The first whose variable of the rank is set counts. MVAPICH2, PALS and Flux set some of hydra's.
 LAUNCHERS = (
     FLUX,
     Launcher(
@@ -72,22 +72,22 @@ OPEN_MPI = Launcher(
     command="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT",
     needs_local=True,
 )
-_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, which mpirun hands on to all ranks
+_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, whose path mpirun passes to all ranks
 _URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
 
 
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
 
-    None of them sets where rank 0 runs. When all ranks are on one host, that is localhost; else say where it is, by
+    None of them tells where rank 0 runs. Where all ranks are on one host, that is localhost; else set
     JAX_COORDINATOR_ADDRESS. Several ranks of a host share its GPUs as under Open MPI.
 
     Returns:
-        The spec, with workers alone; the addresses of all but process 0 are not known. None if none of them started this,
-        if there is one rank, or if Slurm's srun started it and the variables agree with its own.
+        The spec, with workers alone; only process 0's address is known. None if none of them started this process, if there
+        is one rank, or if Slurm's srun started it and the variables agree with its own.
 
     Raises:
-        ClusterConfigError: a number is missing or is none, or process 0's host is not known.
+        ClusterConfigError: a number is missing or is no number, or process 0's host is not known.
 
     Example:
         >>> mpi({
@@ -108,7 +108,7 @@ def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _with_local_count(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Adds the number of ranks of this node, where all nodes of a Flux job have as many."""
+    """Adds the number of ranks of this node, if all nodes of a Flux job have as many."""
     ranks, nodes = (environment.number(environ, name, FLUX.mend, least=1) for name in (FLUX.count, _FLUX_NODES))
     if ranks is None or nodes is None or ranks % nodes != 0:
         return environ
@@ -116,22 +116,22 @@ def _with_local_count(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads this process's rank, how many there are, and where mpirun runs.
+    """Reads this process's rank, the number of ranks, and where mpirun runs.
 
-    Process 0 must be found by the others. When all ranks are on one host, that is localhost. Else mpirun up to version
-    4 says on which host it runs itself, and rank 0 is taken to be there; on SageMaker it is on the host whose
-    SM_CURRENT_HOST mpirun hands on. In a Kubeflow MPIJob mpirun runs in a pod of its own, so there, with version 5, or if
-    rank 0 runs elsewhere, say where it is: `mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT ...`.
+    Where all ranks are on one host, rank 0 is at localhost. Else it is taken to be on mpirun's own host, which mpirun tells
+    up to version 4; on SageMaker on the host whose SM_CURRENT_HOST mpirun passes on. With version 5, in a Kubeflow MPIJob
+    (where mpirun has a pod of its own), or if rank 0 is elsewhere, say where:
+    `mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT ...`.
 
     Several ranks of a host take one GPU each, in order. Where CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES is set, each
     rank takes all that it sees; a rank alone on its host takes all GPUs.
 
     Returns:
-        The spec, with workers alone; the addresses of all but process 0 are not known. None if mpirun did not start this,
-        or if Slurm's srun did and the variables agree with its own.
+        The spec, with workers alone; only process 0's address is known. None if mpirun did not start this process, or if
+        Slurm's srun did and the variables agree with its own.
 
     Raises:
-        ClusterConfigError: a number is missing or is none, or process 0's host is not known.
+        ClusterConfigError: a number is missing or is no number, or process 0's host is not known.
 
     Example:
         >>> open_mpi({

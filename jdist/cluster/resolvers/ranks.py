@@ -1,8 +1,7 @@
-"""The spec of a rank, from a launcher's variables: rank, count, and often both of this host."""
+"""The spec of a rank, from a launcher's variables: rank and count, often also those of this host."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,28 +22,28 @@ from jdist.cluster.spec import ClusterSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables in which a launcher gives each rank its place."""
+    """The variables in which a launcher tells each rank its place."""
 
     name: str  # the launcher, for messages
-    count: str  # number of ranks
-    rank: str  # which of them this is
-    local_count: str  # number of ranks on this host
-    local_rank: str  # which of these this is
-    command: str  # how to hand a variable on to all ranks
-    # the first of them that is set gives process 0's port, another one for each job of a host
+    count: str  # the variable of the number of ranks
+    rank: str  # that of this rank
+    local_count: str  # that of the number of ranks on this host
+    local_rank: str  # that of this rank among these
+    command: str  # how to pass a variable to all ranks
+    # variables of the job's number: from the first that is set follows process 0's port
     jobs: tuple[str, ...] = ("PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
     resolver: str = "mpi"  # the spec's `resolver`
     needs_local: bool = False  # whether it always sets both local variables
     shows_all: bool = False  # whether its ranks all see the same GPUs, also where a variable says which
 
     def is_there(self, environ: Mapping[str, str]) -> bool:
-        """Whether it has started this process; not if srun has, whose variables also say where process 0 is."""
+        """Whether it has started this process; False if srun has, whose variables also tell where process 0 is."""
         count, rank = (environment.text(environ, name) for name in (self.count, self.rank))
         return bool(count or rank) and not is_task(environ, count, rank)
 
     @property
     def mend(self) -> str:
-        """What to do where a variable is wrong."""
+        """The remedy where a variable is wrong."""
         return f"{self.name} sets it; start the program by it, or unset its variables."
 
 
@@ -60,7 +59,7 @@ def ranked(
             several hosts and JAX_COORDINATOR_ADDRESS is not set.
 
     Raises:
-        ClusterConfigError: a number is missing or is none, or process 0's host is not known.
+        ClusterConfigError: a number is missing or is no number, or process 0's host is not known.
     """
     mend = launcher.mend
     count = environment.needed(environ, launcher.count, mend, least=1)
@@ -85,7 +84,7 @@ def ranked(
 
 
 def _local(environ: Mapping[str, str], launcher: Launcher, count: int) -> tuple[int | None, int | None]:
-    """Reads how many ranks this host has, and which of them this is; None where the launcher does not say."""
+    """Reads the number of ranks on this host, and this rank among them; None where the launcher does not tell."""
     read = environment.needed if launcher.needs_local else environment.number
     local_count = read(environ, launcher.local_count, launcher.mend, least=1)
     if local_count is None:
@@ -104,13 +103,12 @@ def _first(
     *,
     everyone_here: bool,
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Finds process 0's address and its variables; None if it is in JAX_COORDINATOR_ADDRESS."""
+    """Finds process 0's address and its variables; None if JAX_COORDINATOR_ADDRESS has it."""
     if environment.address(environ, ADDRESS) is not None:
         return None, (launcher.count,)
     if everyone_here:
         named = next((name for name in launcher.jobs if environment.text(environ, name) is not None), "")
-        job = zlib.crc32(environ.get(named, "").encode("utf-8", "replace"))
-        port, port_from = chosen_port(environ, derived_port(job), named)
+        port, port_from = chosen_port(environ, derived_port(environ.get(named, "")), named)
         return join("localhost", port), (launcher.local_count, port_from, launcher.count)
     if (rank_0 := first()) is not None:
         address, address_from = rank_0
@@ -123,7 +121,7 @@ def _first(
 def _one_gpu(
     environ: Mapping[str, str], launcher: Launcher, local_count: int | None, local_index: int | None
 ) -> tuple[int, ...] | None:
-    """Chooses the GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
+    """Chooses one GPU for each of several ranks of a host; None for all that a rank sees, if it is alone or sees its own."""
     if local_index is None or local_count == 1:
         return None
     visible = next((value for name in VISIBLE if (value := environment.text(environ, name)) is not None), None)

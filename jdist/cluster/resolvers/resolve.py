@@ -1,4 +1,4 @@
-"""The cluster of this process: found by the first resolver that applies, or named by arguments.
+"""The cluster of this process: from the first resolver that applies, or from arguments.
 
 Signs of several processes without their addresses are refused: each would train alone on all data.
 """
@@ -21,7 +21,7 @@ from jdist.cluster.resolvers.tpu import tpu
 from jdist.cluster.spec import ClusterSpec
 
 Resolver = Callable[[Mapping[str, str]], ClusterSpec | None]
-"""A pure function of an environment: the cluster that it describes, None if it describes none of this kind."""
+"""A pure function of an environment: the cluster that it describes, None if there is none of this kind."""
 
 _ALONE = "To train in one process on its own, use another strategy (mirrored), or unset the variable."
 _ALL = f"{ADDRESS}, {COUNT} and {INDEX}"
@@ -29,7 +29,7 @@ _SRUN = f"Start every process by srun, which also sets {NODES}. {_ALONE}"
 _SLICE = (
     f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
 )
-# A variable, its value where one process was started (None: unset), and the remedy. The first that is set counts.
+# A variable, its value for a single process (None: unset), the remedy. The first that is set counts.
 _OF_SEVERAL = (
     ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),
     ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}. {_ALONE}"),
@@ -67,10 +67,9 @@ _FOR_SEVERAL = (
 def unplaced(environ: Mapping[str, str]) -> None:
     """Refuses an environment in which this process was started as one of several, without their addresses.
 
-    It never finds a cluster.
-
     Raises:
-        ClusterConfigError: a rank without the number of ranks; a node of torchrun's, or a host of a TPU's, without the others.
+        ClusterConfigError: there is a rank without the number of ranks, or a node of torchrun or a host of a TPU without
+            the others.
     """
     _refuse_first(environ, _OF_SEVERAL)
 
@@ -78,11 +77,11 @@ def unplaced(environ: Mapping[str, str]) -> None:
 def allocation(environ: Mapping[str, str]) -> None:
     """Refuses an environment with room for several processes, where this one was not started as one of them.
 
-    A strategy of one process, in a notebook of an allocation for instance, has nothing to do with it. It never finds a cluster.
+    It does not concern a strategy of one process, as in a notebook of an allocation.
 
     Raises:
-        ClusterConfigError: a coordinator's address alone; a pod of an Indexed Job without more variables, or of an MPIJob
-            outside mpirun; an allocation of Slurm's or LSF's outside srun and blaunch.
+        ClusterConfigError: there is a coordinator's address alone, a pod of an Indexed Job without more variables or of an
+            MPIJob outside mpirun, or an allocation of Slurm or LSF outside srun and blaunch.
     """
     if (address := environment.text(environ, ADDRESS)) is not None:
         raise refused(ADDRESS, address, f"set together with {COUNT} and {INDEX}", "Set all three, or none.")
@@ -104,8 +103,9 @@ def _refuse_first(environ: Mapping[str, str], signs: tuple[tuple[str, str | None
             raise refused(variable, value, "unset here" if alone is None else f"{alone} here", mend)
 
 
-# First what somebody has written for this job, then what a launcher sets for each process, then what a platform sets on its
-# hosts. mpirun in a Slurm allocation starts its helpers by srun, one task a node, and its ranks inherit their variables.
+# First what was written for this job, then what a launcher sets for each process, then what a
+# platform sets on its hosts. mpirun in a Slurm allocation starts its helpers by srun, one task a
+# node, and its ranks inherit their variables.
 STARTED: tuple[Resolver, ...] = (
     tf_config,
     kubernetes,
@@ -129,16 +129,16 @@ def resolve(environ: Mapping[str, str] | None = None, resolvers: Sequence[Resolv
     """Finds the cluster of this process in its environment.
 
     Args:
-        environ: the environment; that of this process if None.
-        resolvers: what to try, in order; the first that applies counts.
+        environ: the environment; None: this process's.
+        resolvers: the resolvers to try, in order; the first that applies counts.
 
     Returns:
-        The spec; `spec.resolver` says which resolver applied, `spec.origins` which variable each value came from, and
-        `spec.describe()` both in words. If none applies, a cluster of this process alone.
+        The spec; its `resolver`, `origins` and `describe()` tell where it is from. If no resolver applies, this process
+        alone.
 
     Raises:
-        ClusterConfigError: the first resolver that applies cannot make sense of the environment, or the environment shows
-            that several processes were started, but not where they are.
+        ClusterConfigError: the first resolver that applies cannot make sense of the environment, or several processes were
+            started and the environment does not tell where they are.
 
     Example:
         >>> resolve({"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
@@ -161,16 +161,13 @@ def simple(
     task_index: int,
     local_device_ids: Sequence[int] | None = None,
 ) -> ClusterSpec:
-    """Names a cluster by arguments; the environment is not read.
+    """Makes a spec from arguments; does not read the environment.
 
     Args:
         jobs: for each of "chief", "worker", "ps", "evaluator" the tasks' addresses, "host:port".
-        task_type: which of them this process is.
-        task_index: its place there, from 0.
+        task_type: this process's job.
+        task_index: its place in that job, from 0.
         local_device_ids: which of the visible GPUs this process takes; None: all.
-
-    Returns:
-        The spec.
 
     Raises:
         ClusterConfigError: see `ClusterSpec`.
@@ -192,16 +189,15 @@ def simple(
 def union(*parts: Resolver | ClusterSpec) -> Resolver:
     """Joins the clusters of several resolvers, as tf.distribute's UnionResolver does.
 
-    The first part that applies says which task this process is, and which GPUs it takes. A job that several parts name
-    has the tasks of all, in the parts' order; parts that name the same addresses in the same order agree, and
-    count once.
+    The first part that applies tells which task this process is, and which GPUs it takes. A job that several parts name has
+    the tasks of all, in the parts' order; parts with the same addresses in the same order count once.
 
     Args:
-        parts: resolvers, or specs; those that do not apply (None) are passed over.
+        parts: resolvers, or specs; resolvers that do not apply are passed over.
 
     Returns:
-        The resolver. It gives None if no part applies, and raises ClusterConfigError if the parts contradict each other: two
-        chiefs, one address for two tasks.
+        The resolver. It returns None if no part applies, and raises ClusterConfigError if parts contradict each other, as
+        by two chiefs, or one address for two tasks.
 
     Example:
         >>> from jdist.cluster import simple, tf_config

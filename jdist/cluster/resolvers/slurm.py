@@ -1,8 +1,9 @@
-"""Slurm job steps: what `srun` sets in each of its tasks."""
+"""Slurm's job steps: the variables that `srun` sets in each task."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 from jdist.cluster import environment
@@ -24,12 +25,12 @@ LOCAL_RANK, DISTRIBUTION = "SLURM_LOCALID", "SLURM_DISTRIBUTION"
 COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the step's own first: the second may be the whole job's
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 HET_SIZE = "SLURM_HET_SIZE"
-_NO_TASKS = 4294967290  # from here on Slurm numbers its own steps: of salloc's shell, of the batch script
+_NO_TASKS = 4294967290  # from here on Slurm numbers its own steps: salloc's shell, the batch script
 _MEND = "Start the tasks by srun, which sets it."
 ON_NODE = "SLURM_GPUS_ON_NODE"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 PLATFORMS = "JAX_PLATFORMS"
-_NONE = ("-1", "NoDevFiles")  # they stand for no GPU
+_NONE = ("-1", "NoDevFiles")  # stand for no GPU
 _ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
 _PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -37,24 +38,24 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) -> ClusterSpec | None:
-    """Reads the nodes of this job step, how many tasks each has, and which task this is.
+    """Reads the nodes of this job step, the number of tasks on each, and this task's rank; each task is a process.
 
-    Each task is a process. The port of process 0 follows from the numbers of job and step, so that all tasks know it;
-    JAX_COORDINATOR_PORT is another choice, JAX_COORDINATOR_ADDRESS also another network. A task alone on its node takes all
-    GPUs, and so does each task where Slurm has given every task GPUs of its own (--gpus-per-task); where the tasks
-    of a node all see all of its GPUs, they share them equally.
+    The port of process 0 follows from the numbers of job and step, so that all tasks know it. JAX_COORDINATOR_PORT replaces
+    it, JAX_COORDINATOR_ADDRESS the host as well. A task takes all GPUs that it sees, which are its own where it is alone on
+    its node or Slurm has given it some (--gpus-per-task). Where the tasks of a node all see all its GPUs, they share them
+    equally.
 
     Args:
         environ: the environment.
-        jobs: how many tasks each job has, {"ps": 1, "worker": 3}; they take the ranks in the order chief, evaluator,
+        jobs: the number of tasks of each job, {"ps": 1, "worker": 3}; they take the ranks in the order chief, evaluator,
             ps, worker. None: all tasks are workers.
 
     Returns:
-        The spec; None outside a job step, and in one of Slurm's own: the shell of `salloc`, a batch script.
+        The spec; None outside a job step, and in a step of Slurm's own: the shell of `salloc`, a batch script.
 
     Raises:
-        ClusterConfigError: a variable is missing or holds something else, two contradict each other, the GPUs of a
-            node cannot be shared equally, or the job is heterogeneous.
+        ClusterConfigError: a variable is missing or holds something else, two contradict each other, the GPUs of a node
+            cannot be shared equally, or the job is heterogeneous.
 
     Example:
         >>> slurm({
@@ -81,7 +82,11 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
     local_rank = environment.number(environ, LOCAL_RANK, _MEND)
     if local_rank not in (None, local):
         raise refused(LOCAL_RANK, local_rank, f"{local}, as {RANK} is {rank} and {tasks_from} says so", _MEND)
-    port, port_from = _port(environ)
+    job, step = environment.needed(environ, JOB, _MEND), environment.number(environ, STEP, _MEND) or 0
+    # Steps of one job often share nodes: 7 lies between the ports of a job's first step and the
+    # next job's.
+    port, port_from = chosen_port(environ, derived_port(7 * job + step), JOB)
+    # The port of the first task of each node; the others have the ports after it, two each.
     addresses = [join(nodes[node], port + 2 * local) for node, local in places]
     members, task_type, task_index = _assigned(addresses, rank, jobs)
     first = "chief" if members.get("chief") else "worker"
@@ -101,8 +106,8 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
 def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> bool:
     """Whether srun itself has started this process as `rank` (None: any) of `count`.
 
-    Some scripts and MPI plug-ins set the variables of another launcher in srun's tasks. If they agree with Slurm's own,
-    Slurm's lists count, which say where each task is. Where a launcher has started its helpers by srun, they do not agree.
+    Some scripts and MPI plug-ins set another launcher's variables in srun's tasks. If these agree with Slurm's own, Slurm's
+    lists count, which tell where each task is. They do not agree where a launcher has started its helpers by srun.
     """
     if environment.text(environ, NODES) is None or not _is_in_step(environ):
         return False
@@ -111,7 +116,7 @@ def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> 
 
 
 def _is_in_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of a step, or was started by one."""
+    """Whether this process is a task of a step, or one has started it."""
     step = environment.number(environ, STEP, _MEND)
     return environment.text(environ, RANK) is not None and (step is None or step < _NO_TASKS)
 
@@ -136,7 +141,7 @@ def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[in
 
 
 def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int]]:
-    """Lists each task's node and its number there: node after node (Slurm's "block"), or in turn ("cyclic")."""
+    """Lists each task's node and its number there: node by node (Slurm's "block"), or in turn ("cyclic")."""
     by_block = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     how = environment.text(environ, DISTRIBUTION) or "block"
     if how.startswith(("plane", "arbitrary")):
@@ -144,14 +149,6 @@ def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int
     if how.startswith("cyclic"):
         return sorted(by_block, key=lambda place: (place[1], place[0]))
     return by_block
-
-
-def _port(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Computes the port of the first task of each node; the others have the ports after it, two each."""
-    job = environment.needed(environ, JOB, _MEND)
-    step = environment.number(environ, STEP, _MEND) or 0
-    # Steps of one job often share nodes: 7 lies between the ports of a job's first step and the next job's.
-    return chosen_port(environ, derived_port(7 * job + step), JOB)
 
 
 def _assigned(
@@ -178,11 +175,11 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
     """Shares the GPUs of this node among its `tasks`, of which this is number `local`.
 
     Returns:
-        The numbers of this task's GPUs among those that it sees, and their variables; None for all that it sees, where it is
-        alone, or Slurm has shown each task its own, or there is none.
+        The numbers of this task's GPUs among those that it sees, and their variables; None for all, where the task is alone,
+        sees only its own, or there are none.
 
     Raises:
-        ClusterConfigError: all tasks see all GPUs, and their number cannot be shared equally.
+        ClusterConfigError: all tasks see all GPUs, which cannot be shared equally.
 
     Example:
         >>> own_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, tasks=2, local=1)
@@ -205,7 +202,7 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
 
 
 def expand_nodes(listed: str, variable: str) -> list[str]:
-    """Expands Slurm's list of nodes, in its order; a range keeps its leading zeros.
+    """Expands Slurm's list of nodes, in its order; numbers keep their leading zeros.
 
     Raises:
         ClusterConfigError: it is no such list, a range counts down, or a node is there twice.
@@ -225,16 +222,14 @@ def expand_nodes(listed: str, variable: str) -> list[str]:
                 raise refused(variable, listed, f"a list of at most {MOST} nodes", "Slurm sets it in each job step.")
             names = [name + end for name in names for end in ends]
         nodes += names
-    seen: set[str] = set()
-    for node in nodes:
-        if node in seen:
+    for node, count in Counter(nodes).items():
+        if count > 1:
             raise refused(variable, listed, f"a list with each node once, and {node} is there twice", "Leave one out.")
-        seen.add(node)
     return nodes
 
 
 def _numbers(ranges: str, listed: str, variable: str) -> list[str]:
-    """Expands the ranges in brackets, "1-3,07"; each number keeps its zeros."""
+    """Expands the ranges in brackets, "1-3,07"; numbers keep their leading zeros."""
     numbers: list[str] = []
     for part in ranges.split(","):
         bounds = _RANGE.fullmatch(part)

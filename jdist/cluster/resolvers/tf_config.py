@@ -1,4 +1,4 @@
-"""JSON descriptions of a cluster: TF_CONFIG, set by people, Kubeflow's TFJob and Vertex AI; Vertex AI's CLUSTER_SPEC."""
+"""Clusters in JSON: TF_CONFIG, set by people, Kubeflow's TFJob and Vertex AI; Vertex AI's CLUSTER_SPEC."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
 def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads TF_CONFIG.
 
-    `cluster` maps each job to a list of addresses (or to an object from index to address), `task` says which of them
-    this process is. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An
-    index may be a number or its text. An address may be null: not known.
+    `cluster` maps each job to a list of addresses, or to an object from index to address; `task` has this process's `type`
+    and `index`. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An index may
+    be a number or its text. An address may be null: not known.
 
     Returns:
         The spec; None if TF_CONFIG is not set, or names neither a cluster nor a task.
 
     Raises:
-        ClusterConfigError: TF_CONFIG is no JSON, has a key twice, lacks one of the two, or see `ClusterSpec`.
+        ClusterConfigError: TF_CONFIG is no JSON, has a key twice, lacks one of the two; or see `ClusterSpec`.
 
     Example:
         >>> config = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": "1"}}'
@@ -62,10 +62,14 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     if not isinstance(task, dict):
         mend = f"Say which process this is, as in {_EXAMPLE}."
         raise refused(VARIABLE, task, "an object with `type` and `index`", mend, field="task")
+    task_type = task.get("type")
+    if not isinstance(task_type, str):
+        mend = f"Say which job this process is, as in {_EXAMPLE}."
+        raise refused(VARIABLE, task_type, "chief, worker, ps or evaluator", mend, field="task.type")
     devices, devices_from = chosen_devices(environ)
     return ClusterSpec(
         jobs={job: _tasks(job, tasks) for job, tasks in cluster.items()},
-        task_type=_type(task.get("type")),
+        task_type=task_type,
         task_index=_index(task.get("index"), "task.index"),
         resolver="tf_config",
         origins={"jobs": VARIABLE, "task_type": VARIABLE, "task_index": VARIABLE, **devices_from},
@@ -88,7 +92,7 @@ def _parse(source: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of JSON with each key once: Python itself would take the last of two values."""
+    """Makes a JSON object whose keys are there once: Python itself would take the last of two values."""
     entries: dict[str, Any] = {}
     for key, value in pairs:
         if key in entries:
@@ -102,7 +106,7 @@ def _constant(name: str) -> Any:
 
 
 def _tasks(job: str, tasks: Any) -> Any:
-    """Lists a job's addresses in order; an object from index to address becomes a list, if it has no gap."""
+    """Makes a list of a job's addresses, of an object from index to address as well if it has no gap."""
     if not isinstance(tasks, dict):
         return tasks
     by_index: dict[int, Any] = {}
@@ -119,13 +123,6 @@ def _tasks(job: str, tasks: Any) -> Any:
     return [by_index[i] for i in range(len(by_index))]
 
 
-def _type(value: Any) -> str:
-    if not isinstance(value, str):
-        mend = f"Say which job this process is, as in {_EXAMPLE}."
-        raise refused(VARIABLE, value, "chief, worker, ps or evaluator", mend, field="task.type")
-    return value
-
-
 def _index(value: Any, field: str) -> int:
     index = whole_number(value.strip()) if isinstance(value, str) else value
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
@@ -134,15 +131,15 @@ def _index(value: Any, field: str) -> int:
 
 
 def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads CLUSTER_SPEC, in which the first worker pool is the chief, and the others are workers, ps and evaluator.
+    """Reads CLUSTER_SPEC, whose first worker pool is the chief, and the others workers, ps and evaluator.
 
-    Where Vertex AI sets TF_CONFIG as well, that comes first and says the same.
+    Where Vertex AI sets TF_CONFIG as well, that comes first and tells the same.
 
     Returns:
         The spec; None if CLUSTER_SPEC is not set.
 
     Raises:
-        ClusterConfigError: CLUSTER_SPEC is no JSON object with `cluster` and `task`, or see `ClusterSpec`.
+        ClusterConfigError: CLUSTER_SPEC is no JSON object with `cluster` and `task`; or see `ClusterSpec`.
 
     Example:
         >>> vertex({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a-0:2222"], "workerpool1": ["b-0:2222", "b-1:2222"]}, '

@@ -1,4 +1,4 @@
-"""PyTorch's variables: torchrun, Kubeflow's PyTorchJob, Kubeflow Trainer's torch runtimes, and many scripts."""
+"""PyTorch's variables, set by torchrun, Kubeflow's PyTorchJob and Trainer, DeepSpeed, Azure ML, and many scripts."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     torchrun sets them for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's launcher with LOCAL_RANK and
-    LOCAL_SIZE; Azure ML with LOCAL_RANK alone; PyTorchJob for each pod. torchrun itself listens at MASTER_PORT, so process 0
-    then has a port that follows from it; else it has MASTER_PORT. Several ranks of a host take one GPU each, in order.
+    LOCAL_SIZE; Azure ML with LOCAL_RANK alone; PyTorchJob for each pod. Process 0 has MASTER_PORT, or under torchrun, which
+    listens there itself, a port that follows from it. Several ranks of a host take one GPU each, in order.
 
-    Kubeflow Trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT for torchrun; a program that is
-    started there without it is one process on each node, with all its GPUs.
+    Kubeflow Trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT for torchrun; a program started
+    there without torchrun is one process on each node, with all its GPUs.
 
     Returns:
-        The spec, with workers alone; the addresses of all but process 0 are not known. None if there is one process, or if
-        RANK is not set.
+        The spec, with workers alone; only process 0's address is known. None if there is one process, or RANK is not set.
 
     Raises:
-        ClusterConfigError: a number is missing or is none, process 0's host is not known, it cannot be told whether this rank
-            has its host for itself, or srun has started torchrun several times for one rank each.
+        ClusterConfigError: a number is missing or is no number, process 0's host is not known, it is not clear whether this
+            rank has its host for itself, or srun has started torchrun several times for one rank each.
 
     Example:
         >>> torchrun({"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"})

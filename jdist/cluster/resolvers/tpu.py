@@ -23,18 +23,19 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads the hosts of a TPU slice and this process's place among them.
 
     GKE sets these variables in every pod that asks for TPUs: one process on each host. Several processes on a host, each
-    with chips of its own, are listed in TPU_PROCESS_ADDRESSES, and CLOUD_TPU_TASK_ID says which this is. With several
-    slices (multislice) GKE also sets MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID; the
-    slices' processes are then numbered one slice after the other. MEGASCALE_COORDINATOR_ADDRESS alone is one slice, and
-    says where its process 0 is. A resolver opens no connection, so on a Cloud TPU VM, where the hosts are
-    known to the metadata server only, it finds nothing: configs/cluster/cloud_tpu.sh asks that server and sets JAX's
-    own variables (`jax_env`). Which chips a host has, and how they are wired, is always left to JAX.
+    with chips of its own, are in TPU_PROCESS_ADDRESSES and CLOUD_TPU_TASK_ID. Of several slices (multislice) GKE also sets
+    MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID; their processes are numbered slice by slice.
+    MEGASCALE_COORDINATOR_ADDRESS alone tells where process 0 of one slice is.
+
+    On a Cloud TPU VM only the metadata server knows the hosts, and a resolver opens no connection:
+    configs/cluster/cloud_tpu.sh asks that server, and sets the variables of `jax_env`. The chips of a host, and their
+    wiring, are left to JAX.
 
     Returns:
         The spec, with workers alone; None if neither TPU_WORKER_HOSTNAMES nor TPU_PROCESS_ADDRESSES is set.
 
     Raises:
-        ClusterConfigError: a host twice, an index that is not one of them, or part of the variables is missing.
+        ClusterConfigError: a host is there twice, the index is not one of theirs, or some of the variables are missing.
 
     Example:
         >>> tpu({"TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu", "TPU_WORKER_ID": "1"})
@@ -47,7 +48,7 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     if listed is None:
         return None
     if listed == "localhost" and environment.text(environ, INDEX) is None:
-        return None  # jdist/strategies/libtpu.py sets it to keep libtpu quiet without a TPU; GKE sets an index too
+        return None  # set by jdist/strategies/libtpu.py to keep libtpu quiet without a TPU; GKE sets an index, too
     entries = [_split(entry.strip(), variable) for entry in listed.split(",")]
     for i, entry in enumerate(entries):
         if entry in entries[:i] or (variable == HOSTS and entry[0] in [host for host, _ in entries[:i]]):
@@ -81,7 +82,7 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _split(entry: str, variable: str) -> tuple[str, int | None]:
-    """Splits an entry into its host and the port with which TPU_PROCESS_ADDRESSES writes it."""
+    """Splits an entry into its host and its port, which those of TPU_PROCESS_ADDRESSES have."""
     host, colon, port = entry.rpartition(":")
     number = environment.whole_number(port)
     if not colon or number is None or (":" in host and not host.startswith("[")):
@@ -99,7 +100,7 @@ def _free_port(entries: list[tuple[str, int | None]]) -> int:
 
 
 def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Reads how many slices there are, and which this is."""
+    """Reads the number of slices, and this slice's index."""
     slices = environment.number(environ, SLICES, _MEND_SLICES, least=1)
     if slices is None:
         if (index := environment.text(environ, SLICE)) is not None:
@@ -113,9 +114,8 @@ def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """Finds the host of process 0 in the first slice; the variable's port is that of another service."""
+    """Finds the host of process 0 in the first slice; the port beside it is that of another service."""
     address = environment.text(environ, FIRST)
     if address is None:
         raise refused(FIRST, None, "the first host of the first slice", _MEND_SLICES)
-    host, _ = _split(address, FIRST)
-    return host
+    return _split(address, FIRST)[0]

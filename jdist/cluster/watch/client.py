@@ -1,7 +1,7 @@
-"""A process's connection to process 0: sends beats, receives news of the others, notices at once when one is lost.
+"""`Watch`: a process's connection to process 0, which sends beats and hears at once when a process is lost.
 
 Its thread goes on while the program is blocked in a collective, which a lost process would block for ever. It alone
-uses the connection; the program leaves it messages, and may do so from a signal handler.
+uses the connection; the program leaves it messages, also from a signal handler.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jdist.cluster import failpoints
 from jdist.cluster.address import join
 from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, WakeupPipe
+from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, Message, WakeupPipe
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _FOR_EVER_S = 1e9  # JSON has no infinity
-_QUIET_S = 5.0  # a longer wait for the others to come is reported on standard error
+_QUIET_S = 5.0  # a longer wait for the others is reported on standard error
 _TRY_S, _RETRY_S = 2.0, 0.2
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
@@ -35,14 +35,13 @@ class Identity:
     """Who this process is, and where it finds process 0."""
 
     process: int  # its index
-    # of all processes, by index, "host:port"; None: process 0 sees where it comes from
-    addresses: tuple[str | None, ...]
+    addresses: tuple[str | None, ...]  # "host:port" of all, by index; None: process 0 sees where it comes from
     host: str  # process 0's host
-    port: int  # the port that process 0 watches on
-    token: str  # shared by all processes of the job; "" for none
+    port: int  # process 0's watch port
+    token: str  # the job's secret; "" for none
 
     def label(self, process: int) -> str:
-        """Names a process for people: its number, and its address if that is known."""
+        """Names a process for people: its index, and its address if that is known."""
         address = self.addresses[process] if 0 <= process < len(self.addresses) else None
         return f"process {process}" + (f" ({address})" if address else "")
 
@@ -53,14 +52,17 @@ class Watch:
     Args:
         identity: who this process is.
         start_timeout_s: how long to wait until all processes have come.
-        silence_s: a process that is not heard of for so long is lost.
+        silence_s: seconds of silence after which a process is lost.
         on_lost: called once, from the thread, when a process is lost; the program is to end.
-        is_waiting: whether the program waits for other processes now; one that has left never comes.
+        is_waiting: whether the program waits for other processes now.
         patience_s: how long it may wait at one step.
         where: where the program is; see `whereabouts`.
 
     Attributes:
-        exchanges: of values between all processes.
+        exchanges: those of all processes.
+        addresses: those of all processes, by index; empty until all have come.
+        stopping: why all processes are to stop; None if nobody wishes it.
+        lost: the first process that was lost; None if none was.
 
     Raises:
         ClusterTimeoutError: process 0 was not reached, did not answer, or not all came, in time.
@@ -83,22 +85,29 @@ class Watch:
         self._waits_since, self._waits_at = None, 0
         self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._send)
-        self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.addresses: tuple[str, ...] = ()
+        self.stopping: str | None = None
+        self.lost: PeerLostError | None = None
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._addresses: tuple[str, ...] = ()
         self._no_start: ClusterError | None = None
-        self._stopping: str | None = None
         self._stop_at: int | None = None
         self._passed, self._step = -1, 0
         self._left: set[int] = set()
-        self._lost: PeerLostError | None = None
         self._closed = self._parted = False
         connection = connect(identity, start_timeout_s)
         failpoints.reached(Point.IN_CONNECT)
         everyones = (len(identity.addresses) + 1) * MOST_BYTES
         self._connection = Connection(connection, most_bytes=everyones, most_unsent_bytes=everyones)
         self._wakeup = WakeupPipe()
-        self._send(self._hello())
+        hello = {
+            "type": "hello",
+            "process": identity.process,
+            "count": len(identity.addresses),
+            "token": identity.token,
+        }
+        address = identity.addresses[identity.process]
+        self._send(hello if address is None else {**hello, "address": address})
         self._thread = threading.Thread(target=self._run, name="jdist-watch", daemon=True)
         self._thread.start()
         try:
@@ -107,22 +116,8 @@ class Watch:
             self.close()
             raise
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where the processes are, by index; known once all have come."""
-        return self._addresses
-
-    @property
-    def stopping(self) -> str | None:
-        """Why all processes are to stop, as one of them wished; None if nobody did."""
-        return self._stopping
-
-    @property
-    def lost(self) -> PeerLostError | None:
-        return self._lost
-
     def progress(self, step: int) -> None:
-        """Notes the step that the program is at, for the record of a loss."""
+        """Sets the step that the program is at, for the record of a loss."""
         self._step = step
 
     def wish_to_stop(self, reason: str) -> None:
@@ -130,11 +125,10 @@ class Watch:
         self._send({"type": "wish", "reason": reason})
 
     def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; to be asked after every step, by all.
+        """Whether all processes stop now, after `step` steps; asked by all, after every step.
 
-        Once one of them wishes to stop, each sends the last step that it has gone past, and goes past no other before it
-        knows the furthest: all stop when they next ask. No process waits here for the program of another, which may itself
-        be blocked in a step that needs this one.
+        Once one of them wishes to stop, each sends the last step that it has passed, and passes no other until it knows
+        where all stop. No process waits here for another's program, which may be blocked in a step that needs this one.
 
         Raises:
             ClusterTimeoutError: process 0 did not answer in time.
@@ -142,7 +136,7 @@ class Watch:
         """
         self._step = step
         with self._changed:
-            if self._stopping is None:
+            if self.stopping is None:
                 self._passed = step
                 return False
         self._wait_for(lambda: self._stop_at is not None, 2 * self._silence_s)
@@ -152,9 +146,9 @@ class Watch:
         return step >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
-        """Waits for the loss of a process, which may be why a collective has failed; None if none is noticed in time."""
+        """Waits for the loss of a process, which may be why a collective failed; None if there is none in time."""
         self._wait_for(lambda: False, timeout_s)
-        return self._lost
+        return self.lost
 
     def say_bye(self) -> None:
         """Announces that this program has come to its end, and waits until all have.
@@ -163,7 +157,7 @@ class Watch:
             PeerLostError: a process was lost meanwhile.
         """
         self._send({"type": "bye"})
-        # However long they still compute: as long as they are heard of, they will come to their end.
+        # Without a limit: as long as the others are heard of, they will come to their end.
         self._wait_for(lambda: len(self._left) == len(self.identity.addresses), None)
         self._raise_if_lost()
 
@@ -175,27 +169,16 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection at once; to the others this process is lost then, unless it has parted."""
+        """Ends the connection at once; to the others this process is lost, unless it has parted."""
         self._closed = True
         self._wakeup.wake()
         self._thread.join(2.0)
 
-    def _hello(self) -> dict[str, Any]:
-        identity = self.identity
-        hello = {
-            "type": "hello",
-            "process": identity.process,
-            "count": len(identity.addresses),
-            "token": identity.token,
-        }
-        address = identity.addresses[identity.process]
-        return hello | ({} if address is None else {"address": address})
-
     def _await_start(self, start_timeout_s: float) -> None:
-        # Process 0 names the missing when its own time is over, which may have begun a little later.
+        # Process 0 names the missing when its own time is over, which may have begun later.
         left_s = start_timeout_s + 2 * self._silence_s
         self._wait_for(self._is_decided, min(_QUIET_S, left_s))
-        if not self._is_decided() and self._lost is None:
+        if not self._is_decided() and self.lost is None:
             count = len(self.identity.addresses)
             text = (
                 f"process {self.identity.process} waits for all of the {count} processes to come, up to {left_s:.0f} s"
@@ -204,25 +187,25 @@ class Watch:
             self._wait_for(self._is_decided, left_s - _QUIET_S)
         if self._no_start is not None:
             raise self._no_start
-        if not self._addresses and self._lost is None:
+        if not self.addresses and self.lost is None:
             raise ClusterTimeoutError(
                 f"{self.identity.label(0)} did not say within {start_timeout_s:g} s whether all processes have come. "
                 "Is its program still running? Look at its log."
             )
 
     def _is_decided(self) -> bool:
-        return bool(self._addresses or self._no_start)
+        return bool(self.addresses or self._no_start)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
         """Waits until the condition holds, a process is lost, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: condition() or self._lost is not None, timeout_s)
+            self._changed.wait_for(lambda: condition() or self.lost is not None, timeout_s)
 
     def _raise_if_lost(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         self._outbox.put(message)
         self._wakeup.wake()
 
@@ -234,7 +217,7 @@ class Watch:
         except (OSError, BadMessage) as exc:
             if self._parted or self._closed or self._no_start is not None:
                 pass  # the end was expected
-            elif isinstance(exc, BadMessage) and not self._addresses:
+            elif isinstance(exc, BadMessage) and not self.addresses:
                 where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterError(
                     f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
@@ -246,7 +229,7 @@ class Watch:
         finally:
             self._connection.close()
             self._wakeup.close()
-        self._lost = lost
+        self.lost = lost
         if lost is not None:
             self._on_lost(lost)  # first: a program that is woken would only get in the way of the record
             self.exchanges.end(lost)
@@ -303,7 +286,7 @@ class Watch:
                 self._outbox.put({"type": "misses", "process": min(left)})  # all hear of it then, this one too
         return None
 
-    def _beat(self, now_s: float) -> dict[str, Any]:
+    def _beat(self, now_s: float) -> Message:
         step = self._step
         if not self._is_waiting():
             self._waits_since = None
@@ -313,12 +296,12 @@ class Watch:
         patience_s = float(min(self._patience_s(), _FOR_EVER_S))
         return {"type": "beat", "step": step, "waits_s": waits_s, "patience_s": patience_s}
 
-    def _take(self, message: dict[str, Any]) -> PeerLostError | None:
-        """Takes in a message; returns the loss, if it is one."""
+    def _take(self, message: Message) -> PeerLostError | None:
+        """Takes in a message; returns the loss if it reports one."""
         with self._changed:
             match message:
                 case {"type": "welcome", "addresses": list(addresses)}:
-                    self._addresses = tuple(addresses)
+                    self.addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
                     refusal = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
                     self._no_start = ClusterError(refusal)
@@ -333,14 +316,16 @@ class Watch:
                     # A restart helps nothing where some were started for a job of another size.
                     lasts = message.get("misnumbered") is True
                     self._no_start = ClusterError(text) if lasts else ClusterTimeoutError(text)
-                case {"type": "values", "key": str(), "values": list()}:
-                    self.exchanges.take(message)
-                case {"type": "void", "key": str(), "process": int()}:
+                case {"type": "values", "key": str(), "values": list()} | {
+                    "type": "void",
+                    "key": str(),
+                    "process": int(),
+                }:
                     self.exchanges.take(message)
                 case {"type": "where"}:
                     self._outbox.put({"type": "at", **self._where()})
                 case {"type": "stopping", "reason": str(reason)}:
-                    self._stopping = reason
+                    self.stopping = reason
                     self._outbox.put({"type": "passed", "step": self._passed})
                 case {"type": "stop_at", "step": int(step)}:
                     self._stop_at = step
@@ -359,7 +344,7 @@ class Watch:
         return None
 
     def _loss(self, process: int, cause: str) -> PeerLostError:
-        known = self._addresses or self.identity.addresses
+        known = self.addresses or self.identity.addresses
         address = known[process] or (
             join(self.identity.host, self.identity.port) if process == 0 else "address not known"
         )

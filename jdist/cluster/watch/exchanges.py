@@ -1,4 +1,4 @@
-"""Exchanges of small values between all processes, as one of them sees them."""
+"""`Exchanges`: small values that all processes send each other, as one of them sees it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jdist.cluster.watch.messages import MOST_BYTES, encode
+from jdist.cluster.watch.messages import MOST_BYTES, Message, encode
 from jdist.cluster.watch.stacks import exchanging
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
-
-Message = dict[str, Any]
 
 
 class Exchanges:
     """The exchanges that a process takes part in: each says a value under a key, and hears everyone's.
 
-    Any thread may say, hear and forget. `send` sends a message to process 0.
+    Any thread may call it. `send` sends a message to process 0.
     """
 
     def __init__(self, send: Callable[[Message], None]):
         self._send = send
         self._changed = threading.Condition()
         self._answers: dict[str, Message | None] = {}  # by key; None: not there yet
-        self._forgotten: deque[str] = deque()  # not sent yet
+        self._forgotten: deque[str] = deque()  # prefixes, not sent yet
         self._lost: PeerLostError | None = None
 
     def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
         """Says a value under `key`, and returns everyone's, by index, once all have come.
 
         Args:
-            key: the same on all, and used once.
-            value: what this process says; what JSON can hold, in at most 1 MiB.
+            key: the same on all, used once.
+            value: this process's value, which JSON can hold in at most 1 MiB.
             timeout_s: how long to wait.
 
         Raises:
@@ -69,7 +67,7 @@ class Exchanges:
         self._send(message)
 
     def hear(self, key: str, timeout_s: float) -> list[Any] | None:
-        """Waits for everyone's value under `key`, by index, once; None: not all came within `timeout_s`. Ask again then.
+        """Waits for everyone's values under `key`, by index; None if not all came within `timeout_s`: ask again.
 
         Raises:
             ClusterError: one of them never will.
@@ -92,14 +90,14 @@ class Exchanges:
         )
 
     def forget(self, prefix: str) -> None:
-        """Takes no part in exchanges whose keys begin with `prefix` any more; none of them may be said or heard.
+        """Leaves all exchanges whose keys begin with `prefix`; none of them may be said or heard after that.
 
-        Takes no lock and sends nothing, so the garbage collector may call it.
+        It takes no lock and sends nothing, so the garbage collector may call it.
         """
         self._forgotten.append(prefix)
 
     def send_forgotten(self) -> None:
-        """Sends process 0 the prefixes that were forgotten since the last time."""
+        """Sends process 0 the prefixes that were forgotten since the last call."""
         while self._forgotten:
             prefix = self._forgotten.popleft()
             with self._changed:
@@ -108,14 +106,14 @@ class Exchanges:
             self._send({"type": "forget", "prefix": prefix})
 
     def take(self, message: Message) -> None:
-        """Takes in an answer of process 0; one that was forgotten is dropped."""
+        """Takes in an answer of process 0; drops one that was forgotten."""
         with self._changed:
             if message["key"] in self._answers:
                 self._answers[message["key"]] = message
                 self._changed.notify_all()
 
     def end(self, lost: PeerLostError) -> None:
-        """Ends all waits, as a process is lost."""
+        """Raises the loss of a process in all that wait."""
         with self._changed:
             self._lost = lost
             self._changed.notify_all()

@@ -1,22 +1,22 @@
-"""What process 0 knows of all processes, and what it sends them: pure functions from a state and an event.
+"""What process 0 knows of all processes, and what it sends them: pure functions of a state and an event.
 
-No clock, socket or lock: `server` has these. Messages are dicts that JSON can hold, with a "type".
+No clock, socket or lock: `server` has these.
 
 A process sends                             It receives
     hello   once, when it comes                 welcome     once all have come
                                                 absent      not all came in time; all give up
     beat    every so often, with its step,      beat        every so often
             and since when it waits for others
-    at      where it is: phase and stack        where       some have waited for too long: send where you are
+    at      where it is: phase and stack        where       some have waited too long: send where you are
     value   its part of an exchange             values      everyone's, once all have sent theirs
                                                 void        one of them takes no part any more
-    forget  takes no part in exchanges whose
-            keys begin so, any more
-    wish    that all stop                       stopping    someone wished it: send which step you passed last
+    forget  leaves all exchanges whose keys
+            begin with this
+    wish    all shall stop                      stopping    someone wishes it: send the last step you passed
     passed  the last step it went on after      stop_at     the step after which all stop
-    bye     its program has come to an end      left        the same of another; once all have, they part
-    misses  one that has left, as it waits for it
-    gone    it has parted; its line ends
+    bye     its program has come to its end     left        that of another has; once all have, they part
+    misses  waits for one that has left
+    gone    it has parted, and hangs up
                                                 lost        a process is gone or stands still: end
 """
 
@@ -27,11 +27,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-Message = dict[str, Any]
+from jdist.cluster.watch.messages import Message
 
-_ASK_AGAIN_S = 10.0  # after processes that are waited for answered that their work may last
-_MOST_REFUSED = 4  # that are named in a message
-_MOST_OPEN = 100  # exchanges to which some have sent their value and others have not; a correct job has a few
+_ASK_AGAIN_S = 10.0  # between two questions where all are
+_MOST_REFUSED = 4  # connections that a message names
+_MOST_OPEN = 100  # exchanges that only some have come to; a correct job has a few
 
 
 class Outgoing(NamedTuple):
@@ -48,12 +48,12 @@ class Member:
     address: str
     heard_s: float  # when it was last heard of
     step: int = 0  # the step in its last beat
-    waits_s: float = 0.0  # how long it has waited for others at that step, and how long that may be
-    patience_s: float = math.inf
+    waits_s: float = 0.0  # how long it has waited for others at that step
+    patience_s: float = math.inf  # how long that may be
     place: Message | None = None  # its phase and stack; None until it has answered the last "where"
-    # the last step that it went past, sent once all are to stop; then it waits at the next until it knows when
+    # the last step that it passed, sent once all are to stop; then it waits to hear when
     passed: int | None = None
-    left: bool = False  # whether its program has come to an end
+    left: bool = False  # whether its program has come to its end
     gone: bool = False  # whether it has parted from the others
 
 
@@ -62,20 +62,19 @@ class Membership:
     """The state of the job, as process 0 knows it."""
 
     count: int  # number of processes
-    silence_s: float  # a process that was not heard of for so long is lost
-    start_by_s: float  # by when all have to come
-    awake_s: float  # when process 0 itself was last seen to run
-    members: Mapping[int, Member] = field(default_factory=dict)  # that have come
-    # of each open exchange, the values by process
-    values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
-    # prefixes of keys, and the processes that take no part in such exchanges any more; until nobody does
+    silence_s: float  # seconds of silence after which a process is lost
+    start_by_s: float  # when all must have come
+    awake_s: float  # when process 0 itself last ran
+    members: Mapping[int, Member] = field(default_factory=dict)  # those that have come
+    values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)  # of each open exchange, by process
+    # prefixes of keys, and the processes that have left such exchanges, until all have
     forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stopping: str | None = None  # why all are to stop; None if nobody wishes it
-    stop_at: int | None = None  # the step after which they do; None until all have sent which one they passed
-    asked_s: float = -math.inf  # when all were asked where they are
-    lost: int | None = None  # the process that was lost first; all ends with it
+    stop_at: int | None = None  # the step after which they stop; None until all have sent the last one they passed
+    asked_s: float = -math.inf  # when all were last asked where they are
+    lost: int | None = None  # the first process that was lost
     given_up: bool = False  # whether not all came in time
-    refused: tuple[str, ...] = ()  # which connections were refused and why, each once
+    refused: tuple[str, ...] = ()  # the connections that were refused, and why
     misnumbered: bool = False  # whether one was started for a job of another size: a restart would end the same
 
     @property
@@ -88,7 +87,7 @@ Transition = tuple[Membership, list[Outgoing]]
 
 
 def refusal(state: Membership, hello: Message) -> str | None:
-    """Says why a process that sends a hello cannot take part, as a clause; None if it can."""
+    """Finds why a process that sends a hello cannot take part, as a clause; None if it can."""
     process, count = hello.get("process"), hello.get("count")
     if count != state.count:
         return f"it was started as one of {count!r} processes, process 0 as one of {state.count}"
@@ -104,7 +103,7 @@ def refusal(state: Membership, hello: Message) -> str | None:
 
 
 def note_refused(state: Membership, peer: str, why: str, *, misnumbered: bool = False) -> Membership:
-    """Notes that a process was refused: it may be one that the others wait for."""
+    """Notes that a process was refused, as it may be one that the others wait for."""
     state = replace(state, misnumbered=state.misnumbered or misnumbered)
     text = f"one from {peer.rpartition(':')[0]} was refused: {why}"
     if text in state.refused or len(state.refused) >= _MOST_REFUSED:
@@ -120,7 +119,7 @@ def join(state: Membership, process: int, address: str, now_s: float) -> Transit
         return state, []
     addresses = [members[i].address for i in range(state.count)]
     outgoing = [Outgoing(None, {"type": "welcome", "addresses": addresses})]
-    if state.stopping is not None:  # later ones have not received it
+    if state.stopping is not None:  # not all have heard of it
         outgoing.append(Outgoing(None, {"type": "stopping", "reason": state.stopping}))
     return state, outgoing
 
@@ -194,7 +193,7 @@ def _with_member(state: Membership, process: int, member: Member) -> Membership:
 
 
 def _judge(state: Membership) -> Transition:
-    """Once all have sent where they are: the process that is behind is lost, unless its work may last."""
+    """Finds the process that keeps the others waiting, once all have sent where they are, unless one's work may last."""
     members = {i: member for i, member in state.members.items() if not member.left}
     places = {i: member.place for i, member in members.items() if member.place is not None}
     waited_s = max(member.waits_s for member in members.values())
@@ -237,9 +236,9 @@ def _exchange(state: Membership, process: int, key: str, value: Any) -> Transiti
 
 
 def _void(state: Membership) -> Transition:
-    """Gives up exchanges in which a process takes no part any more, and prefixes that nobody uses any more.
+    """Gives up the exchanges that a process has left, and forgets the prefixes that nobody needs.
 
-    A prefix that only processes that have left have forgotten goes, too: these take part in nothing.
+    A prefix that only processes at their end have forgotten is not needed either: they have left all exchanges.
     """
     left = {i for i, member in state.members.items() if member.left}
     values, outgoing = {}, []
@@ -255,7 +254,7 @@ def _void(state: Membership) -> Transition:
 
 
 def _agree(state: Membership) -> Transition:
-    """Decides that all stop one step after the furthest that any of them has passed."""
+    """Decides, once all have sent the last step they passed, that all stop one step after the furthest."""
     passed = [member.passed for member in state.members.values() if member.passed is not None]
     if state.stop_at is not None or len(passed) < state.count:
         return state, []

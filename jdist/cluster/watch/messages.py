@@ -7,6 +7,7 @@ import json
 import socket
 from typing import Any
 
+Message = dict[str, Any]  # what JSON can hold, with a "type"
 MOST_BYTES = 1 << 20  # of a message; the values that processes exchange are small
 _CHUNK = 1 << 16
 
@@ -15,28 +16,30 @@ class BadMessage(ValueError):
     """The bytes from the other end are no message."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: Message) -> bytes:
     """Encodes a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
-class Reader:
-    """Cuts received bytes into messages, of lines of at most `most_bytes`."""
+def decode(data: bytes, most_bytes: int = MOST_BYTES) -> tuple[list[Message], bytes]:
+    """Decodes the messages that are complete; returns them and the bytes after them.
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self.most_bytes = most_bytes
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Takes in bytes; returns the messages that are whole now.
-
-        Raises:
-            BadMessage: a line is too long, or no JSON object with a "type".
-        """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if any(len(line) > self.most_bytes for line in (*lines, self._rest)):
-            raise BadMessage(f"a line is longer than {self.most_bytes} bytes")
-        return [_message(line) for line in lines]
+    Raises:
+        BadMessage: a line is longer than `most_bytes`, or no JSON object with a "type".
+    """
+    *lines, rest = data.split(b"\n")
+    if any(len(line) > most_bytes for line in (*lines, rest)):
+        raise BadMessage(f"a line is longer than {most_bytes} bytes")
+    messages = []
+    for line in lines:
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise BadMessage("a line is no JSON") from exc
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            raise BadMessage('a line is no object with a "type"')
+        messages.append(message)
+    return messages, rest
 
 
 class Connection:
@@ -50,8 +53,9 @@ class Connection:
         with contextlib.suppress(OSError):  # it has broken already, as reading will show
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
-        self.reader = Reader(most_bytes)
+        self.most_bytes = most_bytes
         self._most_unsent_bytes = most_unsent_bytes
+        self._received = b""  # the beginning of the next message
         self._unsent = bytearray()
 
     @property
@@ -59,11 +63,11 @@ class Connection:
         """Whether bytes are kept for the other end."""
         return bool(self._unsent)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Sends a message, or what can be sent of it now.
 
         Raises:
-            ConnectionError: the other end has long taken nothing in.
+            ConnectionError: the other end leaves too much unread.
         """
         self._unsent += encode(message)
         self.flush()
@@ -71,7 +75,7 @@ class Connection:
             raise ConnectionError("it does not take in what it is sent")
 
     def flush(self) -> None:
-        """Sends what can be sent now; a broken connection shows in `receive`, as last words may still be there to read."""
+        """Sends what can be sent now; `receive` reports a broken connection, after its last words."""
         try:
             while self._unsent:
                 del self._unsent[: self.connection.send(self._unsent)]
@@ -80,8 +84,8 @@ class Connection:
         except OSError:
             self._unsent.clear()
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Receives the messages that have come whole by now.
+    def receive(self) -> list[Message]:
+        """Receives the messages that are complete by now.
 
         Raises:
             OSError: the connection is broken, or was closed at its other end.
@@ -93,21 +97,12 @@ class Connection:
             return []
         if not data:
             raise ConnectionError("it was closed at its other end")
-        return self.reader.feed(data)
+        messages, self._received = decode(self._received + data, self.most_bytes)
+        return messages
 
     def close(self) -> None:
         """Closes the connection; closing twice changes nothing."""
         self.connection.close()
-
-
-def _message(line: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        raise BadMessage("a line is no JSON") from exc
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise BadMessage('a line is no object with a "type"')
-    return message
 
 
 class WakeupPipe:
@@ -126,11 +121,11 @@ class WakeupPipe:
             self._writer.send(b"!")
 
     def clear(self) -> None:
-        """Takes back all calls of `wake` so far."""
+        """Forgets all calls of `wake` so far."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
 
     def close(self) -> None:
-        """Closes it; for the thread that waits."""
+        """Closes the pipe; called by the thread that waits."""
         self._writer.close()
         self._reader.close()

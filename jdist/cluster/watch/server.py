@@ -1,4 +1,4 @@
-"""The sockets and the thread of process 0's `Membership`."""
+"""`WatchServer`: the sockets and the thread round process 0's `Membership`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import selectors
 import socket
 import threading
 import time
-from typing import Any
 
 from jdist.cluster.address import join
 from jdist.cluster.watch import membership
-from jdist.cluster.watch.membership import Membership, Message, Transition
-from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, WakeupPipe
+from jdist.cluster.watch.membership import Membership, Transition
+from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, Message, WakeupPipe
 
 _log = logging.getLogger(__name__)
-_HELLO_S = 5.0  # a connection without a hello for so long is closed
-_HELLO_BYTES = 4096  # and one that sends more before it
+_HELLO_S = 5.0  # after which a connection without a hello is closed
+_HELLO_BYTES = 4096  # longest hello
 _MOST_STRANGERS = 64  # connections without a hello; the oldest makes way
 
 
@@ -33,7 +32,7 @@ class _Peer(Connection):
 
 
 class WatchServer:
-    """Receives the messages of `count` processes, and sends the answers of the membership.
+    """Receives the messages of `count` processes, and sends the membership's answers.
 
     `server` is a listening socket; each hello must have the `token`. For the times see `Watch`.
     """
@@ -127,7 +126,7 @@ class WatchServer:
             self._broken.append(peer)
 
     def _greet(self, peer: _Peer, hello: Message) -> bool:
-        """Takes a process in, or refuses it with the reason."""
+        """Takes in a process, or refuses it with the reason; returns whether it took it in."""
         misnumbered = False
         if hello["type"] != "hello":
             why = "it did not say hello first"
@@ -142,7 +141,7 @@ class WatchServer:
             self._send(peer, {"type": "refused", "reason": why})
             return False
         peer.process = int(hello["process"])
-        peer.reader.most_bytes = MOST_BYTES
+        peer.most_bytes = MOST_BYTES
         self._strangers.remove(peer)
         self._peers[peer.process] = peer
         address = hello.get("address")
@@ -153,11 +152,12 @@ class WatchServer:
     def _advance(self, transition: Transition) -> None:
         self._state, outgoing = transition
         for to, message in outgoing:
-            for process in list(self._peers) if to is None else [to]:
+            # Process 0 hears last: it goes on at once, and may stop before the others have heard.
+            for process in sorted(self._peers, reverse=True) if to is None else [to]:
                 if (peer := self._peers.get(process)) is not None:
                     self._send(peer, message)
 
-    def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _send(self, peer: _Peer, message: Message) -> None:
         try:
             peer.send(message)
             self._select(peer)

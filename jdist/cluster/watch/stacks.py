@@ -1,4 +1,4 @@
-"""The phase and the stack of a program, read from another thread while it may be stuck."""
+"""The phase and the stack of a program that may be stuck, read from another thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JAX, _JDIST = Path(jax.__file__).parent, Path(__file__).parents[2]
 _OTHERS = tuple(str(path) for path in (_JAX.parent, _JDIST, Path(threading.__file__).parent, "<frozen"))
 _ALONE = ("compiling", "tracing")
 WAITING, HOST = "waiting for the others", "the program's own code"
-# Work that may last: a part of the file's path, a part of the function's name, the phase.
+# Work that may last: how the file's path begins, a part of the function's name, the phase.
 _LONG = (
     (_JAX / "_src" / "compiler.py", "compile", "compiling"),
     (_JAX / "_src" / "interpreters" / "partial_eval.py", "trace", "tracing"),
@@ -27,15 +27,13 @@ _LONG = (
     (_JDIST / "checkpoint" / "evaluator.py", "", "evaluating"),
     (_JDIST / "experiment", "evaluate", "evaluating"),
 )
-
-
 _awaited: dict[int, int] = {}  # thread -> the thread of this process that it waits for
 _exchanging: set[int] = set()  # threads that wait for values of other processes
 
 
 @contextlib.contextmanager
 def awaiting(thread: int | None) -> Iterator[None]:
-    """Notes that this thread waits for another one of this process, as for a batch."""
+    """Marks a wait of this thread for another one of this process, as for a batch."""
     waiting = threading.get_ident()
     if thread is not None:
         _awaited[waiting] = thread
@@ -47,7 +45,7 @@ def awaiting(thread: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exchanging() -> Iterator[None]:
-    """Notes that this thread waits for values of other processes."""
+    """Marks a wait of this thread for values of other processes."""
     waiting = threading.get_ident()
     _exchanging.add(waiting)
     try:
@@ -66,7 +64,7 @@ def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]
 
     Returns:
         `phase`, in words; `may_last`, whether that may take long; `where`, the innermost frame of the program's own code;
-        `stack`, the innermost frames, the outermost of them first.
+        `stack`, the innermost frames, outermost first.
     """
     frame = sys._current_frames().get(_acting(thread))
     frames = [] if frame is None else [*traceback.walk_stack(frame)]
@@ -77,7 +75,7 @@ def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]
     ]
     return {
         "phase": phase or (WAITING if waits else HOST),
-        # A process that saves or evaluates and waits for the others meanwhile does not keep them waiting.
+        # A process that waits for the others while it saves or evaluates does not hold them up.
         "may_last": phase is not None and (busy is not None or not waits or phase in _ALONE),
         "where": next(iter(of_program or stack), "no frame"),
         "stack": stack[:_MOST_FRAMES][::-1],
@@ -85,7 +83,7 @@ def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]
 
 
 def _acting(thread: int) -> int:
-    """The thread that a thread waits for; itself if it waits for none."""
+    """Finds the thread that a thread waits for; itself if it waits for none."""
     return _awaited.get(thread, thread)
 
 

@@ -1,6 +1,6 @@
 """Sources of batches: arrays, files, shards, a function for each replica.
 
-Start at `protocol.Source`, which each of them is.
+Start at `protocol.RandomAccessSource`, and `protocol.check_source` for what else is a source.
 
 May import: support, errors and `jdist.data.batching`.
 """

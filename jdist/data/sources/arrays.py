@@ -1,4 +1,4 @@
-"""Makes batches from arrays in memory, in an order that depends on the seed and the epoch alone."""
+"""Batches from arrays in memory, in an order that depends on the seed and the epoch alone."""
 
 from __future__ import annotations
 
@@ -57,23 +57,6 @@ def from_arrays(
     )
 
 
-class _EpochOrder:
-    """Remembers the order of one epoch.
-
-    Any thread may ask: the pair is replaced as a whole, so a race can only compute an order twice.
-    """
-
-    def __init__(self) -> None:
-        self._latest: tuple[int, np.ndarray] | None = None
-
-    def __call__(self, *, rows: int, seed: int, epoch: int) -> np.ndarray:
-        latest = self._latest
-        if latest is None or latest[0] != epoch:
-            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-            latest = self._latest = (epoch, np.random.Generator(bits).permutation(rows))
-        return latest[1]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ArraySource:
     """Batches from arrays, each made from its number alone; see `from_arrays`, which builds one.
@@ -93,7 +76,7 @@ class ArraySource:
     epochs: int | None
     drop_short: bool = False
     shard: tuple[int, int] | None = None
-    _order: _EpochOrder = field(default_factory=_EpochOrder, init=False, repr=False)
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # of the newest epoch
 
     def __post_init__(self) -> None:
         if self.num_rows == 0:
@@ -127,15 +110,11 @@ class ArraySource:
         return min(self.global_batch, self.num_rows - within * self.global_batch)
 
     def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
-        """Makes batch number `step`.
+        """Makes a batch, a pytree of arrays [rows, ...] that share no memory with the source.
 
         Args:
-            step: from 0, counted over all epochs.
-            part: which of its rows; all.
-
-        Returns:
-            A new pytree of arrays [rows, ...] that share no memory with the source; rows is `global_batch`,
-            or fewer at the end of an epoch.
+            step: its number, from 0, counted over all epochs.
+            part: which of its rows; all of them: `global_batch`, or fewer at the end of an epoch.
 
         Raises:
             DatasetError: there is no such step.
@@ -152,8 +131,18 @@ class ArraySource:
         stop = start + self.rows_of(step)
         if self.shuffle_seed is None:
             return jax.tree.map(lambda leaf: np.array(leaf[start:stop][part], order="C"), self.arrays)
-        rows = self._order(rows=self.num_rows, seed=self.shuffle_seed, epoch=epoch)[start:stop][part]
+        rows = self._order(self.shuffle_seed, epoch)[start:stop][part]
         return jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), self.arrays)
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """Draws the order of an epoch, or finds it; threads that race only draw it twice."""
+        order = self._orders.get(epoch)
+        if order is None:
+            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+            order = np.random.Generator(bits).permutation(self.num_rows)
+            self._orders.clear()
+            self._orders[epoch] = order
+        return order
 
     def __iter__(self) -> Iterator[PyTree]:
         return map(self.batch_at, steps_from(self, 0))

@@ -1,4 +1,4 @@
-"""Makes batches from files: reads one file at a time, and cuts its rows into batches."""
+"""Batches from files, one of which is in memory at a time."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class FileSource(Iterable[PyTree]):
             while count - start >= self.global_batch:
                 yield _cut(rows, start, start + self.global_batch)
                 start += self.global_batch
-            # A copy, so that it neither keeps the file's other rows in memory nor changes if `read` refills them.
+            # A copy: it keeps no other rows of the file in memory, and `read` may refill those.
             rest, waiting = join([_cut(rows, start, count)]) if start < count else None, count - start
         if rest is not None:
             yield rest

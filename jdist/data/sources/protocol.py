@@ -1,9 +1,10 @@
-"""Defines sources of batches, and saves and restores positions in those that can be resumed."""
+"""Sources of batches, and the saved positions of those that can be resumed."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,8 +17,16 @@ PyTree = Any
 STATE_VERSION = 1
 
 
-class Resumable(Protocol):
-    """The part of a `RandomAccessSource` that a saved position refers to."""
+@runtime_checkable
+class RandomAccessSource(Protocol):
+    """A source that makes any batch by its number, and so resumes at any step for the same price.
+
+    Attributes:
+        num_steps: how many batches there are; None: without end.
+        global_batch: rows of a full batch.
+        fingerprint: identifies the data and its order; a saved position only fits the same fingerprint.
+            Written as "name=value name=value ...", so that an error can name the mismatch.
+    """
 
     @property
     def num_steps(self) -> int | None: ...
@@ -28,21 +37,31 @@ class Resumable(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-
-@runtime_checkable
-class RandomAccessSource(Resumable, Protocol):
-    """A source that can make any batch at once, and so resumes at any step for the same price.
-
-    Attributes:
-        num_steps: how many batches there are; None: without end.
-        global_batch: rows of a full batch.
-        fingerprint: identifies the data and its order; a saved position only fits the same fingerprint.
-            Written as "name=value name=value ...", so that an error can name the mismatch.
-    """
-
     def batch_at(self, step: int) -> PyTree:
         """Makes batch number `step`, from 0: a pure function, which may be called from a background thread."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointSource:
+    """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
+
+    num_steps: int | None
+    global_batch: int
+    fingerprint: str
+
+
+Resumable = RandomAccessSource | JointSource  # what a saved position refers to
+
+
+@dataclass(frozen=True)
+class Restartable(Iterable[PyTree]):
+    """An iterable that asks `make` for a new iterator each time."""
+
+    make: Callable[[], Iterator[PyTree]]
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self.make()
 
 
 def steps_from(source: Resumable, step: int) -> Iterator[int]:
@@ -51,17 +70,13 @@ def steps_from(source: Resumable, step: int) -> Iterator[int]:
 
 
 def check_step(step: int, num_steps: int | None, what: str = "source") -> None:
-    """Refuses the number of a batch that there is not.
-
-    Raises:
-        DatasetError: names the number, and how many steps there are.
-    """
+    """Raises a `DatasetError` for a step that the source does not have."""
     if step < 0 or (num_steps is not None and step >= num_steps):
         raise DatasetError(f"there is no batch {step}: the {what} has {num_steps} steps, counted from 0")
 
 
 def whole_number(value: Any, *, name: str, least: int) -> int:
-    """Converts a whole number (numpy's too) to an int, or raises a `DatasetError` that names the option."""
+    """Converts an integer (numpy's too) to an int, or raises a `DatasetError` that names the option."""
     number = as_int(value, least=least)
     if number is None:
         raise DatasetError(f"`{name}` must be a whole number, {least} or more, but it is {value!r}")
@@ -71,12 +86,8 @@ def whole_number(value: Any, *, name: str, least: int) -> int:
 def check_source(source: Any) -> None:
     """Refuses what cannot be a source, or is one by accident only.
 
-    Args:
-        source: what a user passed as a dataset.
-
     Raises:
-        DatasetError: it is not iterable, is a dict or one array, or is a random-access source without
-            batches.
+        DatasetError: it is not iterable, is a dict or one array, or is a random-access source without batches.
     """
     if isinstance(source, RandomAccessSource):
         if source.num_steps is not None and source.num_steps < 1:
@@ -100,7 +111,7 @@ def check_source(source: Any) -> None:
 
 
 def resumable(source: Any) -> RandomAccessSource:
-    """Gives the source if its position can be saved, else raises a `DatasetError` that says why not."""
+    """Returns a source whose position can be saved; raises a `DatasetError` for any other."""
     if isinstance(source, RandomAccessSource):
         return source
     raise DatasetError(
@@ -122,18 +133,10 @@ def write_state(source: Resumable, step: int) -> dict[str, Any]:
 
 
 def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
-    """Reads the step of a saved position in `source`.
-
-    Args:
-        source: the source to resume.
-        state: what `write_state` returned, perhaps after a round trip through JSON.
-
-    Returns:
-        How many batches were handed out when the position was saved.
+    """Reads a position that `write_state` wrote: how many batches were handed out when it was saved.
 
     Raises:
-        DatasetError: it is not such a dict, or it was saved for other data, another order or another global
-            batch.
+        DatasetError: it is no such dict, or was saved for other data, another order or another global batch.
     """
     if not isinstance(state, Mapping):
         raise DatasetError(f"a saved position is the dict that `state()` returned, not a {type(state).__name__}")
@@ -172,5 +175,5 @@ def _difference(saved: Any, now: str) -> str:
 
 
 def fields(fingerprint: str) -> dict[str, str]:
-    """Reads the names and values of a fingerprint; other text is left out."""
+    """Parses the names and values of a fingerprint; leaves out other text."""
     return dict(part.split("=", 1) for part in fingerprint.split() if "=" in part)

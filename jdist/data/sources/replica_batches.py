@@ -1,7 +1,8 @@
-"""Joins per-replica batches to global ones: each replica's batch is the next element of its input pipeline."""
+"""Global batches joined of per-replica ones: each replica's is the next element of its input pipeline."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ PyTree = Any
 def from_function(
     fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int
 ) -> RandomAccessReplicaBatches | ReplicaBatches:
-    """Calls a dataset function once for each pipeline, and joins what they give to global batches.
+    """Calls a dataset function once for each pipeline, and joins their per-replica batches to global ones.
 
     Args:
         fn: from an `InputContext` to a source of per-replica batches.
@@ -33,7 +34,7 @@ def from_function(
         of them is.
 
     Raises:
-        DatasetError: `fn` is no function, or returned what is no source.
+        DatasetError: `fn` is no function, or does not return a source.
 
     Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
     """
@@ -59,12 +60,7 @@ def from_function(
 
 
 class RandomAccessReplicaBatches:
-    """Global batches of pipelines that can make any batch at once.
-
-    Args:
-        pipelines: sources of per-replica batches.
-        turns: how many replicas each feeds.
-    """
+    """Global batches of random-access pipelines, each of which feeds `turns` replicas; see `RandomAccessSource`."""
 
     def __init__(self, pipelines: Sequence[RandomAccessSource], turns: int):
         self._pipelines = tuple(pipelines)
@@ -78,12 +74,10 @@ class RandomAccessReplicaBatches:
 
     @property
     def global_batch(self) -> int:
-        """Rows of a full batch over the replicas."""
         return sum(self._turns * source.global_batch for source in self._pipelines)
 
     @property
     def fingerprint(self) -> str:
-        """The pipelines' own, numbered, and how many elements of each make a batch."""
         parts = [f"replicas_each={self._turns}"]
         for number, source in enumerate(self._pipelines):
             parts += [f"pipeline_{number}.{part}" for part in source.fingerprint.split()]
@@ -107,12 +101,7 @@ class RandomAccessReplicaBatches:
 
 
 class ReplicaBatches(Iterable[PyTree]):
-    """Global batches of pipelines that only go forward.
-
-    Args:
-        pipelines: sources of per-replica batches.
-        turns: how many replicas each feeds.
-    """
+    """Global batches of pipelines that only go forward, each of which feeds `turns` replicas."""
 
     def __init__(self, pipelines: Sequence[Iterable[PyTree] | RandomAccessSource], turns: int):
         self._pipelines = tuple(pipelines)
@@ -121,7 +110,7 @@ class ReplicaBatches(Iterable[PyTree]):
 
     @property
     def global_batch(self) -> int | None:
-        """Rows of a full batch over the replicas; None before the first element with rows was read."""
+        """Rows of a full batch; None before the first element with rows was read."""
         return None if self._rows is None else self._rows * self._turns * len(self._pipelines)
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -150,11 +139,11 @@ class ReplicaBatches(Iterable[PyTree]):
 
 
 class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
-    """As `ReplicaBatches`, where a pipeline is an iterator, which cannot start again."""
+    """`ReplicaBatches` of which a pipeline is an iterator, which cannot start again."""
 
-    def __init__(self, pipelines: Sequence[Iterable[PyTree] | RandomAccessSource], turns: int):
-        super().__init__(pipelines, turns)
-        self._batches = super().__iter__()
+    @functools.cached_property
+    def _batches(self) -> Iterator[PyTree]:
+        return super().__iter__()
 
     def __iter__(self) -> Iterator[PyTree]:
         return self
@@ -164,5 +153,5 @@ class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
 
 
 def _copied(element: PyTree) -> PyTree:
-    # The source may refill the same memory when it is asked for the next replica's batch.
+    # The source may refill the same memory with the next replica's batch.
     return jax.tree.map(lambda leaf: np.array(leaf, order="C"), to_numpy(element))

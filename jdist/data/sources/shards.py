@@ -1,17 +1,25 @@
-"""Shares one source among several input pipelines: by files, or by rows."""
+"""Shards of a source, each for one of several input pipelines: by files, or by rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
 
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import RandomAccessSource, check_source, check_step, steps_from, whole_number
+from jdist.data.sources.protocol import (
+    RandomAccessSource,
+    Restartable,
+    check_source,
+    check_step,
+    steps_from,
+    whole_number,
+)
 from jdist.errors import DatasetError
 from jdist.support.suggest import did_you_mean
 
@@ -71,13 +79,7 @@ def has_files_for(source: Any, num_shards: int) -> bool:
 
 
 def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy") -> FileSource:
-    """Takes one of `num_shards` parts of a source's files.
-
-    Args:
-        source: from `jdist.data.from_files`.
-        num_shards: how many parts.
-        index: which.
-        option: what the user has asked for this by, for the messages.
+    """Takes one of `num_shards` parts of a source's files; `option` is the argument that errors name.
 
     Raises:
         DatasetError: the source cannot be shared by file.
@@ -118,7 +120,7 @@ def _by_data(source: Any, num_shards: int, index: int) -> Any:
         return RandomAccessShard(source, num_shards, index)
     if isinstance(source, Iterator):
         return itertools.islice(source, index, None, num_shards)
-    return IterableShard(source, num_shards, index)
+    return Restartable(lambda: itertools.islice(source, index, None, num_shards))
 
 
 def _check_some_left(count: int, what: str, num_shards: int, index: int) -> None:
@@ -129,46 +131,31 @@ def _check_some_left(count: int, what: str, num_shards: int, index: int) -> None
         )
 
 
-class IterableShard(Iterable[Any]):
-    """Every `num_shards`-th element of an iterable, from number `index` on."""
-
-    def __init__(self, source: Iterable[Any], num_shards: int, index: int):
-        self._source, self._num_shards, self._index = source, num_shards, index
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._source, self._index, None, self._num_shards)
-
-
+@dataclass(frozen=True)
 class RandomAccessShard(Iterable[PyTree]):
-    """Every `num_shards`-th batch of a random-access source, from number `index` on; random-access itself."""
+    """Every `num_shards`-th batch of a random-access source, from number `index` on; see `RandomAccessSource`."""
 
-    def __init__(self, source: RandomAccessSource, num_shards: int, index: int):
-        self._source, self._num_shards, self._index = source, num_shards, index
+    source: RandomAccessSource
+    num_shards: int
+    index: int
 
     @property
     def num_steps(self) -> int | None:
-        """Batches of this shard; None: without end."""
-        steps = self._source.num_steps
-        return None if steps is None else len(range(self._index, steps, self._num_shards))
+        steps = self.source.num_steps
+        return None if steps is None else len(range(self.index, steps, self.num_shards))
 
     @property
     def global_batch(self) -> int:
-        """Rows of a full batch."""
-        return self._source.global_batch
+        return self.source.global_batch
 
     @property
     def fingerprint(self) -> str:
-        """The source's own, and which shard this is."""
-        return f"shard={self._index}/{self._num_shards} {self._source.fingerprint}"
+        return f"shard={self.index}/{self.num_shards} {self.source.fingerprint}"
 
     def batch_at(self, step: int) -> PyTree:
-        """Makes batch number `step` of this shard, from 0.
-
-        Raises:
-            DatasetError: there is no such step.
-        """
+        """Makes batch number `step` of this shard, from 0."""
         check_step(step, self.num_steps, "shard")
-        return self._source.batch_at(self._index + step * self._num_shards)
+        return self.source.batch_at(self.index + step * self.num_shards)
 
     def __iter__(self) -> Iterator[PyTree]:
         return map(self.batch_at, steps_from(self, 0))

@@ -1,8 +1,8 @@
-"""The program's own process: it schedules closures and decides what counts.
+"""The coordinator: schedules closures from the program's own process, and decides which take effect.
 
-Start at `api.ClusterCoordinator`, which users see. `session` has the state's layout, `engine` the machine of
-`ps.protocol.scheduler` with its threads: `worker_link` one a worker, `shard_calls`, `snapshots` and
-`replica_watch` for the shards.
+Start at `api.ClusterCoordinator`, which users see. `session` has the state's layout and programs; `closure_queue` the
+closures, under one lock with the machine of `ps.protocol.scheduler`; `coordinator` connects them: `worker_link` to
+workers, `snapshots` and `shard_watch` to shards.
 
 May import: ps.worker, ps.transport, ps.program, ps.protocol, step.
 """

@@ -1,4 +1,4 @@
-"""`strategy.coordinator`: any pure function on the workers of a parameter server, scheduled by hand."""
+"""`strategy.coordinator`: schedules any pure function on the workers of a parameter server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdist.errors import StepError
-from jdist.ps.coordinator.datasets import WorkerDataset, spread
+from jdist.ps.coordinator.datasets import WorkerDataset, flatten
 from jdist.ps.coordinator.remote_value import RemoteValue, leaf
 from jdist.ps.coordinator.session import Session
 from jdist.ps.program.artifact import pack, taking_keys, without_keys
@@ -25,7 +25,7 @@ _INDEX: contextvars.ContextVar[Any] = contextvars.ContextVar("worker_index", def
 
 
 def worker_index() -> jax.Array:
-    """The number of the worker that computes; to be called in a function that `strategy.coordinator.schedule` was given.
+    """Returns the number of the worker that computes, inside a function that `strategy.coordinator.schedule` was given.
 
     Returns:
         An int32 scalar, from 0.
@@ -35,12 +35,12 @@ def worker_index() -> jax.Array:
 
     Source: `tf.distribute.coordinator.experimental_get_current_worker_index`.
     """
-    found = _INDEX.get()
-    if found is None:
+    index = _INDEX.get()
+    if index is None:
         raise StepError(
             "`jdist.ps.worker_index()` is known only in a function that was given to `strategy.coordinator.schedule`."
         )
-    return found
+    return index
 
 
 class ClusterCoordinator:
@@ -54,7 +54,7 @@ class ClusterCoordinator:
 
     def __init__(self, job: Session):
         self._job = job
-        self._traced: dict[Any, _Traced] = {}
+        self._traced: dict[Any, _TracedFunction] = {}
 
     def schedule(
         self, fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -77,7 +77,7 @@ class ClusterCoordinator:
             StepError: an argument or a result is no array.
             ArtifactError: the function calls the host (a print, a callback), which cannot be sent to workers.
         """
-        leaves, treedef, place, reads = spread(without_keys((tuple(args), dict(kwargs or {}))))
+        leaves, treedef, place, reads = flatten(without_keys((tuple(args), dict(kwargs or {}))))
         leaves = [x.result() if isinstance(x, RemoteValue) and x.struct is None else x for x in leaves]
         start, count = place or (0, 0)
         sent = [*leaves[:start], *leaves[start + count :]]
@@ -85,9 +85,9 @@ class ClusterCoordinator:
         shapes = tuple(_shape(x) for x in leaves)
         key = fn, treedef, shapes, place
         if key not in self._traced:
-            self._traced[key] = _Traced(fn, treedef, shapes, place)
+            self._traced[key] = _TracedFunction(fn, treedef, shapes, place)
         traced = self._traced[key]
-        pending = self._job.schedule_function(traced, traced.made, sent, reads)
+        pending = self._job.schedule_function(traced, traced.plan, sent, reads)
         values = [RemoteValue([pending], leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
         return jax.tree.unflatten(traced.outputs_treedef, values)
 
@@ -99,7 +99,7 @@ class ClusterCoordinator:
         with_mask: bool = False,
         prefetch: int = 2,
     ) -> WorkerDataset:
-        """A dataset of which each worker reads its own share.
+        """Makes a dataset of which each worker reads its own share.
 
         Args:
             fn: from a `jdist.InputContext` to a source of batches; called on each worker, which has to find it: a function at
@@ -145,11 +145,11 @@ class ClusterCoordinator:
         return self._job.servers.running_workers()
 
     def describe(self) -> str:
-        """Where the strategy runs, in a few words; starts nothing."""
+        """Says where the strategy runs, in a few words; starts nothing."""
         return self._job.describe()
 
     def fetch(self, tree: PyTree) -> PyTree:
-        """A tree with each `RemoteValue` in it replaced by its array; waits for them.
+        """Replaces each `RemoteValue` in a tree by its array; waits for them.
 
         Raises:
             ClosureError: one of them failed, or was cancelled.
@@ -164,8 +164,8 @@ class ClusterCoordinator:
         self._job.close()
 
 
-class _Traced:
-    """A function for arguments of one form."""
+class _TracedFunction:
+    """A function, traced for arguments of one form."""
 
     def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any], place: tuple[int, int] | None):
         self._fn, self._treedef, self._place = taking_keys(fn), treedef, place
@@ -173,17 +173,17 @@ class _Traced:
         outputs = jax.eval_shape(self._checked, self._arguments)
         self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
 
-    def made(self) -> tuple[FunctionPlan, bytes]:
-        """What workers are sent."""
+    def plan(self) -> tuple[FunctionPlan, bytes]:
+        """Returns the function's plan, and the function, packed."""
         start, count = self._place or (0, 0)
         arguments = self._arguments[1:]
-        function = FunctionPlan(
+        plan = FunctionPlan(
             arguments=tuple(map(spec_of, [*arguments[:start], *arguments[start + count :]])),
             outputs=tuple(map(spec_of, self.outputs)),
             batch=self._place,
             takes_index=True,
         )
-        return function, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
+        return plan, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
 
     def _checked(self, values: list[Any]) -> PyTree:
         outputs = self._call(values)
@@ -195,12 +195,12 @@ class _Traced:
 
     def _call(self, values: list[Any]) -> PyTree:
         args, kwargs = jax.tree.unflatten(self._treedef, values[1:])
-        with _told(values[0]):
+        with _worker_index(values[0]):
             return self._fn(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _told(index: Any) -> Iterator[None]:
+def _worker_index(index: Any) -> Iterator[None]:
     token = _INDEX.set(index)
     try:
         yield

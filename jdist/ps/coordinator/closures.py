@@ -1,121 +1,119 @@
-"""The closures that a coordinator has: what they compute, from what, and who waits for their results.
+"""The closures that a coordinator keeps: what they compute, from what, and who waits for their results.
 
-They are kept until they are in a snapshot: if a parameter server loses its memory, those that are not run again. Who computes
-what is decided elsewhere (`dispatch`), and nothing is locked here: whoever calls has the coordinator's lock.
+A closure is kept until it is in a snapshot: if a parameter server loses its memory, those that are in none run again.
+Nothing is locked here: the caller holds the queue's lock.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jdist.errors import ClosureCancelledError, ClosureError, DatasetError, NonFiniteClosureError, NoWorkersError
-from jdist.ps.coordinator.dataset_pass import BatchName, RemoteBatch
+from jdist.errors import ClosureCancelledError, ClosureError, NonFiniteClosureError, NoWorkersError
+from jdist.ps.coordinator.datasets import RemoteBatch
 from jdist.ps.coordinator.remote_value import Pending
-from jdist.ps.coordinator.snapshot import ClusterSnapshot
-from jdist.ps.program.function_plan import FunctionPlan
-from jdist.ps.program.sync import Combined
+from jdist.ps.program.function_plan import Combine, FunctionPlan
 from jdist.ps.protocol.scheduler_events import Finish
 from jdist.ps.protocol.wire import Spec
-from jdist.ps.transport.interface import Header
 
-Combine = Callable[[Sequence[Sequence[Any]]], Combined]
-MOST_QUEUED = 262_144  # as in tf.distribute
 MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
-WITH_OUTPUTS = ("done", "staged")
 SNAPSHOT_EVERY = 1000  # closures, whose arguments are kept until then
-MOST_LOGGED_BYTES = 256 << 20  # of the arguments that are kept, beyond which a snapshot is due earlier
+MOST_LOGGED_BYTES = 256 << 20  # of arguments that are kept; beyond, a snapshot is due earlier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Closures to be sent together.
+class ClusterSnapshot:
+    """The state of all shards after some closures.
 
     Attributes:
-        settled: closures below this number are done.
-        closures: their numbers.
-        functions: the number of each one's function.
-        arguments: the arrays of all, one after the other.
-        outputs: what each returns.
-        updates: whether each changes the state.
-        batches: the name of the batch that the worker reads for each; None for those that bring theirs.
-        datasets: what a worker is told of the datasets that these are of, by number.
-        declined: closures that are not sent, as what they read is for another worker.
-        failed: closures that are not sent, as there is nothing for them to read; and why.
+        settled: closures below this number are in it.
+        applied: and these above.
+        version: the shards' version.
+        kept: each shard's arrays.
     """
 
     settled: int
-    closures: list[int]
-    functions: list[int]
-    arguments: list[np.ndarray]
-    outputs: list[tuple[Spec, ...]]
-    updates: list[bool]
-    batches: list[BatchName | None]
-    datasets: dict[int, Header]
-    declined: list[int]
-    failed: dict[int, ClosureError]
-
-    def returned(self, header: dict[str, Any]) -> list[Spec]:
-        """The arrays that come with an answer: the outputs of what is done."""
-        found = zip(header["outcomes"], self.outputs, strict=True)
-        return [spec for outcome, outputs in found if outcome["outcome"] in WITH_OUTPUTS for spec in outputs]
+    applied: frozenset[int] = frozenset()
+    version: int = 0
+    kept: Sequence[Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Installable:
-    """A function as it travels to workers.
+class Function:
+    """A function that closures call.
 
     Attributes:
-        function: what it is.
+        number: by which closures name it.
+        plan: what workers need to know of it.
         program: what it computes, packed.
-        combine: from what each closure of an update returned to what the update needs besides (synchronous mode).
+        combine: makes of what the closures of an update returned what the update needs besides (synchronous mode).
     """
 
-    function: FunctionPlan
+    number: int
+    plan: FunctionPlan
     program: np.ndarray
     combine: Combine | None
 
-    def fitted(self, arguments: Sequence[Any]) -> list[np.ndarray]:
-        """A closure's arguments, cast to the dtypes that it is compiled for.
+    def cast(self, arguments: Sequence[Any]) -> list[np.ndarray]:
+        """Casts a closure's arguments to the dtypes that the function is compiled for.
 
         Raises:
             ClosureError: one has another shape, or is no array of numbers.
         """
-        described = self.function.arguments
-        if len(arguments) != len(described):
+        specs = self.plan.arguments
+        if len(arguments) != len(specs):
             raise ClosureError(
-                f"the function was traced for {len(described)} arrays and is given {len(arguments)}. Pass arguments "
+                f"the function was traced for {len(specs)} arrays and is given {len(arguments)}. Pass arguments "
                 "of the same structure in every call."
             )
-        found = list[np.ndarray]()
-        for i, (x, spec) in enumerate(zip(arguments, described, strict=True)):
+        arrays = list[np.ndarray]()
+        for i, (x, spec) in enumerate(zip(arguments, specs, strict=True)):
             try:
-                found.append(np.asarray(x, spec.numpy))
+                arrays.append(np.asarray(x, spec.numpy))
             except (TypeError, ValueError) as exc:
                 raise ClosureError(f"argument {i} cannot be taken for {spec.dtype}: {exc}") from exc
-            if found[i].shape != spec.shape:
+            if arrays[i].shape != spec.shape:
                 raise ClosureError(
-                    f"argument {i} has the shape {found[i].shape}; its function was traced for {spec.shape}. Pass "
+                    f"argument {i} has the shape {arrays[i].shape}; its function was traced for {spec.shape}. Pass "
                     "the same shapes in every call: fill up to one size."
                 )
-        return found
+        return arrays
+
+    def decide(self, closures: Sequence[Closure]) -> tuple[bool, list[np.ndarray], ClosureError | None]:
+        """Combines what the closures of an update returned, and decides whether they make it (synchronous mode).
+
+        Returns:
+            `(commit, scalars, error)`: whether they do; what the update needs besides the mean of their gradients; what the
+            user is to be told. Without any error, those that do not commit are left out.
+        """
+        numbers = tuple(closure.number for closure in closures)
+        try:
+            assert self.combine is not None  # only functions that have it are staged
+            scalars, is_finite, _ = self.combine([closure.pending.wait(0) for closure in closures])
+        except Exception as exc:  # noqa: BLE001  # the round must not wait for ever
+            return False, [], ClosureError(f"closures {numbers}: what they gave cannot be put together: {exc}")
+        if is_finite or self.plan.non_finite == "apply":
+            return True, scalars, None
+        return False, [], NonFiniteClosureError(numbers[0]) if self.plan.non_finite == "raise" else None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Closure:
-    """A call of a function that is to be computed, or was.
+    """A call of a function.
 
     Attributes:
-        function: the function's number.
-        arguments: its arrays.
+        number: its own.
+        function: what it calls.
+        arguments: the call's arrays.
         pending: its results.
         reads: the batch that the worker reads for it.
     """
 
-    function: int
+    number: int
+    function: Function
     arguments: list[np.ndarray]
     pending: Pending
     reads: RemoteBatch | None = None
@@ -141,27 +139,35 @@ class Closures:
         self._have_a_state = have_a_state
         self._skipped: set[int] = set()  # since the snapshot: updates that were left out
         self._skipped_before = 0
-        self._functions: list[Installable] = []
+        self._functions: list[Function] = []
         self._known: dict[int, Closure] = {}
-        self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
+        self._void: set[int] = set()  # since the snapshot: closures that never take effect
         self._since = 0  # closures that have been done since the snapshot
-        self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
+        self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done; that are
 
-    def add_function(self, function: FunctionPlan, program: bytes, combine: Combine | None) -> int:
-        """Makes a function known; its number."""
-        packed = np.frombuffer(program, np.uint8)
-        self._functions.append(Installable(function=function, program=packed, combine=combine))
-        return len(self._functions) - 1
+    def add_function(self, plan: FunctionPlan, program: bytes, combine: Combine | None) -> int:
+        """Takes in a function, and returns its number."""
+        number, packed = len(self._functions), np.frombuffer(program, np.uint8)
+        self._functions.append(Function(number=number, plan=plan, program=packed, combine=combine))
+        return number
 
-    def function(self, number: int) -> Installable:
-        """A function by its number."""
+    def function(self, number: int) -> Function:
+        """Returns the function of a number."""
         return self._functions[number]
 
-    def put(self, function: int, given: list[np.ndarray], pending: Pending, reads: RemoteBatch | None) -> None:
+    def put(
+        self, function: int, arguments: list[np.ndarray], pending: Pending, reads: RemoteBatch | None = None
+    ) -> None:
         """Takes in the next closure."""
-        closure = Closure(function, given, pending, reads)
-        pending.number = self.next_number
-        self._known[self.next_number] = closure
+        closure = Closure(
+            number=self.next_number,
+            function=self._functions[function],
+            arguments=arguments,
+            pending=pending,
+            reads=reads,
+        )
+        pending.number = closure.number
+        self._known[closure.number] = closure
         self.next_number += 1
         self._queued_bytes += closure.size_bytes
 
@@ -171,12 +177,12 @@ class Closures:
         return self._queued_bytes > MOST_QUEUED_BYTES or self._logged_bytes > 2 * MOST_LOGGED_BYTES
 
     def of(self, numbers: Iterable[int]) -> list[Closure]:
-        """Those out of these that are still known."""
+        """Returns those of these numbers that are still known."""
         return [self._known[c] for c in numbers if c in self._known]
 
     @property
     def pending(self) -> list[Pending]:
-        """Who waits for results, and who has them."""
+        """The results of all."""
         return [closure.pending for closure in self._known.values()]
 
     @property
@@ -184,58 +190,17 @@ class Closures:
         """Those whose results are there, or were."""
         return frozenset(c for c, closure in self._known.items() if closure.pending.was_there)
 
-    def batch(self, numbers: Sequence[int], worker: int, settled: int, lost: Collection[int]) -> Batch:
-        """Those out of these that are still wanted, to be sent; those that read a batch on the worker get the name of one.
-
-        Args:
-            numbers: of the closures.
-            worker: to which they are sent.
-            settled: closures below this number are done.
-            lost: workers that are not there, whose batches others read.
-        """
-        wanted, names = list[tuple[int, Closure]](), list[BatchName | None]()
-        declined, failed = list[int](), dict[int, ClosureError]()
-        for c in numbers:
-            if (closure := self._known.get(c)) is None:
-                continue
-            name = None
-            if closure.reads is not None:
-                try:
-                    name = closure.reads.reads.take(closure.reads, worker, lost)
-                except DatasetError as exc:
-                    failed[c] = ClosureError(f"closure {c}: {exc}")
-                    continue
-                if name is None:
-                    declined.append(c)
-                    continue
-            wanted.append((c, closure))
-            names.append(name)
-        installed = [self._functions[closure.function] for _, closure in wanted]
-        headers = [closure.reads.reads.header for _, closure in wanted if closure.reads is not None]
-        return Batch(
-            settled=settled,
-            closures=[c for c, _ in wanted],
-            functions=[closure.function for _, closure in wanted],
-            arguments=[x for _, closure in wanted for x in closure.arguments],
-            outputs=[each.function.outputs for each in installed],
-            updates=[each.function.updates for each in installed],
-            batches=names,
-            datasets={header["dataset"]: header for header in headers},
-            declined=declined,
-            failed=failed,
-        )
-
     @property
     def num_skipped(self) -> int:
         """How many updates were left out, as a gradient was not finite."""
         return self._skipped_before + len(self._skipped)
 
-    def skipped(self, number: int) -> None:
-        """Takes note that a closure's update was left out."""
+    def skip(self, number: int) -> None:
+        """Notes that a closure's update was left out."""
         self._skipped.add(number)
 
     def finish(self, command: Finish, error: Exception | None = None) -> bool:
-        """One is done; if its results did not come with a report, they are here. Its arguments stay until a snapshot.
+        """Notes that a closure is done; hands on its results if they came with no report. Its arguments stay until a snapshot.
 
         Args:
             command: which, and what became of it.
@@ -259,29 +224,27 @@ class Closures:
                 because = error if isinstance(error, NoWorkersError) else "another closure had failed"
                 closure.pending.arrive([], ClosureCancelledError(f"it was not computed: {because}"))
             elif not command.arrived:
-                closure.pending.arrive(
-                    _from_bytes(command.result or b"", self._functions[closure.function].function.outputs)
-                )
+                closure.pending.arrive(_from_bytes(command.result or b"", closure.function.plan.outputs))
         return self._have_a_state and (self._since % SNAPSHOT_EVERY == 0 or self._logged_bytes > MOST_LOGGED_BYTES)
 
-    def are_in(self, snapshot: ClusterSnapshot) -> bool:
-        """What a snapshot contains never runs again: it is forgotten, once its results are there.
+    def forget(self, snapshot: ClusterSnapshot) -> bool:
+        """Forgets what a snapshot contains, as it never runs again, once its results are there.
 
         Returns:
             Whether so much has come meanwhile that another one is due.
         """
         self._since = 0
         self._void = {c for c in self._void if c >= snapshot.settled}
-        ended = {c for c in self._skipped if c < snapshot.settled or c in snapshot.applied}
-        self._skipped, self._skipped_before = self._skipped - ended, self._skipped_before + len(ended)
-        found = [c for c in self._known if c < snapshot.settled or c in snapshot.applied]
-        for c in found:
+        skipped = {c for c in self._skipped if c < snapshot.settled or c in snapshot.applied}
+        self._skipped, self._skipped_before = self._skipped - skipped, self._skipped_before + len(skipped)
+        contained = [c for c in self._known if c < snapshot.settled or c in snapshot.applied]
+        for c in contained:
             if self._known[c].pending.done:
                 self._logged_bytes -= self._known.pop(c).size_bytes
-        return bool(found) and self._logged_bytes > MOST_LOGGED_BYTES
+        return bool(contained) and self._logged_bytes > MOST_LOGGED_BYTES
 
     def go_back(self, snapshot: ClusterSnapshot) -> frozenset[int]:
-        """After a snapshot only what it contains is done; what it does not is queued again.
+        """Queues again what a snapshot does not contain.
 
         Returns:
             Those at or above `snapshot.settled` that do not run again.
@@ -296,7 +259,7 @@ class Closures:
         return frozenset(done)
 
     def clear(self) -> list[Pending]:
-        """Forgets all; who waited for them."""
+        """Forgets all, and returns their results, which others may wait for."""
         waiting, self._known = self.pending, {}
         return waiting
 
@@ -304,46 +267,9 @@ class Closures:
         return len(self._known)
 
 
-def _from_bytes(data: bytes, described: Sequence[Spec]) -> list[np.ndarray]:
-    found, start = [], 0
-    for spec in described:
-        found.append(np.frombuffer(data[start : start + spec.size_bytes], spec.numpy).reshape(spec.shape))
+def _from_bytes(data: bytes, specs: Sequence[Spec]) -> list[np.ndarray]:
+    arrays, start = [], 0
+    for spec in specs:
+        arrays.append(np.frombuffer(data[start : start + spec.size_bytes], spec.numpy).reshape(spec.shape))
         start += spec.size_bytes
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What becomes of closures that are staged.
-
-    Attributes:
-        commit: whether they become an update.
-        scalars: what that needs besides.
-        is_skipped: whether it was left out, as a gradient was not finite.
-        error: what the user is to be told.
-    """
-
-    commit: bool
-    scalars: list[np.ndarray] = dataclasses.field(default_factory=list)
-    is_skipped: bool = False
-    error: ClosureError | None = None
-
-
-def decide(numbers: Sequence[int], closures: Sequence[Closure], installed: Installable) -> Decision:
-    """Puts together what closures reported.
-
-    Args:
-        numbers: the closures' numbers.
-        closures: the closures; all have reported.
-        installed: their function.
-    """
-    try:
-        assert installed.combine is not None  # only functions that have it are staged
-        combined = installed.combine([closure.pending.wait(0) for closure in closures])
-    except Exception as exc:  # noqa: BLE001  # whatever it is, the round must not wait for this thread for ever
-        return Decision(False, error=ClosureError(f"closures {numbers}: what they gave cannot be put together: {exc}"))
-    policy = installed.function.non_finite
-    if combined.finite or policy == "apply":
-        return Decision(True, combined.scalars)
-    error = NonFiniteClosureError(numbers[0]) if policy == "raise" else None
-    return Decision(False, is_skipped=policy == "skip", error=error)
+    return arrays

@@ -1,42 +1,40 @@
-"""The coordinator of one state: schedules functions on workers, has shards updated, and waits for results."""
+"""The coordinator of one state: connects a closure queue to workers and shards."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from jdist.cluster import exit_status
-from jdist.errors import ClosureCancelledError, ClosureError
-from jdist.ps.coordinator.closures import MOST_QUEUED, Combine
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
-from jdist.ps.coordinator.engine import Engine
-from jdist.ps.coordinator.interrupts import uninterrupted
-from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
-from jdist.ps.coordinator.replica_watch import Copies, ReplicaWatch
-from jdist.ps.coordinator.shard_calls import ShardCalls
-from jdist.ps.coordinator.shard_watch import ShardWatch
-from jdist.ps.coordinator.snapshot import ClusterSnapshot
+from jdist.errors import ClosureCancelledError, JobReplacedError, ShardLostError
+from jdist.ps.coordinator.closure_queue import ClosureQueue
+from jdist.ps.coordinator.closures import ClusterSnapshot
+from jdist.ps.coordinator.shard_watch import CopiesWatch, ShardWatch
 from jdist.ps.coordinator.snapshots import Snapshots
-from jdist.ps.coordinator.worker_link import Briefing, WorkerLink
-from jdist.ps.program.function_plan import FunctionPlan
-from jdist.ps.protocol.scheduler_events import Assign, Decide, Parted, Rollback, Scheduled, Tell
+from jdist.ps.coordinator.worker_link import Workers
+from jdist.ps.protocol.messages import Answer, Commit, Held, Refused, Restore
+from jdist.ps.protocol.scheduler_events import Answered, Assign, Decide, Parted, Rollback, Tell
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
-from jdist.ps.transport.interface import Channel
-from jdist.ps.transport.shard_client import ShardClient, Together
+from jdist.ps.protocol.wire import to_plain
+from jdist.ps.transport.interface import CallFailed, Channel, Header
+from jdist.ps.transport.routed import Copies
+from jdist.ps.transport.shard_client import ShardClient, ShardClients, whose
 from jdist.ps.transport.threads import Threads
+
+_LOG = logging.getLogger(__name__)
+MOST_REFUSALS = 5
 
 
 class Coordinator:
-    """Schedules closures of functions over workers and shards, and waits for them.
+    """Runs the closures of a queue on workers, over shards that keep their state.
 
     Args:
         workers: makes a channel to each worker.
         shards: the shards that keep the state, not yet restored.
-        addresses: theirs, by which workers reach them.
         times: how long it waits.
         depth: closures that a worker gets at a time.
         rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
@@ -44,8 +42,7 @@ class Coordinator:
         on_replaced: is called when another coordinator has taken over.
 
     Attributes:
-        engine: what is scheduled, and its lock.
-        shards: the shards.
+        queue: the closures, and the lock of all threads here.
         snapshots: takes snapshots.
     """
 
@@ -54,26 +51,27 @@ class Coordinator:
         workers: Sequence[Callable[[], Channel]],
         shards: Sequence[ShardClient],
         *,
-        addresses: Sequence[str],
         times: Times,
         depth: int = 16,
         rounds: Rounds | None = None,
         copies: Sequence[Copies] = (),
         on_replaced: Callable[[], None] = lambda: None,
     ):
-        self.shards, self._times, self._copies = Together(shards), times, tuple(copies)
-        self.engine = engine = Engine(len(workers), len(shards), times=times, depth=depth, rounds=rounds)
-        briefing = Briefing(shards, addresses, copies, times)
-        self._links = [WorkerLink(n, connect, engine, briefing, times) for n, connect in enumerate(workers)]
-        self._calls = ShardCalls(self.shards, engine, times)
-        self._deciding = Threads(1, "jdist-decide")
-        self.snapshots = Snapshots(self.shards, engine, briefing.routes, give_up_s=2 * times.ps_timeout_s)
-        self._watches = [ShardWatch(n, client, engine, times) for n, client in enumerate(shards) if not copies]
-        self._watches += [ReplicaWatch(n, found, engine, times) for n, found in enumerate(copies)]
-        engine.executors[Assign] = lambda command: self._links[command.worker].assign(command)
-        engine.executors[Tell] = self._calls.tell
-        engine.executors[Decide] = lambda command: self._deciding.submit(engine.decide, command.closures)
-        engine.snapshot_due, engine.on_replaced, engine.on_end = self.snapshots.due, on_replaced, self._end_links
+        self._shards, self._copies, self._times, self._on_replaced = ShardClients(shards), copies, times, on_replaced
+        self._programs: Sequence[Sequence[bytes]] = ()
+        self.queue = queue = ClosureQueue(len(shards), depth=depth, rounds=rounds)
+        tellers, decider = Threads(2 * len(shards) + 2, "jdist-tell"), Threads(1, "jdist-decide")
+        self._pools = tellers, decider, Threads(1, "jdist-snapshot")
+        self.snapshots = Snapshots(self._shards, queue, self._routes, self._pools[-1], give_up_s=2 * times.ps_timeout_s)
+        self._workers = Workers(workers, queue, shards, self._routes, times)
+        hears: dict[str, Any] = {"on_status": self.heard_of, "on_memory_lost": self.memory_lost}
+        self._watches: list[ShardWatch | CopiesWatch] = [
+            CopiesWatch(n, each, queue, times, **hears) for n, each in enumerate(copies)
+        ] or [ShardWatch(n, client, queue, times, **hears) for n, client in enumerate(shards)]
+        queue.executors[Assign] = self._workers.assign
+        queue.executors[Tell] = lambda command: tellers.submit(self._deliver, command)
+        queue.executors[Decide] = lambda command: decider.submit(queue.decide, command.closures)
+        queue.snapshot_due = self.snapshots.due
 
     def begin(
         self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
@@ -89,15 +87,17 @@ class Coordinator:
         Raises:
             ShardLostError: a shard does not answer.
         """
-        atexit.register(self._end_if_replaced)  # runs after `close`, and after what the program registers from here on
-        # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
+        # The first runs last, also after what the program registers from here on. A program may end with
+        # closures in flight: their servers are not missed then.
+        atexit.register(self._end_if_replaced)
         atexit.register(self.close)
-        self.engine.begin(ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept), programs)
-        for watch in self._watches:  # first, as a shard with a backup takes nothing before it was told who leads
+        self._programs = programs
+        self.snapshots.newest = ClusterSnapshot(settled=first, kept=kept)
+        self.queue.begin(first)
+        for watch in self._watches:  # first: a shard with a backup takes nothing before one leads
             watch.start()
-        self.engine.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
-        for link in self._links:
-            link.start()
+        self.queue.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
+        self._workers.start()
 
     def highest_generation(self) -> int:
         """Returns the highest history that any shard, or copy of one, has seen; asked before `begin`.
@@ -106,89 +106,26 @@ class Coordinator:
             ShardLostError: a shard does not answer.
         """
         timeout_s = self._times.lost_after_s
-        found = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
-        found = found or [client.status() for client in self.shards.clients]
-        return max((status["generation"] for status in found), default=0)
+        statuses = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
+        statuses = statuses or [client.status() for client in self._shards.clients]
+        return max((status["generation"] for status in statuses), default=0)
 
     def close(self) -> None:
         """Ends all threads and connections; what is in the queue is cancelled."""
         atexit.unregister(self.close)
-        if self.engine.replaced_by is None:
+        if self.queue.replaced_by is None:
             atexit.unregister(self._end_if_replaced)
-        self.engine.end(ClosureCancelledError("the coordinator was closed"))
-        self.shards.close()
-        self._calls.close()
-        self.snapshots.close()
-        self._deciding.close()
-        for thread in (*self._watches, *self._links, self._calls, self.snapshots, self._deciding):
-            thread.join(self._times.lost_after_s)
-
-    def _end_links(self) -> None:
-        for link in self._links:
-            link.end()
+        self.queue.end(ClosureCancelledError("the coordinator was closed"))
+        self._workers.end()
+        self._shards.close()
+        for pool in self._pools:
+            pool.close()
+        for threads in (*self._watches, self._workers, *self._pools):
+            threads.join(self._times.lost_after_s)
 
     def _end_if_replaced(self) -> None:
         # No launcher starts it again: two would take turns.
-        exit_status.exit_if_uncaught(self.engine.replaced_by, exit_status.USAGE)
-
-    def add(self, function: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
-        """Makes a function known, to be installed on each worker that gets a closure of it.
-
-        Args:
-            function: what it is.
-            program: the function, packed.
-            combine: from what each closure of an update returned to what the update needs besides (synchronous mode).
-
-        Returns:
-            The number that `schedule` takes.
-        """
-        with self.engine.lock:
-            return self.engine.closures.add_function(function, program, combine)
-
-    def schedule(self, function: int, arguments: Sequence[Any], reads: RemoteBatch | None = None) -> Pending:
-        """Puts a closure into the queue; waits while the queue is full.
-
-        Args:
-            function: the number that `add` returned.
-            arguments: the arrays of its call, cast to the dtypes of `FunctionPlan.arguments`; those that are a
-                `RemoteValue` are waited for behind the scenes.
-            reads: the batch that the worker reads for it.
-
-        Returns:
-            Its results, when they are there.
-
-        Raises:
-            ClosureError: an earlier closure failed; what was in the queue is cancelled, and the error then forgotten.
-            ShardLostError: a shard has not answered for long.
-            DatasetError: another call has what it reads.
-        """
-        given = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
-        pending = Pending(cancel=self.engine.cancel)
-        with self.engine.lock:
-            self._wait_for_room()
-        with uninterrupted():
-            with self.engine.lock:
-                if reads is not None:
-                    reads.reads.use(reads, pending)
-                self.engine.to_come += 1
-            when_all_arrived(
-                [p for x in given if isinstance(x, RemoteValue) for p in x.pending],
-                lambda: self._put(function, given, pending, reads),
-            )
-        return pending
-
-    def schedule_round(self, function: int, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
-        """Puts closures that make one update into the queue, all at once; as `schedule`."""
-        installed = self.engine.installable(function)
-        given = [installed.fitted([np.array(x) for x in each]) for each in arguments]
-        with self.engine.lock:
-            self._wait_for_room()
-        with uninterrupted(), self.engine.lock:
-            pending = [Pending() for _ in given]
-            for each, one in zip(given, pending, strict=True):
-                self.engine.closures.put(function, each, one, None)
-            self.engine.handle(Scheduled(count=len(pending)))
-        return pending
+        exit_status.exit_if_uncaught(self.queue.replaced_by, exit_status.USAGE)
 
     def part(self) -> None:
         """Waits until every closure is done; what comes after is never mixed with it, also where both are computed again.
@@ -197,99 +134,94 @@ class Coordinator:
             ClosureError: one of them failed.
             ShardLostError: a shard has not answered for long.
         """
-        self.join()
-        with self.engine.lock:
-            self.engine.handle(Parted(kept=self.engine.newest.settled))
-
-    def _wait_for_room(self) -> None:
-        self.engine.raise_error()
-        while self._is_full() and not self.engine.closed.is_set():
-            self.engine.wait_for_event()
-            self.engine.raise_error()
-        if self.engine.closed.is_set():
-            raise ClosureCancelledError("the coordinator was closed")
-        if (error := self.engine.attendance.none_left()) is not None:
-            raise error
-
-    def _is_full(self) -> bool:
-        return (
-            self.engine.dispatch.scheduled - self.engine.dispatch.settled >= MOST_QUEUED
-            or self.engine.closures.is_too_large
-        )
-
-    def _put(self, function: int, arguments: list[Any], pending: Pending, reads: RemoteBatch | None) -> None:
-        """Puts a closure whose arguments are there into the queue."""
-        failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
-        error: ClosureError | None = None
-        given: list[np.ndarray] = []
-        if failed:
-            error = ClosureCancelledError(f"an argument of it failed: {failed[0]}")
-        else:
-            try:
-                given = self.engine.installable(function).fitted(arguments)
-            except Exception as exc:  # noqa: BLE001  # whatever it is, it is this closure's, and others wait for it
-                error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
-        with self.engine.lock:
-            if pending.done:
-                return  # it was cancelled, and is not waited for any more
-            self.engine.to_come -= 1
-            if self.engine.closed.is_set():
-                error = ClosureCancelledError("the coordinator was closed")
-            if error is None:
-                self.engine.closures.put(function, given, pending, reads)
-                self.engine.handle(Scheduled(count=1))
-            else:
-                self.engine.lock.notify_all()
-        if error is not None:
-            pending.arrive([], error)
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits until every closure is done.
-
-        Raises:
-            TimeoutError: they were not after `timeout_s`.
-            ClosureError: one of them failed.
-            ShardLostError: a shard has not answered for long.
-        """
-        with self.engine.lock:
-            if not self.engine.lock.wait_for(
-                lambda: self.done or self.engine.closed.is_set() or self.engine.is_a_shard_lost, timeout_s
-            ):
-                raise TimeoutError(
-                    f"up to {self.engine.num_unfinished:,} closures are not done after {timeout_s:g} s; they go on. Wait "
-                    "longer, or without `timeout_s`."
-                )
-            self.engine.raise_error()
-
-    def snapshot(self) -> ClusterSnapshot:
-        """The state of all shards as it is now, to which they go back when one of them loses its memory.
-
-        Raises:
-            ShardLostError: a shard does not answer.
-        """
-        return self.snapshots.take()
+        self.queue.join()
+        self.queue.handle(Parted(kept=self.snapshots.newest.settled))
 
     def state(self) -> ClusterSnapshot:
-        """Waits until every closure is done; the state of all shards after all of them.
+        """Waits until every closure is done; returns the state of all shards after all of them.
 
         Raises:
             ClosureError: one of them failed.
             ShardLostError: a shard does not answer.
         """
         while True:
-            self.join()
-            scheduled, found = self.scheduled, self.snapshot()
-            if found.settled >= scheduled:  # else a shard has lost its memory in between, and they run again
-                return found
+            self.queue.join()
+            scheduled, snapshot = self.queue.scheduled, self.snapshots.take()
+            if snapshot.settled >= scheduled:  # else a shard lost its memory, and closures run again
+                return snapshot
 
-    @property
-    def done(self) -> bool:
-        """Whether every closure that was scheduled is done."""
-        with self.engine.lock:
-            return self.engine.is_idle
+    def memory_lost(self, shard: int) -> None:
+        """Has all shards go back to the newest snapshot, as one has begun anew and is empty."""
+        with self.queue.lock:
+            _LOG.warning("parameter server %d lost its memory", shard)
+            self.queue.roll_back(self.snapshots.newest)
 
-    @property
-    def scheduled(self) -> int:
-        """How many closures were scheduled; the number of the next."""
-        with self.engine.lock:
-            return self.engine.dispatch.scheduled
+    def heard_of(self, generation: int, begun_by: str) -> None:
+        """Gives way if a shard has begun a later history than this coordinator's."""
+        if 0 < self.queue.generation < generation:
+            self.replaced(generation, begun_by)
+
+    def replaced(self, generation: int, begun_by: str) -> None:
+        """Ends, as another coordinator has taken over the shards; nothing of theirs is touched any more."""
+        with self.queue.lock:
+            if self.queue.closed.is_set():
+                return
+            error = self.queue.replaced_by = JobReplacedError(
+                f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
+                f"{generation}, and this process's was {self.queue.generation}. What is on them is not this job's any more. "
+                "Start one coordinator for them, or give each job servers of its own."
+            )
+            self.queue.end(error)
+            self._workers.end()
+        _LOG.error("%s", error)
+        self._on_replaced()
+
+    def _deliver(self, command: Tell) -> None:
+        """Sends a shard a message until it answers, however long that takes: its watch bounds it.
+
+        A message of an old history is dropped.
+        """
+        queue, client, refusals = self.queue, self._shards.clients[command.shard], 0
+        while not queue.closed.is_set() and command.message.generation == queue.generation:
+            try:
+                answer = self._answer_to(command, client)
+            except ShardLostError as exc:
+                refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
+                # It cannot begin with that state. Whatever else fails there leaves it empty, which its watch sees.
+                if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
+                    return queue.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
+                queue.closed.wait(self._times.ping_s)
+                continue
+            except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
+                queue.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
+                raise
+            is_refused = isinstance(answer, Refused)
+            if (
+                is_refused
+                and answer.reason in ("empty", "generation")
+                and answer.generation < command.message.generation
+            ):
+                # It has lost its memory, or is about to begin this history: it does not know, which is not
+                # to say that it has nothing.
+                queue.closed.wait(self._times.ping_s)
+                continue
+            if isinstance(command.message, Restore) and is_refused and queue.generation == answer.generation:
+                begun_by = client.status()["begun_by"]
+                if begun_by != whose():  # else only the first answer was lost
+                    return self.replaced(answer.generation, begun_by)
+            return queue.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+
+    def _answer_to(self, command: Tell, client: ShardClient) -> Answer:
+        message, scalars = command.message, None
+        if isinstance(message, Restore):
+            kept, programs = self.snapshots.newest.kept[command.shard], self._programs[command.shard]
+            return client.restore(message, kept, programs)
+        if isinstance(message, Commit) and message.as_one:
+            view, scalars = self.queue.scalars_of(message)
+            message = dataclasses.replace(message, view=view)
+        (answer,), _, results = client.say([message], scalars)
+        return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer
+
+    def _routes(self) -> Header:
+        """Where the leader of each shard is, as workers are told; nothing where shards have one copy."""
+        return {"routes": [to_plain(copies.channel.route) for copies in self._copies]} if self._copies else {}

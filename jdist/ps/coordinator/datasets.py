@@ -1,23 +1,29 @@
-"""Datasets that live on workers, as the coordinator has them."""
+"""Datasets that workers read: which batches there are, and which worker reads which."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jdist.errors import DatasetError
-from jdist.ps.coordinator.dataset_pass import DatasetPass, RemoteBatch
+from jdist.errors import ClosureCancelledError, DatasetError
+from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.program.batch_tree import from_structure
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.worker.data import SCRIPT
 
 PyTree = Any
+BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
+AHEAD = 16  # batches that a worker of a dataset without a known end reads ahead
+_POLL_S = 0.01
 _CALL_S = 60.0
 _numbers = itertools.count(1)
 
@@ -52,9 +58,9 @@ class WorkerDataset:
             "pipelines": len(self._connects),
         }
         self._passes = itertools.count()
-        found = [self.ask(p, "open", {**self.header, "pipeline": p}) for p in range(len(self._connects))]
-        self.steps: list[int | None] = [answer["steps"] for answer in found]
-        specs = [from_structure(answer["spec"]) for answer in found]
+        answers = [self.ask(p, "open", {**self.header, "pipeline": p}) for p in range(len(self._connects))]
+        self.steps: list[int | None] = [answer["steps"] for answer in answers]
+        specs = [from_structure(answer["spec"]) for answer in answers]
         if any(spec != specs[0] for spec in specs):
             raise DatasetError(
                 f"{name}: the workers' batches differ in their trees, shapes or dtypes: {specs[0]} and others"
@@ -91,8 +97,177 @@ class WorkerDataset:
         raise AssertionError  # the loop has no end
 
 
+class DatasetPass:
+    """Hands out the batches of one pass over a dataset.
+
+    Each worker reads its own share, from its first batch on; another one does so only while that worker is lost. How many
+    batches a share has may be unknown: then workers read ahead to find out, and may be given a batch that turns out not to
+    be there.
+
+    Args:
+        number: of the pass.
+        header: what workers are told of the dataset.
+        spec: shapes and dtypes of a batch.
+        steps: how many batches each share has; None where nobody knows yet.
+        ask: asks for a share, as `WorkerDataset.ask`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        header: Header,
+        spec: PyTree,
+        steps: Sequence[int | None],
+        ask: Callable[[int, str, Header], Header],
+    ):
+        self.header, self.spec = header, spec
+        self._number, self._ask = number, ask
+        self._lock = threading.Lock()
+        self._known = [count or 0 for count in steps]  # batches that are there for sure
+        self._ended = [count is not None for count in steps]
+        self._taken = [0 for _ in steps]
+        self._reserved = 0
+        # Handed to the caller; no worker has had them.
+        self._unnamed: weakref.WeakSet[RemoteBatch] = weakref.WeakSet()
+
+    def next(self) -> RemoteBatch | None:
+        """Returns one more batch; None at the end."""
+        while True:
+            with self._lock:
+                if self._reserved < sum(self._known):
+                    self._reserved += 1
+                    batch = RemoteBatch(self)
+                    self._unnamed.add(batch)
+                    return batch
+                if all(self._ended):
+                    return None
+                wanted, asked = self._to_be_read(), list(self._taken)
+            for p, until in wanted.items():
+                header = {**self.header, "pass": self._number, "pipeline": p, "until": until, "asked": asked[p]}
+                answer = self._ask(p, "advance", header)
+                with self._lock:
+                    self._known[p] = max(self._known[p], answer["available"])
+                    if answer["ended"]:
+                        self._end(p, answer["available"])
+            if not wanted:  # workers are to take some first, which needs nothing of the caller
+                time.sleep(_POLL_S)
+
+    def _to_be_read(self) -> dict[int, int]:
+        """Returns of shares without a known end how far each is to be read; of none while enough is read ahead."""
+        wanted = self._ahead_of(self._taken)
+        if wanted or any(batch.is_wanted for batch in list(self._unnamed)):
+            return wanted
+        self._leave_out()
+        # The caller has those, and wants more.
+        return self._ahead_of(self._taken) or self._ahead_of(self._known)
+
+    def _ahead_of(self, counts: Sequence[int]) -> dict[int, int]:
+        wanted = {p: counts[p] + AHEAD for p, ended in enumerate(self._ended) if not ended}
+        return {p: until for p, until in wanted.items() if self._known[p] < until}
+
+    def _leave_out(self) -> None:
+        """Counts as taken what the caller has forgotten, as nobody will read it."""
+        for _ in range(self._reserved - sum(self._taken) - len(self._unnamed)):
+            most = max(range(len(self._known)), key=lambda p: self._known[p] - self._taken[p])
+            self._taken[most] += self._known[most] > self._taken[most]
+
+    def use(self, batch: RemoteBatch, pending: Pending) -> None:
+        """Gives a batch to a call.
+
+        Raises:
+            DatasetError: another call has it.
+        """
+        with self._lock:
+            before = batch.pending
+            if before is not None and not (before.done and isinstance(before.error, ClosureCancelledError)):
+                raise DatasetError(
+                    f"a batch of {self.header['name']} was given to a second call; a batch that a worker reads is for one. "
+                    "Do all that is to be done with it in one function, or take the next batch."
+                )
+            batch.pending = pending
+
+    def take(self, batch: RemoteBatch, worker: int, lost: Collection[int]) -> BatchName | None:
+        """Names the batch that a worker is to read: the same one as before, or the next of its own share.
+
+        Args:
+            batch: what was given to a call.
+            worker: which.
+            lost: workers whose shares others read.
+
+        Returns:
+            The name; None if it is for another worker to read.
+
+        Raises:
+            DatasetError: no worker has one left, as the dataset has fewer than it said.
+        """
+        with self._lock:
+            if batch.name is not None and self._may_be_there(batch.name):
+                return batch.name if batch.name[2] in (worker, *lost) else None
+            batch.name = None
+            self._unnamed.add(batch)
+            shares = [worker, *sorted(lost, key=self._left, reverse=True)]
+            pipeline = next((p for p in shares if self._left(p) > 0), None)
+            if pipeline is not None:
+                self._unnamed.discard(batch)
+                batch.name = self._next_of(pipeline)
+            elif not any(self._left(p) > 0 for p in range(len(self._known))):
+                raise DatasetError(
+                    f"{self.header['name']} has {sum(self._known):,} batches on all workers together, which is fewer than were "
+                    "found at first: it has to give the same batches each time that it is made and read"
+                )
+            return batch.name
+
+    def ended(self, pipeline: int, count: int) -> None:
+        """Notes that a share has turned out to have only so many batches."""
+        with self._lock:
+            self._end(pipeline, count)
+
+    def _end(self, pipeline: int, count: int) -> None:
+        self._known[pipeline], self._ended[pipeline] = count, True
+        self._taken[pipeline] = min(self._taken[pipeline], count)
+
+    def _left(self, pipeline: int) -> float:
+        """Counts the batches of a share that nobody has taken, as far as is known."""
+        return self._known[pipeline] - self._taken[pipeline] if self._ended[pipeline] else math.inf
+
+    def _may_be_there(self, name: BatchName) -> bool:
+        return not self._ended[name[2]] or name[3] < self._known[name[2]]
+
+    def _next_of(self, pipeline: int) -> BatchName:
+        self._taken[pipeline] += 1
+        return self.header["dataset"], self._number, pipeline, self._taken[pipeline] - 1
+
+
+class RemoteBatch:
+    """A batch that a worker will read; stands for the whole tree of it.
+
+    Attributes:
+        reads: the pass that it is of.
+        name: which one, once a worker had it; it stays the same if another computes it again.
+        pending: the results of the call that it was given to; None before.
+    """
+
+    def __init__(self, reads: DatasetPass):
+        self.reads = reads
+        self.name: BatchName | None = None
+        self.pending: Pending | None = None
+
+    @property
+    def spec(self) -> PyTree:
+        """Shapes and dtypes, as a tree of `jax.ShapeDtypeStruct`."""
+        return self.reads.spec
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a worker is to take it: it was given to a call that was not cancelled, and none has it."""
+        return self.name is None and self.pending is not None and not self.pending.done
+
+    def __repr__(self) -> str:
+        return f"RemoteBatch({self.reads.header['name']})"
+
+
 def name_of_function(fn: Any) -> str:
-    """The name by which a worker finds a function.
+    """Returns the name by which a worker finds a function.
 
     Args:
         fn: a function of a module, or "module:function".
@@ -126,8 +301,8 @@ def name_of_function(fn: Any) -> str:
     return f"{module}:{path}"
 
 
-def spread(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
-    """A tree of arguments in which a `RemoteBatch` may stand for a part.
+def flatten(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
+    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part.
 
     Returns:
         `(leaves, treedef, (first, count) of the leaves that are its, it)`; these leaves are structs.

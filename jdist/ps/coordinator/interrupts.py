@@ -1,4 +1,4 @@
-"""Ctrl-C, or a notebook's interrupt, in the middle of what must be done whole."""
+"""Interrupts (Ctrl-C, or a notebook's) that wait for the end of what must be done whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Has an interrupt wait for the end of the block, which must be short.
+    """Defers an interrupt to the end of the block, which must be short.
 
     Only the main thread is interrupted; in others this does nothing.
     """
@@ -19,11 +19,11 @@ def uninterrupted() -> Iterator[None]:
     if not callable(handler):
         yield
         return
-    came: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    deferred: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: deferred.append(arguments))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        if deferred:
+            handler(*deferred[0])

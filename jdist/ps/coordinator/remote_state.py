@@ -1,4 +1,4 @@
-"""A state that lives on parameter servers, as the user's program holds it."""
+"""Handles of states that live on parameter servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.remote import RemoteTree
-from jdist.core.static_leaves import unpack
+from jdist.core.step_state import unpack
 from jdist.support.arrays import is_key
 from jdist.support.leaf_table import tree_table
 
@@ -19,13 +19,13 @@ PyTree = Any
 
 
 class Job(Protocol):
-    """Who knows where the state is; see `session.Session`."""
+    """What knows where a state is: `session.Session`."""
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
 
 
 class OnServers(RemoteTree):
-    """What lives on parameter servers and is asked for by `strategy.fetch`."""
+    """A tree that lives on parameter servers; `strategy.fetch` brings it here."""
 
     def _repr_html_(self) -> str:
         return tree_table(self.shapes, title=type(self).__name__, whereabouts="on the parameter servers")
@@ -96,12 +96,11 @@ class RemoteState(OnServers):
         ]
 
     def __iter__(self) -> Iterator[RemotePart]:
-        """Handles of the states that a tuple of them is made of."""
         return iter(self.parts)
 
     @functools.cached_property
     def parts(self) -> tuple[RemotePart, ...]:
-        """A handle of each state, if this is a tuple of them.
+        """Handles of the states that a tuple is made of.
 
         Raises:
             TypeError: it is no tuple.
@@ -142,5 +141,5 @@ class RemotePart(OnServers):
 
 
 def _with_dtype(x: Any) -> Any:
-    """A Python number as the array that JAX makes of it."""
+    """Makes of a Python number the array that JAX would make of it."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, jnp.result_type(x))

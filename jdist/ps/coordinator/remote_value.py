@@ -1,4 +1,4 @@
-"""What a scheduled closure will have returned."""
+"""Results of closures that are still to come."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class Pending:
     """The results of one closure. They arrive once, and again where a rollback has discarded what they were computed from.
 
     Args:
-        number: the closure's, as far as it has one.
-        cancel: cancels closures that no worker has had; whether it could.
+        cancel: cancels closures that no worker has had; returns whether it could.
 
     Attributes:
         number: the closure's; None while it waits for its arguments.
         was_there: whether they have arrived at all, also if they were discarded since then.
     """
 
-    def __init__(self, number: int | None = None, cancel: Callable[[Sequence[Pending]], bool] | None = None):
-        self.number = number
+    def __init__(self, cancel: Callable[[Sequence[Pending]], bool] | None = None):
+        self.number: int | None = None
         self._cancel = cancel
         self._is_there = self.was_there = False
         self._woken = threading.Event()  # those who wait; also in vain
@@ -48,10 +47,10 @@ class Pending:
             self._cancel = None
             self._woken.set()
             then, self._then = self._then, []
-        _one_after_the_other(then)
+        _call_in_turn(then)
 
     def take_back(self) -> None:
-        """Forgets the results, as the closure is computed again; who has read them has read those of another history."""
+        """Forgets the results, as the closure is computed again; whoever has read them read those of another history."""
         with self._lock:
             if self._is_there and self._error is None:
                 self._is_there, self._leaves = False, []
@@ -59,7 +58,7 @@ class Pending:
                     self._woken.clear()
 
     def give_up(self, error: BaseException | None) -> None:
-        """From now on nobody waits for the results, but meets an error; with None they can be waited for again."""
+        """Raises an error instead of waiting from now on; with None, waits again."""
         with self._lock:
             self._given_up = error
             if error is not None:
@@ -76,7 +75,7 @@ class Pending:
         call()
 
     def wait(self, timeout_s: float | None) -> list[Any]:
-        """The results.
+        """Waits for the results, and returns them.
 
         Raises:
             TimeoutError: they have not arrived within `timeout_s`.
@@ -92,7 +91,7 @@ class Pending:
             is_there = self._is_there
         if error is not None:
             raise error
-        return self._leaves if is_there else self.wait(timeout_s)  # it was given up, and is not any more
+        return self._leaves if is_there else self.wait(timeout_s)  # it is not given up any more
 
     @property
     def done(self) -> bool:
@@ -105,7 +104,7 @@ class Pending:
         return self._error
 
 
-def _one_after_the_other(calls: Sequence[Callable[[], None]]) -> None:
+def _call_in_turn(calls: Sequence[Callable[[], None]]) -> None:
     """Makes calls that may lead to further ones, which come after them instead of inside: a chain may be long."""
     queue: deque[Callable[[], None]] | None = getattr(_CALLS, "queue", None)
     if queue is not None:
@@ -117,12 +116,6 @@ def _one_after_the_other(calls: Sequence[Callable[[], None]]) -> None:
             queue.popleft()()
     finally:
         del _CALLS.queue
-
-
-def cancelled(pending: Sequence[Pending]) -> bool:
-    """Cancels closures, all or none; whether it was not too late."""
-    cancel = pending[0]._cancel if pending else None
-    return cancel is not None and cancel(pending)
 
 
 def when_all_arrived(pending: Sequence[Pending], call: Callable[[], None]) -> None:
@@ -158,7 +151,7 @@ class RemoteValue(NDArrayOperatorsMixin):
         self.pending, self._read, self.struct = tuple(pending), read, struct
 
     def result(self, timeout_s: float | None = None) -> np.ndarray:
-        """The array.
+        """Waits for the array, and returns it.
 
         Args:
             timeout_s: seconds to wait for each of its closures; None: as long as it takes.
@@ -172,7 +165,7 @@ class RemoteValue(NDArrayOperatorsMixin):
         return self._read([p.wait(timeout_s) for p in self.pending])
 
     def cancel(self) -> bool:
-        """Has it not computed, if no worker has had it yet: the whole call whose result it is, with its other results.
+        """Cancels the whole call whose result it is, with its other results, if no worker has had it yet.
 
         A step that is cancelled takes no effect. `join` does not wait for it, and other calls go on; those that take it as an
         argument are cancelled with it.
@@ -180,11 +173,12 @@ class RemoteValue(NDArrayOperatorsMixin):
         Returns:
             Whether it is cancelled. False: it is too late, as a worker has it, or it is done; or the mode is synchronous.
         """
-        return cancelled(self.pending)
+        cancel = self.pending[0]._cancel if self.pending else None
+        return cancel is not None and cancel(self.pending)
 
     def map(self, function: Callable[[np.ndarray], Any]) -> RemoteValue:
-        """A function of the array, applied on the host once it is there."""
-        return RemoteValue(self.pending, lambda found: function(self._read(found)))
+        """Applies a function to the array, on the host, once it is there."""
+        return RemoteValue(self.pending, lambda results: function(self._read(results)))
 
     @property
     def done(self) -> bool:
@@ -217,11 +211,11 @@ class RemoteValue(NDArrayOperatorsMixin):
         return format(float(self), spec) if spec else repr(self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        given = [x.result() if isinstance(x, RemoteValue) else x for x in inputs]
-        return getattr(ufunc, method)(*given, **kwargs)
+        arrays = [x.result() if isinstance(x, RemoteValue) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
 
     def item(self) -> Any:
-        """The only number of the array, as Python has it; waits for it."""
+        """Returns the only number of the array, as Python has it; waits for it."""
         return self.result().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -235,14 +229,14 @@ class RemoteValue(NDArrayOperatorsMixin):
 
 def leaf(number: int) -> Read:
     """Reads one of the results of the only closure."""
-    return lambda found: found[0][number]
+    return lambda results: results[0][number]
 
 
 def stacked(values: Sequence[RemoteValue]) -> RemoteValue:
-    """Several closures' results of one name, along a new first axis."""
+    """Stacks several closures' results of one name along a new first axis."""
     parts: list[tuple[slice, Read]] = []
     pending: list[Pending] = []
     for value in values:
         parts.append((slice(len(pending), len(pending) + len(value.pending)), value._read))
         pending += value.pending
-    return RemoteValue(pending, lambda found: np.stack([read(found[part]) for part, read in parts]))
+    return RemoteValue(pending, lambda results: np.stack([read(results[part]) for part, read in parts]))

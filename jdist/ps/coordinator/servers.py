@@ -1,8 +1,10 @@
-"""The servers of a cluster, as its coordinator finds them: named, protected, there, and told when all is over."""
+"""The servers of a cluster: found, protected, waited for, and told when all is over."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import functools
 import os
 import socket
 import sys
@@ -15,11 +17,10 @@ from jdist.cluster.address import split
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
-from jdist.ps.coordinator.options import Servers
 from jdist.ps.protocol.times import Times
-from jdist.ps.transport.diagnose import Trouble, reach_all
+from jdist.ps.transport.diagnose import Diagnosis, reach_all
 from jdist.ps.transport.grpc_transport import RpcChannel
-from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.interface import CallFailed, Channel
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _CALL_S = 5.0
@@ -28,8 +29,36 @@ _TELLING_S = 10.0  # machines that are gone do not answer, and may be many
 _QUIET_S = 5.0  # who waits longer for the servers says so, and is content with one worker
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Servers:
+    """The processes that a session uses.
+
+    Attributes:
+        workers: addresses of the workers.
+        ps: addresses of the parameter servers.
+        connect: from an address to a channel.
+        close: ends what was started for the job.
+        leave: has `close` leave others alone: they are another job's.
+        processes: gives the process ids of what was started: the parameter servers, then the workers.
+        running_workers: gives those of the workers that have not ended.
+    """
+
+    workers: tuple[str, ...]
+    ps: tuple[str, ...]
+    connect: Callable[[str], Channel]
+    close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    processes: Callable[[], tuple[int, ...]] = tuple
+    running_workers: Callable[[], tuple[int, ...]] = tuple
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of what was started, as they are now: one that has ended is started again."""
+        return self.processes()
+
+
 def cluster_of_environment() -> ClusterSpec | None:
-    """The cluster that the environment describes; None for one process by itself.
+    """Returns the cluster that the environment describes; None for one process by itself.
 
     Raises:
         ClusterConfigError: see `jdist.cluster.resolve`.
@@ -65,8 +94,8 @@ def check_place(spec: ClusterSpec) -> None:
         )
 
 
-def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
-    """The servers of a cluster, once all parameter servers and a worker are there and let each other in.
+def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
+    """Returns the servers of a cluster, once all parameter servers and a worker are there and let each other in.
 
     The other workers may come later, at any time: a coordinator that starts again need not wait for one that is gone.
 
@@ -92,69 +121,65 @@ def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s:
     if wrong is not None:
         print(f"jdist: insecure: {wrong}", file=sys.stderr, flush=True)
     names = {address: f"{job} {i} ({address})" for job in ("worker", "ps") for i, address in enumerate(spec.jobs[job])}
-    _wait(lambda: _looked_for(workers, ps, security, names), start_timeout_s)
-    telling = _Telling([*workers, *ps], security)
-    if not keep:
-        atexit.register(telling.at_exit)
+    _wait(lambda: _look_for(workers, ps, security, names), start_timeout_s)
+    # Connected before: at its exit Python starts no thread.
+    channels = [RpcChannel(address, security=security) for address in (*workers, *ps)]
+
+    end, leave = functools.partial(_end_servers, channels), functools.partial(_close, channels)
+    if not keep:  # and the program will not be started again, when it would look for them
+        atexit.register(lambda: end() if exit_status.is_finished() else leave())
     return Servers(
         workers=workers,
         ps=ps,
         connect=lambda address: RpcChannel(address, security=security),
-        close=telling.close if keep else telling.end,
-        leave=telling.close,
+        close=leave if keep else end,
+        leave=leave,
     )
 
 
-def _looked_for(
+def _look_for(
     workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]
 ) -> tuple[list[str], bool]:
-    """Which servers cannot be reached yet, from here or from a worker, and why; and whether the job can begin without them.
+    """Looks for all servers, from here and from each worker.
+
+    Returns:
+        `(lines, can_begin)`: which cannot be reached yet, and why; whether the job can begin without them.
 
     Raises:
         ClusterError: one never will.
     """
     everyone = [*ps, *workers]
     reached = dict(zip(everyone, reach_all(everyone, security, _CALL_S), strict=True))
-    found = [(names[a], trouble) for a, trouble in reached.items()]
+    seen = [(names[a], trouble) for a, trouble in reached.items()]
     there = [worker for worker in workers if reached[worker] is None]
     usable = 0
     if all(reached[a] is None for a in ps):
         for worker in there:
-            seen = _seen_from(worker, ps, security, names)
-            usable += all(trouble is None for _, trouble in seen)
-            found += seen
-    lasting = [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None and trouble.lasts]
+            from_there = seen_from(worker, ps, security)
+            usable += all(trouble is None for trouble in from_there)
+            seen += [(f"{names[worker]} cannot reach {names[to]}", x) for to, x in zip(ps, from_there, strict=True)]
+    lasting = [f"{who}: {trouble.text}" for who, trouble in seen if trouble is not None and trouble.lasts]
     if lasting:
         more = f" ({len(lasting) - 1} more are like that)" if len(lasting) > 1 else ""
         raise ClusterError(f"{lasting[0]}.{more}")
-    return [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None], usable > 0
+    return [f"{who}: {trouble.text}" for who, trouble in seen if trouble is not None], usable > 0
 
 
-def _seen_from(
-    worker: str, ps: Sequence[str], security: Security, names: dict[str | None, str]
-) -> list[tuple[str, Trouble | None]]:
-    """What a worker says of the parameter servers, with which it must be able to speak."""
-    return [
-        (f"{names[worker]} cannot reach {names[to]}", trouble)
-        for to, trouble in zip(ps, seen_from(worker, ps, security), strict=True)
-    ]
-
-
-def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Trouble | None]:
+def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Diagnosis | None]:
     """Has a worker try to reach all parameter servers."""
     channel = RpcChannel(worker, security=security)
     try:
         header, _ = channel.call("reach", {"addresses": list(ps)}, timeout_s=4 * _CALL_S)
     except CallFailed as exc:
-        return [Trouble(f"asking it for that failed: {exc.reason}", lasts=False) for _ in ps]
+        return [Diagnosis(f"asking it for that failed: {exc.reason}", lasts=False) for _ in ps]
     finally:
         channel.close()
-    return [None if each is None else Trouble(str(each[0]), lasts=bool(each[1])) for each in header["found"]]
+    return [None if each is None else Diagnosis(str(each[0]), lasts=bool(each[1])) for each in header["found"]]
 
 
 def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
     """Waits until nothing is missing, and after a while only until the job can begin; says for whom."""
-    begin, said = time.monotonic(), False
+    begin, has_told = time.monotonic(), False
     while True:
         lines, can_begin = look()
         waited_s = time.monotonic() - begin
@@ -172,8 +197,8 @@ def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
                 f"after {timeout_s:g} s the cluster has not all parameter servers and a worker. {'; '.join(lines[:4])}. Is "
                 "`jdist serve` running as each of them?"
             )
-        if waited_s > _QUIET_S and not said:
-            said = True
+        if waited_s > _QUIET_S and not has_told:
+            has_told = True
             print(f"jdist: waiting for the servers of the cluster: {'; '.join(lines[:4])}", file=sys.stderr, flush=True)
         time.sleep(min(_RETRY_S, timeout_s))
 
@@ -189,46 +214,34 @@ def _has_ended(address: str) -> bool:
     return False
 
 
-class _Telling:
-    """Tells servers that it is over, once. The connections are made before: at its exit Python starts no thread."""
-
-    def __init__(self, addresses: Sequence[str], security: Security):
-        self._channels = [RpcChannel(address, security=security) for address in addresses]
-
-    def at_exit(self) -> None:
-        """At the program's end: only if nothing tells that it will be started again, and then look for them."""
-        if exit_status.is_finished():
-            self.end()
-        self.close()
-
-    def end(self) -> None:
-        """Tells all, again and again; who has not heard is named, and ends after its grace period."""
-        end, unheard = time.monotonic() + _TELLING_S, list(self._channels)
-        while unheard and time.monotonic() < end:
-            missed = []
-            for channel in unheard:
-                try:
-                    channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
-                except CallFailed:
-                    if not _has_ended(channel.peer):
-                        missed.append(channel)
-            unheard = missed
-            if unheard:
-                time.sleep(_RETRY_S)
+def _end_servers(channels: list[RpcChannel]) -> None:
+    """Tells servers that it is over, again and again; who has not heard is named, and ends after its grace period."""
+    end, unheard = time.monotonic() + _TELLING_S, list(channels)
+    while unheard and time.monotonic() < end:
+        missed = []
+        for channel in unheard:
+            try:
+                channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
+            except CallFailed:
+                if not _has_ended(channel.peer):
+                    missed.append(channel)
+        unheard = missed
         if unheard:
-            named = ", ".join(channel.peer for channel in unheard)
-            print(
-                f"jdist: {named} did not hear that the job is over, and ends by itself when nobody has asked for anything for "
-                "its `jdist serve --grace-s`",
-                file=sys.stderr,
-                flush=True,
-            )
-        self.close()
+            time.sleep(_RETRY_S)
+    if unheard:
+        named = ", ".join(channel.peer for channel in unheard)
+        print(
+            f"jdist: {named} did not hear that the job is over, and ends by itself when nobody has asked for anything for "
+            "its `jdist serve --grace-s`",
+            file=sys.stderr,
+            flush=True,
+        )
+    _close(channels)
 
-    def close(self) -> None:
-        """Ends the connections."""
-        while self._channels:
-            self._channels.pop().close()
+
+def _close(channels: list[RpcChannel]) -> None:
+    while channels:
+        channels.pop().close()
 
 
 def devices_of_workers(servers: Servers, times: Times) -> int:
@@ -243,8 +256,8 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
         while True:
             answers = pool.map(lambda address: _devices_of(address, servers, times.lost_after_s), servers.workers)
             by_address = dict(zip(servers.workers, answers, strict=True))
-            found = {address: answer for address, answer in by_address.items() if isinstance(answer, int)}
-            if found:
+            devices = {address: answer for address, answer in by_address.items() if isinstance(answer, int)}
+            if devices:
                 break
             failed = [answer for answer in by_address.values() if isinstance(answer, CallFailed)]
             refusal = next((exc for exc in failed if exc.reason == "unauthenticated"), None)
@@ -252,12 +265,12 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
                 exc = refusal or failed[0]
                 raise ClusterError(f"the worker {exc.peer} does not answer: {exc}") from exc
             time.sleep(times.reconnect_s)
-    if len(set(found.values())) > 1:
+    if len(set(devices.values())) > 1:
         raise StrategyError(
-            f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "
+            f"the workers have different numbers of devices, {devices}; a step is made for one number. Give each as many, "
             "for example by CUDA_VISIBLE_DEVICES."
         )
-    return next(iter(found.values()))
+    return next(iter(devices.values()))
 
 
 def _devices_of(address: str, servers: Servers, timeout_s: float) -> int | CallFailed:

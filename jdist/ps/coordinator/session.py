@@ -1,4 +1,4 @@
-"""What runs of one strategy: the servers, the state that they have now, and the steps that use it."""
+"""The session of one strategy: its servers, the state that they have now, and the programs of the steps that use it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,48 @@ import numpy as np
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.coordinator import Coordinator
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
-from jdist.ps.coordinator.datasets import WorkerDataset, name_of_function
-from jdist.ps.coordinator.options import PsOptions, Servers
+from jdist.ps.coordinator.datasets import RemoteBatch, WorkerDataset, name_of_function
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
-from jdist.ps.coordinator.replica_watch import two_copies
-from jdist.ps.coordinator.servers import devices_of_workers
+from jdist.ps.coordinator.servers import Servers, devices_of_workers
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import FunctionPlan, plan_function
+from jdist.ps.program.function_plan import FunctionPlan, StepFunction, plan_function
 from jdist.ps.program.layout import Layout, make_layout
+from jdist.ps.program.partition import Partitioner, Placement
 from jdist.ps.program.shard_plan import ShardPlan
-from jdist.ps.program.split_step import StepParts
-from jdist.ps.program.sync import Traced
+from jdist.ps.program.split_step import SplitStep
+from jdist.ps.program.wire_dtype import Wire
+from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.protocol.times import Times
+from jdist.ps.transport.routed import two_copies
 from jdist.ps.transport.shard_client import ShardClient
 
 PyTree = Any
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PsOptions:
+    """How a state is laid out over the servers, travels and is updated; see `jdist.parameter_server`.
+
+    Attributes:
+        on_worker: from a worker's number of devices to the strategy that its part of a step is traced under.
+    """
+
+    on_worker: Callable[[int], Strategy]
+    partitioner: Partitioner
+    placement: Placement
+    rules: Rules
+    times: Times
+    wire: Wire = "float32"
+    is_sync: bool = False
+    gradients_per_update: int = 1
+    backup_workers: int = 0
+    replicas: int = 1
+
+
 class Session:
-    """What is running of one strategy.
+    """Lays states out over servers, and schedules steps and functions of one strategy.
 
     Args:
         servers: where it runs, or what starts that when it is first needed.
@@ -56,7 +77,7 @@ class Session:
 
     @property
     def servers(self) -> Servers:
-        """Where it runs; started when they are first asked for."""
+        """The workers and parameter servers; started when they are first asked for."""
         with self._lock:
             if self._is_closed:
                 raise StrategyError(
@@ -70,7 +91,7 @@ class Session:
 
     @functools.cached_property
     def on_worker(self) -> Strategy:
-        """How a worker runs its part of a step: mirrored over its devices, which are asked for here.
+        """The strategy of a worker's part of a step: mirrored over its devices, whose number workers are asked for.
 
         Raises:
             StrategyError: the workers have different numbers of devices.
@@ -85,11 +106,11 @@ class Session:
         return self.options.on_worker(count)
 
     def describe(self) -> str:
-        """Where it runs, in a few words; starts nothing."""
-        found = self._servers
-        if found is None:
+        """Says where it runs, in a few words; starts nothing."""
+        servers = self._servers
+        if servers is None:
             return "workers and parameter servers of this machine, started when they are needed"
-        named = [("worker", found.workers), ("parameter server", found.ps)]
+        named = [("worker", servers.workers), ("parameter server", servers.ps)]
         return " and ".join(
             f"{len(addresses)} {name}{'s' * (len(addresses) > 1)} ({addresses[0]}{', ...' * (len(addresses) > 1)})"
             for name, addresses in named
@@ -102,7 +123,7 @@ class Session:
         return self._coordinator
 
     def schedule(
-        self, state: RemoteState, traced: Traced, arguments: Sequence[Any], reads: RemoteBatch | None = None
+        self, state: RemoteState, function: StepFunction, arguments: Sequence[Any], reads: RemoteBatch | None = None
     ) -> list[Pending]:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
@@ -114,20 +135,20 @@ class Session:
         """
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
-            known = [step.identity for step in steps]
-            if traced.parts.identity not in known:
-                self._place(state, [*steps, traced.parts])
-                known.append(traced.parts.identity)
-            step = known.index(traced.parts.identity)
-            number = self._number(traced, lambda: self._shipped(traced, step))
+            identities = [step.identity for step in steps]
+            if function.step.identity not in identities:
+                self._place(state, [*steps, function.step])
+                identities.append(function.step.identity)
+            step = identities.index(function.step.identity)
+            number = self._number(function, lambda: self._plan(function, step))
             assert self._layout is not None  # the state has been placed
             if any((step, other) in self._layout.in_turn for other in self._mixed):
                 self.coordinator.part()
                 self._mixed.clear()
             self._mixed.add(step)
-            if traced.sync is not None:
-                return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
-            return [self.coordinator.schedule(number, arguments, reads)]
+            if function.cut is not None:
+                return self.coordinator.queue.schedule_round(number, function.cut(arguments))
+            return [self.coordinator.queue.schedule(number, arguments, reads)]
 
     def schedule_function(
         self,
@@ -151,42 +172,40 @@ class Session:
             if self._coordinator is None:
                 self._coordinator = self._make_coordinator([])
                 self._coordinator.begin([], [])
-            return self._coordinator.schedule(self._number(key, make), arguments, reads)
+            return self._coordinator.queue.schedule(self._number(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
-        """A dataset of which each worker reads its own share."""
+        """Makes a dataset of which each worker reads its own share."""
         servers = self.servers
         connects = [functools.partial(servers.connect, address) for address in servers.workers]
         return WorkerDataset(name_of_function(fn), options, connects, self.options.times.no_worker_timeout_s)
 
     def _number(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> int:
         if key not in self._functions:
-            self._functions[key] = self.coordinator.add(*make())
+            self._functions[key] = self.coordinator.queue.add(*make())
         return self._functions[key]
 
-    def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
+    def _plan(self, function: StepFunction, step: int) -> tuple[Any, ...]:
+        """Returns what the queue takes in of a step's function: its plan, its program and what combines its closures."""
         assert self._layout is not None  # the state has been placed
-        layout, is_sync = self._layout, traced.sync is not None
-        function = plan_function(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
-        function = dataclasses.replace(function, batch=traced.batch, loss_scale=traced.loss_scale)
-        combine = None if traced.sync is None else traced.sync.combine
-        program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
-        return function, program, combine
+        layout = self._layout
+        program = pack(layout.worker(step, function.run), [*layout.inputs(step), *function.arguments])
+        return plan_function(layout, step, function), program, function.combine
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
-        coordinator = self._coordinator  # without the lock, so that others may schedule meanwhile, or close
+        coordinator = self._coordinator  # without the lock: others may schedule meanwhile, or close
         if coordinator is not None:
-            coordinator.join(timeout_s)
+            coordinator.queue.join(timeout_s)
 
     @property
     def done(self) -> bool:
         """Whether every closure is done."""
         coordinator = self._coordinator
-        return coordinator is None or coordinator.done
+        return coordinator is None or coordinator.queue.done
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]:
-        """The leaves of a state, after every closure.
+        """Returns the leaves of a state, after every closure.
 
         Raises:
             StrategyError: it was on servers that have been closed.
@@ -198,12 +217,12 @@ class Session:
             return self._layout.join_leaves(self._coordinator.state().kept, state.leaves)
 
     def num_skipped(self) -> int:
-        """How many closures of the running state were left out, as a gradient was not finite."""
+        """Counts the updates that were left out, as a gradient was not finite; waits for every closure."""
         with self._lock:
             if self._coordinator is None:
                 return self._skipped_before
-            self._coordinator.join()
-            return self._skipped_before + self._coordinator.engine.num_skipped
+            self._coordinator.queue.join()
+            return self._skipped_before + self._coordinator.queue.num_skipped
 
     def close(self) -> None:
         """Ends the workers' threads, the connections and what was started."""
@@ -220,13 +239,13 @@ class Session:
 
     def _leave(self) -> None:
         if self._coordinator is not None:
-            self._skipped_before += self._coordinator.engine.num_skipped
+            self._skipped_before += self._coordinator.queue.num_skipped
             self._coordinator.close()
         self._coordinator = self._layout = self._state = None
         self._functions.clear()
         self._mixed.clear()
 
-    def _place(self, state: RemoteState, steps: Sequence[StepParts]) -> None:
+    def _place(self, state: RemoteState, steps: Sequence[SplitStep]) -> None:
         """Lays a state out for these steps. Another state that is on the servers is brought here first."""
         servers, options = self.servers, self.options
         if state is not self._state:
@@ -235,8 +254,8 @@ class Session:
             self._state.leaves = list(self.fetch(self._state))
         first = 0
         if self._coordinator is not None:
-            self._coordinator.join()
-            first = self._coordinator.scheduled
+            self._coordinator.queue.join()
+            first = self._coordinator.queue.scheduled
         self._leave()
         layout = make_layout(
             steps,
@@ -253,51 +272,45 @@ class Session:
             generation = 1 + coordinator.highest_generation()
             coordinator.begin(layout.split_leaves(state.leaves), programs, first=first, generation=generation)
         except BaseException:
-            coordinator.close()  # the state is here still, and comes to the servers with the next call
+            coordinator.close()  # the state is here still, and goes to the servers with the next call
             raise
         self._coordinator, self._layout, self._state = coordinator, layout, state
         kept = {rows.of for shard in layout.shards for rows in shard.rows}
         state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
 
     def _make_coordinator(self, plans: Sequence[ShardPlan]) -> Coordinator:
-        servers = self.servers
+        servers, options = self.servers, self.options
         addresses = [servers.ps[plan.server] for plan in plans]
-        copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
-        channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
+        copies = two_copies(servers.connect, addresses, servers.ps) if options.replicas == 2 else []
+        channels = [each.channel for each in copies] or [servers.connect(address) for address in addresses]
         clients = [
-            ShardClient(channel, plan, give_up_s=self.options.times.ps_timeout_s)
+            ShardClient(channel, plan, give_up_s=options.times.ps_timeout_s)
             for channel, plan in zip(channels, plans, strict=True)
         ]
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
-            addresses=addresses,
-            times=self.options.times,
-            rounds=self._rounds(),
+            times=options.times,
+            rounds=Rounds(size=options.gradients_per_update, spare=options.backup_workers) if options.is_sync else None,
             copies=copies,
             on_replaced=servers.leave,
         )
 
-    def _rounds(self) -> Rounds | None:
-        if not self.options.is_sync:
-            return None
-        return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
-
     def _program(self, layout: Layout, shard: ShardPlan, step: int) -> bytes:
-        """What a server does for a step, packed; empty if the step changes nothing."""
+        """Returns a server's program for a step, packed; empty if the step changes nothing."""
         parts = layout.steps[step]
         if not parts.update.reads:
             return b""
-        taken = tuple(shard.program_specs(step))
-        key = (parts.identity, layout.groups, shard.rows, shard.changing, shard.rounded, taken)
+        specs = tuple(shard.program_specs(step))
+        key = (parts.identity, layout.groups, shard.rows, shard.changing, shard.rounded, specs)
         if key not in self._packed:
-            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in taken]
+            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in specs]
             self._packed[key] = pack(layout.program(shard, step), structs)
         return self._packed[key]
 
 
 def _leaves_here(state: RemoteState) -> list[Any]:
-    """The leaves of a state that is on no server."""
+    """Returns the leaves of a state that is on no server."""
     if any(x is None for x in state.leaves):
         raise StrategyError(
             "this state is not here: it was on parameter servers when they were closed (`strategy.coordinator.close()`), so "

@@ -1,15 +1,37 @@
-"""Whether a parameter server is there, and still the one that it was."""
+"""Watches over shards: whether their servers are there and still the ones that they were, and which copy of a shard leads."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jdist.errors import ShardLostError
-from jdist.ps.coordinator.engine import Engine
+from jdist.ps.coordinator.closure_queue import ClosureQueue
+from jdist.ps.protocol import leadership
+from jdist.ps.protocol.leadership import (
+    Announce,
+    Command,
+    Event,
+    Heartbeat,
+    HeartbeatLost,
+    Lead,
+    Leadership,
+    LinkCut,
+    StateLost,
+)
 from jdist.ps.protocol.times import Times
-from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.interface import CallFailed, Channel
+from jdist.ps.transport.routed import Copies
 from jdist.ps.transport.shard_client import ShardClient
+
+_LOG = logging.getLogger(__name__)
+CUT_AFTER_S = 3.0  # without an answer from the backup; then the leader is asked whether it reaches it
+REFUSALS = 3  # connections refused in a row, after which nothing listens there
+Status = dict[str, Any]
 
 
 class ShardWatch:
@@ -19,15 +41,24 @@ class ShardWatch:
     incarnation has an empty memory.
 
     Args:
-        number: the shard's.
         client: how to reach it.
-        engine: what is scheduled.
-        times: how often it asks, and how long it waits.
+        queue: hears whether the shard is given up.
+        on_status: takes the history that the shard has, and who began it.
+        on_memory_lost: takes the shard's number once its memory is empty.
     """
 
-    def __init__(self, number: int, client: ShardClient, engine: Engine, times: Times):
-        self.number = number
-        self._client, self._engine, self._times = client, engine, times
+    def __init__(
+        self,
+        number: int,
+        client: ShardClient,
+        queue: ClosureQueue,
+        times: Times,
+        *,
+        on_status: Callable[[int, str], None],
+        on_memory_lost: Callable[[int], None],
+    ):
+        self._number, self._client, self._queue, self._times = number, client, queue, times
+        self._on_status, self._on_memory_lost = on_status, on_memory_lost
         self._incarnation: str | None = None
         self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
 
@@ -41,47 +72,248 @@ class ShardWatch:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its end, once the engine is closed."""
+        """Waits for its end, once the queue is closed."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def _watch(self) -> None:
-        engine, times, last = self._engine, self._times, time.monotonic()
-        told = False
-        while True:
-            if engine.closed.wait(times.ping_s):
-                return
-            try:
-                status = self._client.status(times.ping_s)
-            except CallFailed as exc:
-                silent_s = time.monotonic() - last
-                if (refuses(exc) or silent_s > times.ps_timeout_s) and not told:
-                    told = True
-                    engine.shard_lost(self.number, lost_error(self._client.channel.peer, exc, silent_s))
-                continue
-            if told:
-                engine.shard_found(self.number)
-            last, told = time.monotonic(), False
-            engine.heard_of(status["generation"], status["begun_by"])
+        def give_up(exc: CallFailed, silent_s: float) -> None:
+            self._queue.shard_lost(self._number, _lost_error(exc, silent_s))
+
+        def on_status(status: Status) -> None:
+            self._on_status(status["generation"], status["begun_by"])
             if status["incarnation"] != self._incarnation:
                 self._incarnation = status["incarnation"]
-                engine.memory_lost(self.number)
+                self._on_memory_lost(self._number)
+
+        _ask_again_and_again(
+            self._client.status, self._number, self._queue, self._times, on_status=on_status, give_up=give_up
+        )
 
 
-def refuses(exc: CallFailed) -> bool:
+class CopiesWatch:
+    """Asks both copies of a shard every second who they are, and does what `leadership` makes of it.
+
+    Args:
+        copies: where they are.
+        queue: hears whether the shard is given up.
+        on_status: takes the history that a copy has, and who began it.
+        on_memory_lost: takes the shard's number once no copy has its state.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        copies: Copies,
+        queue: ClosureQueue,
+        times: Times,
+        *,
+        on_status: Callable[[int, str], None],
+        on_memory_lost: Callable[[int], None],
+    ):
+        self._number, self._copies, self._queue, self._times = number, copies, queue, times
+        self._on_status, self._on_memory_lost = on_status, on_memory_lost
+        self._lock = threading.Condition()
+        self._leadership = Leadership()
+        self._in_step_at: float | None = time.monotonic()  # None once its absence was told
+        self._was_in_step = self._has_parted = False
+        self._channels: list[Channel] = []
+        self._threads = [
+            threading.Thread(target=self._watch, args=(copy,), name=f"jdist-watch-{number}-{copy}", daemon=True)
+            for copy in (0, 1)
+        ]
+
+    def start(self) -> None:
+        """Has the first copy lead, or the second where there is no first one, and starts the watch.
+
+        Raises:
+            ShardLostError: neither answers.
+        """
+        first, second = self._copies.statuses(self._times.lost_after_s)
+        self._channels = [self._copies.connected(copy) for copy in (0, 1)]
+        term = 1 + max(status["term"] for status in (first, second) if status is not None)
+        with self._lock:
+            one, other = (None if status is None else status["incarnation"] for status in (first, second))
+            self._leadership, commands = leadership.begin(term=term, alive=(one, other))
+            self._carry_out(commands)
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for its end, once the queue is closed."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+        for channel in self._channels:
+            channel.close()
+
+    def wait_for(self, is_so: Callable[[Leadership], bool], timeout_s: float) -> bool:
+        """Waits until something is so of the copies; returns whether it was in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: is_so(self._leadership), timeout_s)
+
+    def _watch(self, copy: int) -> None:
+        times, channel, refusals = self._times, self._channels[copy], 0
+
+        def on_failure(exc: CallFailed, silent_s: float) -> None:
+            nonlocal refusals
+            refusals = refusals + 1 if exc.reason == "unavailable" else 0
+            if silent_s > times.lost_after_s or refusals >= REFUSALS:
+                self._happened(HeartbeatLost(copy=copy))
+
+        def give_up(exc: CallFailed, silent_s: float) -> None:
+            """Gives the shard up where this copy has the only state there is; else the other copy does."""
+            with self._lock:
+                is_leader = copy == self._leadership.leader
+            if is_leader:
+                more = f", and shard {self._number} has no other copy"
+                self._queue.shard_lost(self._number, _lost_error(exc, silent_s, more))
+
+        def on_status(status: Status) -> None:
+            nonlocal refusals
+            refusals = 0
+            self._on_status(status["generation"], status["begun_by"])
+            self._happened(_heartbeat(copy, status))
+            if status["leads"] and status["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
+                self._look_at_the_link(copy, status["term"])
+
+        _ask_again_and_again(
+            lambda timeout_s: channel.call("status", {}, timeout_s=timeout_s)[0],
+            self._number,
+            self._queue,
+            times,
+            on_status=on_status,
+            on_failure=on_failure,
+            give_up=give_up,
+        )
+
+    def _look_at_the_link(self, copy: int, term: int) -> None:
+        """Does without the backup if its leader does not reach it, although it answers here."""
+        leader, other, timeout_s = self._channels[copy], self._channels[1 - copy], self._times.lost_after_s
+        try:
+            if leader.call("reaches backup", {}, timeout_s=timeout_s)[0]["reached"]:
+                return
+            other.call("status", {}, timeout_s=self._times.ping_s)
+        except CallFailed:
+            return  # one of them is not there, which its watch tells
+        _LOG.warning(
+            "the parameter servers %s and %s both answer, and the one does not reach the other: shard %d goes on without a "
+            "backup until they do",
+            leader.peer,
+            other.peer,
+            self._number,
+        )
+        self._happened(LinkCut(term=term))
+
+    def _happened(self, event: Event) -> None:
+        with self._lock:
+            if self._queue.closed.is_set():
+                return
+            self._leadership, commands = leadership.handle(self._leadership, event)
+            self._carry_out(commands)
+            self._warn_if_alone()
+            self._lock.notify_all()
+
+    def _warn_if_alone(self) -> None:
+        """Says once that a shard has had no backup for long: its servers may not reach one another."""
+        now = time.monotonic()
+        if None not in self._leadership.holds:
+            if self._has_parted:
+                _LOG.warning("shard %d has two copies in step again", self._number)
+            self._in_step_at, self._was_in_step, self._has_parted = now, True, False
+            return
+        self._has_parted = self._was_in_step
+        if self._in_step_at is not None and now - self._in_step_at > self._times.ps_timeout_s:
+            self._in_step_at = None
+            first, second = (address for address, _ in self._copies.places)
+            _LOG.warning(
+                "shard %d has had no backup for %.0f s: is one of %s and %s gone, or does one not reach the other?",
+                self._number,
+                self._times.ps_timeout_s,
+                first,
+                second,
+            )
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case StateLost():
+                    self._on_memory_lost(self._number)
+                case Lead():
+                    self._lead(command)
+                case Announce():
+                    route = self._copies.route(command.copy, command.term)
+                    if self._copies.channel.move(route):
+                        _LOG.warning("the parameter server %s leads shard %d now", route.address, self._number)
+
+    def _lead(self, command: Lead) -> None:
+        """Has a copy lead. If it does not answer, it will be asked again when it does."""
+        address, slot = self._copies.places[1 - command.copy]
+        backup = None if command.backup is None else [address, slot, command.backup]
+        header = {"term": command.term, "incarnation": command.incarnation, "backup": backup, "anew": command.anew}
+        with contextlib.suppress(CallFailed):  # its watch hears of that
+            status, _ = self._channels[command.copy].call("lead", header, timeout_s=self._times.ping_s)
+            if status["term"] == command.term:
+                self._leadership, commands = leadership.handle(self._leadership, _heartbeat(command.copy, status))
+                self._carry_out(commands)
+
+
+def _ask_again_and_again(
+    ask: Callable[[float], Status],
+    shard: int,
+    queue: ClosureQueue,
+    times: Times,
+    *,
+    on_status: Callable[[Status], None],
+    give_up: Callable[[CallFailed, float], None],
+    on_failure: Callable[[CallFailed, float], None] = lambda exc, silent_s: None,
+) -> None:
+    """Asks a server who it is, until the queue is closed.
+
+    Args:
+        ask: asks, for so many seconds.
+        shard: the number of the server's shard, which is found again when the server answers after it was given up.
+        queue: hears that.
+        on_status: takes each answer.
+        give_up: is called once it has not answered for long, or refuses the token; with why, and since when.
+        on_failure: is called after each question without an answer, as well.
+    """
+    answered_at_s, was_given_up = time.monotonic(), False
+    while not queue.closed.is_set():
+        try:
+            status = ask(times.ping_s)
+        except CallFailed as exc:
+            silent_s = time.monotonic() - answered_at_s
+            on_failure(exc, silent_s)
+            if (_refuses(exc) or silent_s > times.ps_timeout_s) and not was_given_up:
+                was_given_up = True
+                give_up(exc, silent_s)
+        else:
+            if was_given_up:
+                queue.shard_found(shard)
+            answered_at_s, was_given_up = time.monotonic(), False
+            on_status(status)
+        queue.closed.wait(times.ping_s)
+
+
+def _refuses(exc: CallFailed) -> bool:
     """Whether the server came back with another token: no wait mends that."""
     return exc.reason == "unauthenticated"
 
 
-def lost_error(peer: str, exc: CallFailed, silent_s: float, more: str = "") -> ShardLostError:
-    """What the user is told of a server that is given up.
+def _lost_error(exc: CallFailed, silent_s: float, more: str = "") -> ShardLostError:
+    """Says of a server that is given up what is wrong, and how to mend it.
 
     Args:
-        peer: the server.
         exc: why the last question failed.
         silent_s: since when it has not answered.
         more: what else is to be said of it.
     """
-    what = "refuses the token" if refuses(exc) else f"has not answered for {silent_s:.0f} s: {exc.why}"
-    mend = " with this job's." if refuses(exc) else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
-    return ShardLostError(f"the parameter server {peer} {what}{more}. Start it again{mend}")
+    what = "refuses the token" if _refuses(exc) else f"has not answered for {silent_s:.0f} s: {exc.why}"
+    mend = " with this job's." if _refuses(exc) else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
+    return ShardLostError(f"the parameter server {exc.peer} {what}{more}. Start it again{mend}")
+
+
+def _heartbeat(copy: int, status: Status) -> Heartbeat:
+    names = ("incarnation", "term", "leads", "in_sync")
+    return Heartbeat(copy=copy, **{name: status[name] for name in names})

@@ -1,4 +1,4 @@
-"""The newest snapshot of a job, and when the next is taken."""
+"""Snapshots of all shards: consistent cuts, each closure in them on every shard or on none; and when they are taken."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jdist.errors import JDistError, ShardLostError
-from jdist.ps.coordinator.engine import Engine
-from jdist.ps.coordinator.snapshot import ClusterSnapshot, Disputed, take_snapshot
+from jdist.ps.coordinator.closure_queue import ClosureQueue
+from jdist.ps.coordinator.closures import ClusterSnapshot
+from jdist.ps.protocol.messages import Cut, Freeze, Snapshot, Thaw
 from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import Together
+from jdist.ps.transport.shard_client import ShardClients
 from jdist.ps.transport.threads import Threads
 
 _LOG = logging.getLogger(__name__)
@@ -20,65 +22,69 @@ DISPUTED_S = 10.0
 
 
 class Snapshots:
-    """Takes snapshots while the job goes on; the engine has the newest.
+    """Takes snapshots while the job goes on.
 
     Args:
-        shards: the shards.
-        engine: what is scheduled.
         routes: says where the leader of each shard is.
+        threads: takes those that are due: a thread of its own, as a snapshot waits until lost workers' closures are sorted
+            out, which other threads do.
         give_up_s: how long it may take until the shards agree on one.
+
+    Attributes:
+        newest: the one to which all shards go back when one of them loses its memory; changes with the queue's lock held.
     """
 
-    def __init__(self, shards: Together, engine: Engine, routes: Callable[[], Header], *, give_up_s: float):
-        self._shards, self._engine, self._routes, self._give_up_s = shards, engine, routes, give_up_s
+    newest: ClusterSnapshot
+
+    def __init__(
+        self,
+        shards: ShardClients,
+        queue: ClosureQueue,
+        routes: Callable[[], Header],
+        threads: Threads,
+        *,
+        give_up_s: float,
+    ):
+        self._shards, self._queue, self._routes, self._give_up_s = shards, queue, routes, give_up_s
+        self._threads = threads
         self._taking, self._number = threading.Lock(), 0
         self._is_due = False
-        # A thread of its own: a snapshot waits until lost workers' closures are sorted out, which other threads do.
-        self._threads = Threads(1, "jdist-snapshot")
 
     def take(self) -> ClusterSnapshot:
-        """The state of all shards as it is now; it is the newest from now on.
+        """Takes a snapshot of all shards as they are now; it is the newest from now on.
 
         Raises:
             ShardLostError: a shard does not answer.
         """
-        engine, end = self._engine, time.monotonic() + self._give_up_s
+        queue, end = self._queue, time.monotonic() + self._give_up_s
         while True:
             routes = self._routes()
             try:
                 with self._taking:  # two at a time would thaw each other's shards
-                    found = self._try()
+                    snapshot = self._try()
             except ShardLostError:
                 if self._routes() == routes:
                     raise
-                found = None  # the leader that had it was lost; another has the state
-            if found is not None:
-                return found
-            with engine.lock:
-                engine.raise_error()
-                if engine.closed.is_set():
+                snapshot = None  # the leader that had it was lost; another has the state
+            if snapshot is not None:
+                return snapshot
+            with queue.lock:
+                queue.raise_error()
+                if queue.closed.is_set():
                     raise ShardLostError("the coordinator was closed")
                 if time.monotonic() > end:
                     raise ShardLostError(f"the parameter servers gave no snapshot within {self._give_up_s:g} s")
-                engine.lock.wait(PAUSE_S)  # they begin a new history, or a lost worker is being sorted out
+                queue.lock.wait(PAUSE_S)  # they begin a new history, or a lost worker is being sorted out
 
     def due(self) -> None:
-        """Has one taken, for which nobody waits; called with the engine's lock held."""
+        """Has a snapshot taken, for which nobody waits; called with the queue's lock held."""
         if not self._is_due:
             self._is_due = True
             self._threads.submit(self._take_quietly)
 
-    def close(self) -> None:
-        """Takes no further ones."""
-        self._threads.close()
-
-    def join(self, timeout_s: float) -> None:
-        """Waits for the end of its thread, once the engine is closed."""
-        self._threads.join(timeout_s)
-
     def _take_quietly(self) -> None:
-        """What is wrong with a shard is its watch's affair."""
-        with self._engine.lock:
+        """Takes one; what is wrong with a shard is its watch's affair."""
+        with self._queue.lock:
             self._is_due = False
         try:
             self.take()
@@ -86,43 +92,95 @@ class Snapshots:
             _LOG.info("no snapshot: %s", exc)
 
     def _try(self) -> ClusterSnapshot | None:
-        """A snapshot, unless the shards begin a new history meanwhile, or disagree; then it waits until they may agree."""
-        engine = self._engine
-        with engine.lock:
+        """Takes one, unless the shards begin a new history meanwhile, or disagree; then it waits until they may agree."""
+        queue = self._queue
+        with queue.lock:
             self._number += 1
-            number, generation, settled = self._number, engine.dispatch.generation, engine.dispatch.settled
-        found = take_snapshot(
-            self._shards,
-            number=number,
-            generation=generation,
-            settled=settled,
-            is_wanted=lambda: engine.dispatch.generation == generation and not engine.closed.is_set(),
+            number, generation, settled = self._number, queue.generation, queue.dispatch.settled
+
+        def is_wanted() -> bool:
+            return queue.generation == generation and not queue.closed.is_set()
+
+        snapshot, disputed = take_snapshot(
+            self._shards, number=number, generation=generation, settled=settled, is_wanted=is_wanted
         )
-        with engine.lock:
-            if isinstance(found, Disputed):
-                end = time.monotonic() + DISPUTED_S
-                while self._is_with_a_worker(found, generation) and time.monotonic() < end:
-                    engine.wait_for_event(DISPUTED_S)
+
+        def is_with_a_worker() -> bool:
+            """Before that worker has said what became of what the shards disagree on, another try is in vain."""
+            return any(disputed.intersection(worker.closures) for worker in queue.dispatch.workers.values())
+
+        def are_reported() -> bool:
+            known = queue.dispatch
+            return snapshot is None or all(c < known.settled or c in known.done for c in snapshot.applied)
+
+        with queue.lock:
+            end = time.monotonic() + DISPUTED_S
+            while is_with_a_worker() and is_wanted() and not queue.is_a_shard_lost and time.monotonic() < end:
+                queue.wait_for_event(DISPUTED_S)
+            # After a rollback nobody computes again what is in it: its results have to be here before.
+            while not are_reported() and is_wanted() and not queue.is_a_shard_lost:
+                queue.wait_for_event()
+            if snapshot is None or queue.generation != generation or queue.is_a_shard_lost:
                 return None
-            # Of a closure that is in it nobody could get the result any more, were it not here before a rollback.
-            while found is not None and not self._are_reported(found, generation):
-                engine.wait_for_event()
-            if found is None or engine.dispatch.generation != generation or engine.is_a_shard_lost:
-                return None
-            engine.newest = found
-            if engine.closures.are_in(found):
+            self.newest = snapshot
+            if queue.closures.forget(snapshot):
                 self.due()
-            engine.lock.notify_all()
-            return found
+            queue.lock.notify_all()
+            return snapshot
 
-    def _is_with_a_worker(self, found: Disputed, generation: int) -> bool:
-        """Whether a worker has yet to say what became of what the shards disagree on: to hold them again would be in vain."""
-        engine, known = self._engine, self._engine.dispatch
-        held = any(found.closures.intersection(worker.closures) for worker in known.workers.values())
-        return held and not engine.closed.is_set() and known.generation == generation and not engine.is_a_shard_lost
 
-    def _are_reported(self, found: ClusterSnapshot, generation: int) -> bool:
-        """Whether all closures of a snapshot have been reported, or it is of no use any more."""
-        engine, known = self._engine, self._engine.dispatch
-        done = all(c < known.settled or c in known.done for c in found.applied)
-        return done or engine.closed.is_set() or known.generation != generation or engine.is_a_shard_lost
+def take_snapshot(
+    shards: ShardClients,
+    *,
+    number: int,
+    generation: int,
+    settled: int,
+    is_wanted: Callable[[], bool],
+    timeout_s: float = 2.0,
+) -> tuple[ClusterSnapshot | None, frozenset[int]]:
+    """Takes a snapshot while the job goes on.
+
+    All shards are frozen: what is staged on all of them is still committed, nothing else is admitted. Once they say that
+    the same closures are applied, their arrays are such a cut. They are referred to, not copied; the shards are thawed
+    before these are read.
+
+    Args:
+        number: of the snapshot; higher than of all before it.
+        generation: their history.
+        settled: closures below this number are applied on all of them.
+        is_wanted: asked before each try; a rollback meanwhile makes the snapshot void.
+        timeout_s: how long they are held while they disagree, as they do in the middle of a commit.
+
+    Returns:
+        `(snapshot, disputed)`. The snapshot is None if the shards began another history, if it was gone before it was read, or
+        if they did not agree in time; then `disputed` are the closures that some had applied and others not.
+
+    Raises:
+        ShardLostError: a shard does not answer.
+    """
+    sender: dict[str, Any] = {"generation": generation}
+    end, cuts, disputed = time.monotonic() + timeout_s, [], frozenset[int]()
+    try:
+        shards.each(lambda i, client: client.say([Freeze(**sender, number=number)]))
+        while is_wanted() and time.monotonic() < end:
+            answers = shards.each(lambda i, client: client.say([Snapshot(**sender)])[0][0])
+            if not all(isinstance(answer, Cut) for answer in answers):
+                return None, frozenset()
+            # They may have heard of more meanwhile, and forgotten it.
+            settled = max(settled, *(a.settled for a in answers))
+            cuts = [(frozenset(c for c in a.applied if c >= settled), a.version) for a in answers]
+            if len(set(cuts)) == 1:
+                break
+            sets, cuts = [applied for applied, _ in cuts], []
+            disputed = frozenset.union(*sets) - frozenset.intersection(*sets)
+            time.sleep(0.01)
+    finally:
+        shards.each(lambda i, client: client.say([Thaw(**sender, number=number)]))
+    if not cuts:
+        return None, disputed
+    applied, version = cuts[0]
+    read = shards.each(lambda i, client: client.read(generation, version))
+    kept = [arrays for arrays in read if arrays is not None]
+    if len(kept) < len(read):
+        return None, frozenset()
+    return ClusterSnapshot(settled=settled, applied=applied, version=version, kept=kept), frozenset()

@@ -1,4 +1,4 @@
-"""A worker's connection: connects, sends what is assigned, takes in what comes back; and again after a loss."""
+"""Connections to workers: each connects, sends what is assigned, takes in what comes back; and again after a loss."""
 
 from __future__ import annotations
 
@@ -9,43 +9,155 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist.errors import ClosureError, NonFiniteClosureError
-from jdist.ps.coordinator.closures import WITH_OUTPUTS, Installable
-from jdist.ps.coordinator.engine import Engine
-from jdist.ps.coordinator.replica_watch import Copies
+from jdist.errors import ClosureError, NonFiniteClosureError, NoWorkersError
+from jdist.ps.coordinator.closure_queue import ClosureQueue
+from jdist.ps.coordinator.closures import Function
 from jdist.ps.protocol.scheduler_events import Assign, Lost, Registered, Reported
 from jdist.ps.protocol.times import Times
-from jdist.ps.protocol.wire import to_plain
+from jdist.ps.protocol.wire import Spec, to_plain
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.transport.shard_client import ShardClient, unreached
 
 _LOG = logging.getLogger(__name__)
+WITH_OUTPUTS = ("done", "staged")
 WAITS_S = 3.0  # for a server; then the worker is asked which it reaches
+REACH_S = 3.0  # within which a server answers whoever there is a way from
+
+
+class Workers:
+    """The links to all workers, and whether there is a worker for what is scheduled.
+
+    Args:
+        connects: makes a channel to each worker.
+        routes: says where the leader of each shard is.
+    """
+
+    def __init__(
+        self,
+        connects: Sequence[Callable[[], Channel]],
+        queue: ClosureQueue,
+        shards: Sequence[ShardClient],
+        routes: Callable[[], Header],
+        times: Times,
+    ):
+        self._queue, self._times = queue, times
+        self._links = [
+            WorkerLink(n, connect, queue, shards, routes, times, check=self.check, exclude=self.exclude)
+            for n, connect in enumerate(connects)
+        ]
+        self._excluded: dict[int, str] = {}
+        self._seen_at_s = self._idle_at_s = self._warned_at_s = time.monotonic()
+
+    def start(self) -> None:
+        """Starts the links."""
+        for link in self._links:
+            link.start()
+
+    def assign(self, command: Assign) -> None:
+        """Has closures sent to a worker; called with the queue's lock held."""
+        self._links[command.worker].assign(command)
+
+    def end(self) -> None:
+        """Ends what is under way, once the queue is closed."""
+        with self._queue.lock:
+            for link in self._links:
+                link.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of the links, once the queue is closed."""
+        for link in self._links:
+            link.join(timeout_s)
+
+    def exclude(self, worker: int, why: str) -> None:
+        """Excludes a worker for the rest of the job."""
+        _LOG.warning("%s. It is not used any more.", why)
+        with self._queue.lock:
+            self._excluded[worker] = why
+            if len(self._excluded) == len(self._links):
+                error = NoWorkersError(f"no worker is left: {'; '.join(self._excluded.values())}")
+                self._queue.no_workers = error
+                self._queue.fail(error)
+
+    def check(self) -> None:
+        """Fails what is scheduled if there has been no worker for long; says for whom all wait if no closure finishes."""
+        with self._queue.lock:
+            now_s, queue = time.monotonic(), self._queue
+            is_idle, workers = queue.done, queue.dispatch.workers
+            if is_idle:
+                self._idle_at_s = now_s
+            self._warn_of_standstill(now_s)
+            if is_idle or any(known.state == "ready" for known in workers.values()):
+                self._seen_at_s = now_s
+            silent_s = now_s - self._seen_at_s
+            if silent_s > self._times.no_worker_timeout_s:
+                queue.fail(
+                    NoWorkersError(
+                        f"no worker has been there for {silent_s:.0f} s. What the servers have is whole: fetch the state and "
+                        "save it, or start workers and go on."
+                    )
+                )
+
+    def _warn_of_standstill(self, now_s: float) -> None:
+        """Says once for whom all wait, if no closure has finished for long."""
+        finished_at_s = max(self._idle_at_s, self._queue.finished_at_s)
+        if self._warned_at_s > finished_at_s or now_s - finished_at_s < self._times.standstill_s:
+            return
+        self._warned_at_s = now_s
+        dispatch = self._queue.dispatch
+        waits = [f"parameter server {shard} to take the state" for shard in sorted(dispatch.restoring)]
+        waits += [
+            f"worker {w} at {self._links[w].peer or 'an address not tried yet'}, "
+            f"{'which has' if each.state == 'ready' else 'which was lost with'} {len(each.closures)} closures, the first of "
+            f"them {min(each.closures)}"
+            for w, each in sorted(dispatch.workers.items())
+            if each.closures
+        ]
+        _LOG.warning(
+            "no closure has finished for %.0f s; waiting for %s",
+            now_s - finished_at_s,
+            "; ".join(waits) or "a worker to come",
+        )
 
 
 class WorkerLink:
     """One worker, as the coordinator has it.
 
     Args:
-        number: the worker's.
         connect: makes a channel to it.
-        engine: what is scheduled.
-        briefing: tells it what it has to know.
-        times: how long it waits.
+        routes: says where the leader of each shard is.
+        check: is called after each sign of life, and after a loss.
+        exclude: takes the worker, and why it is not used any more.
+
+    Attributes:
+        peer: the worker's address; "" before the first connection.
     """
 
-    def __init__(self, number: int, connect: Callable[[], Channel], engine: Engine, briefing: Briefing, times: Times):
-        self.number = number
-        self._connect, self._engine, self._briefing, self._times = connect, engine, briefing, times
+    def __init__(
+        self,
+        number: int,
+        connect: Callable[[], Channel],
+        queue: ClosureQueue,
+        shards: Sequence[ShardClient],
+        routes: Callable[[], Header],
+        times: Times,
+        *,
+        check: Callable[[], None],
+        exclude: Callable[[int, str], None],
+    ):
+        self.number, self.peer = number, ""
+        self._connect, self._queue, self._shards, self._routes, self._times = connect, queue, shards, routes, times
+        self._check, self._exclude = check, exclude
         self._registered, self._lost_at = False, collections.deque[float]()
         self._gave_up = False  # whether it was lost only in so far as it gave its closures up
-        self._told = False  # of a loss
+        self._has_warned = False  # of a loss
         self._cut = ""  # why it was cut off from here
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
+        self._names: dict[int, str] = {}  # of functions installed over this connection, by number
+        self._opened: set[int] = set()  # datasets, as well
         # One for each link: what one is assigned, the others need not hear of.
-        self._news = threading.Condition(engine.mutex)
+        self._news = threading.Condition(queue.mutex)
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
     def start(self) -> None:
@@ -53,74 +165,89 @@ class WorkerLink:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its end, once the engine is closed."""
+        """Waits for its end, once the queue is closed."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def assign(self, command: Assign) -> None:
-        """Takes closures to be sent; called with the engine's lock held."""
+        """Takes closures to be sent; called with the queue's lock held."""
         self._assigned.append(command)
         self._news.notify()
 
     def end(self) -> None:
-        """Ends what is under way, once the engine is closed; called with its lock held."""
+        """Ends what is under way, once the queue is closed; called with its lock held."""
         self._news.notify_all()
         if (channel := self._channel) is not None:
             channel.close()
 
     def _drive(self) -> None:
         while True:
-            channel, hopeless = self._connect(), False
+            channel, is_excluded = self._connect(), False
             try:
-                with self._engine.lock:
-                    self._engine.attendance.addresses[self.number] = channel.peer
-                    if self._engine.closed.is_set():
+                with self._queue.lock:
+                    self.peer = channel.peer
+                    if self._queue.closed.is_set():
                         return
                     self._channel = channel
-                self._briefing.attach(channel)
+                self._attach(channel)
                 why, is_cut = self._missing_ways(channel)
                 if why:
-                    if is_cut and not self._told:
-                        self._told = True
+                    if is_cut and not self._has_warned:
+                        self._has_warned = True
                         _LOG.warning("worker %d at %s gets no closures: %s", self.number, channel.peer, why)
                     raise CallFailed(channel.peer, "unavailable", why)
                 self._cut = ""
                 self._registered, self._gave_up = True, False
-                if self._told:
+                if self._has_warned:
                     _LOG.warning("worker %d is there again", self.number)
-                    self._told = False
-                self._engine.handle(Registered(worker=self.number))
+                    self._has_warned = False
+                self._queue.handle(Registered(worker=self.number))
                 self._serve(channel)
             except CallFailed as exc:
-                if not self._engine.closed.is_set():
+                if not self._queue.closed.is_set():
                     level = self._level(exc)
-                    self._told = self._told or level == logging.WARNING
+                    self._has_warned = self._has_warned or level == logging.WARNING
                     why = f"{channel.peer}: {self._cut}" if self._cut else exc
                     _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, why)
-                    hopeless = self._is_hopeless(exc)
+                    is_excluded = self._was_lost_too_often(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
-                if self._engine.closed.is_set():
+                if self._queue.closed.is_set():
                     return
-                self._engine.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
+                self._queue.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
             finally:
                 self._channel = None
                 channel.close()
-            with self._engine.lock:
+            with self._queue.lock:
                 self._assigned.clear()
-                self._engine.handle(Lost(worker=self.number, epoch=self._engine.epoch_of(self.number)))
-                self._engine.check_workers()
-            if hopeless:
+                self._queue.handle(Lost(worker=self.number, epoch=self._queue.epoch_of(self.number)))
+                self._check()
+            if is_excluded:
                 return
-            self._engine.closed.wait(self._times.reconnect_s)
+            self._queue.closed.wait(self._times.reconnect_s)
+
+    def _attach(self, channel: Channel) -> None:
+        """Tells the worker where the state is."""
+        plans = [to_plain(client.plan) for client in self._shards]
+        header = {"addresses": [client.channel.peer for client in self._shards], "plans": plans, **self._routes()}
+        channel.call("attach", header, timeout_s=self._times.lost_after_s)
 
     def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
-        """What is to be said of servers that the worker does not reach, and whether they answer here; "" if it reaches all."""
-        servers, answer_here = self._briefing.unreached(channel)
+        """Asks the worker which servers do not answer it.
+
+        Returns:
+            `(why, is_cut)`: what is to be said of them, "" if it reaches all; whether all of these answer this process, so that
+            it is the links to them that are cut.
+        """
+        timeout_s = min(REACH_S, self._times.lost_after_s)
+        answer, _ = channel.call("unreached", {"timeout_s": timeout_s}, timeout_s=timeout_s + self._times.lost_after_s)
+        servers = answer["unreached"]
         if not servers:
             return "", False
-        said = f"it does not reach the parameter server {' and '.join(servers)}"
-        return said + (", which answers here: the link between them is cut" if answer_here else ""), answer_here
+        same = [client for client in self._shards if client.channel.peer in servers]
+        is_cut = bool(same) and not unreached(same, timeout_s)
+        why = f"it does not reach the parameter server {' and '.join(servers)}"
+        return why + (", which answers here: the link between them is cut" if is_cut else ""), is_cut
 
     def _is_cut_off(self, channel: Channel) -> bool:
         why, is_cut = self._missing_ways(channel)
@@ -128,13 +255,13 @@ class WorkerLink:
         return is_cut
 
     def _level(self, exc: CallFailed) -> int:
-        """The user hears of a loss, and once of another token; not of each try to reach a worker."""
+        """Returns how loudly a failure is told: the user hears of a loss, and once of another token, not of each try."""
         refused_before, self._refused = self._refused, exc.reason == "unauthenticated"
         lost = self._registered and not self._gave_up
         return logging.WARNING if lost or (self._refused and not refused_before) else logging.INFO
 
-    def _is_hopeless(self, exc: CallFailed) -> bool:
-        """Whether the worker is not used any more: it was lost, or refused what it was asked, too often. Tells the engine."""
+    def _was_lost_too_often(self, exc: CallFailed) -> bool:
+        """Excludes the worker if it was lost, or refused what it was asked, too often."""
         now = time.monotonic()
         if self._registered or exc.reason == "refused":
             self._lost_at.append(now)
@@ -143,23 +270,23 @@ class WorkerLink:
             self._lost_at.popleft()
         if len(self._lost_at) < self._times.max_losses:
             return False
-        self._engine.quarantine(
-            self.number,
-            f"worker {self.number} at {exc.peer} was lost {len(self._lost_at)} times; the last time: {exc.reason}",
-        )
+        times = len(self._lost_at)
+        why = f"worker {self.number} at {exc.peer} was lost {times} times; the last time: {exc.reason}"
+        self._exclude(self.number, why)
         return True
 
     def _serve(self, channel: Channel) -> None:
-        lost, names, opened = threading.Event(), dict[int, str](), set[int]()
+        lost = threading.Event()
+        self._names, self._opened = {}, set()
         pinging = threading.Thread(
             target=self._ping, args=(channel, lost), name=f"jdist-ping-{self.number}", daemon=True
         )
         pinging.start()
         try:
             while True:
-                with self._engine.lock:
-                    self._news.wait_for(lambda: bool(self._assigned) or self._engine.closed.is_set() or lost.is_set())
-                    if self._engine.closed.is_set():
+                with self._queue.lock:
+                    self._news.wait_for(lambda: bool(self._assigned) or self._queue.closed.is_set() or lost.is_set())
+                    if self._queue.closed.is_set():
                         return
                     if lost.is_set():
                         raise CallFailed(channel.peer, "unavailable", "it does not answer")
@@ -168,89 +295,102 @@ class WorkerLink:
                 newest = assigned[-1]  # those of an older history are no closures of this one
                 numbers = [c for a in assigned if a.generation == newest.generation for c in a.closures]
                 while numbers:
-                    numbers = self._execute(channel, names, opened, newest, numbers, lost)
+                    numbers = self._execute(channel, newest, numbers, lost)
         finally:
             lost.set()
             pinging.join(self._times.lost_after_s)
 
     def _execute(
-        self,
-        channel: Channel,
-        names: dict[int, str],
-        opened: set[int],
-        newest: Assign,
-        numbers: Sequence[int],
-        lost: threading.Event,
+        self, channel: Channel, newest: Assign, numbers: Sequence[int], lost: threading.Event
     ) -> Sequence[int]:
         """Has closures computed, and reports them.
+
+        Args:
+            channel: to the worker.
+            newest: in which epoch and history the closures are.
+            numbers: theirs.
+            lost: set when the worker counts as lost.
 
         Returns:
             Those that have to be sent again, as what they were to read is not there.
         """
-        batch = self._engine.batch(newest, numbers)
-        if not batch.closures:
+        settled, taken = self._queue.take(newest, numbers)
+        if not taken:
             return []
-        for function in batch.functions:
-            if function not in names:
-                names[function] = self._briefing.install(channel, function, self._engine.installable(function))
-        for name in batch.batches:
-            if name is not None and name[0] not in opened:
-                opened.add(name[0])
-                if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]])) is not None:
-                    self._engine.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
-        said = {"epoch": newest.epoch, "generation": newest.generation}
-        closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
-        if any(batch.batches):
-            closures["batches"] = [None if name is None else list(name) for name in batch.batches]
+        for closure, batch in taken:
+            if closure.function.number not in self._names:
+                self._names[closure.function.number] = self._install(channel, closure.function)
+            if batch is not None and closure.reads is not None and batch[0] not in self._opened:
+                self._opened.add(batch[0])
+                self._open(channel, closure.reads.reads.header)
+        sender = {"worker": self.number, "epoch": newest.epoch, "generation": newest.generation}
+        header: Header = {
+            **sender,
+            "closures": [closure.number for closure, _ in taken],
+            "functions": [self._names[closure.function.number] for closure, _ in taken],
+            "settled": settled,
+        }
+        if any(batch is not None for _, batch in taken):
+            header["batches"] = [None if batch is None else list(batch) for _, batch in taken]
+        outputs = [closure.function.plan.outputs for closure, _ in taken]
+
+        def returned(answer: Header) -> list[Spec]:
+            pairs = zip(answer["outcomes"], outputs, strict=True)
+            return [spec for outcome, specs in pairs if outcome["outcome"] in WITH_OUTPUTS for spec in specs]
+
         answer, results = channel.call(
             "execute",
-            {**said, **closures, "worker": self.number, "settled": batch.settled},
-            batch.arguments,
+            header,
+            [x for closure, _ in taken for x in closure.arguments],
             timeout_s=self._times.closure_s,
-            expects=batch.returned,
-            bulk=sum(s.size_bytes for outputs in batch.outputs for s in outputs) > 1 << 19,
+            expects=returned,
+            bulk=sum(spec.size_bytes for specs in outputs for spec in specs) > 1 << 19,
         )
         if lost.is_set():
             raise CallFailed(channel.peer, "unavailable", "it does not answer")
         arrays, again = iter(results), list[int]()
-        told = zip(answer["outcomes"], batch.outputs, batch.updates, batch.batches, strict=True)
-        for outcome, outputs, updates, name in told:
-            closure, how = outcome["closure"], outcome["outcome"]
+        for outcome, (closure, batch) in zip(answer["outcomes"], taken, strict=True):
+            how = outcome["outcome"]
             if how == "abandoned":
                 continue
-            if how == "declined" and name is not None:
-                self._engine.ended(closure, name[2], outcome["batches"])
-                again.append(closure)
+            if how == "declined" and batch is not None and closure.reads is not None:
+                closure.reads.reads.ended(batch[2], outcome["batches"])
+                again.append(closure.number)
                 continue
-            leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
-            error = _error_of(outcome)
-            with self._engine.lock:
-                if not self._engine.is_present(self.number, **said):
-                    continue  # a rollback has discarded what this was computed from, or the worker counts as lost
-                self._engine.arrived(closure, leaves, error)
-                if how == "done" and not outcome.get("is_finite", True):
-                    self._engine.skipped(closure)
-                how = "read" if how == "done" and not updates else how
-                base = outcome.get("base", 0)
-                self._engine.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=base))
-                if error is not None:
-                    self._engine.fail(error)
+            leaves = [next(arrays) for _ in closure.function.plan.outputs] if how in WITH_OUTPUTS else []
+            is_skipped = how == "done" and not outcome.get("is_finite", True)
+            how = "read" if how == "done" and not closure.function.plan.updates else how
+            reported = Reported(**sender, closure=closure.number, outcome=how, base=outcome.get("base", 0))
+            self._queue.report(reported, leaves, _error_of(outcome), is_skipped=is_skipped)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
-            # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
+            # It was fenced, or lost a shard: as with a lost worker, shards say what became of the closures.
             self._gave_up = True
             raise CallFailed(channel.peer, "unavailable", "it gave closures up")
         return again
 
+    def _install(self, channel: Channel, function: Function) -> str:
+        """Gives the worker a function; returns its name there."""
+        program = function.program
+        header = {"function": to_plain(function.plan), "program": program.size, "number": function.number}
+        answer, _ = channel.call("install", header, [program], timeout_s=self._times.install_s)
+        return answer["name"]
+
+    def _open(self, channel: Channel, dataset: Header) -> None:
+        """Makes a dataset known to the worker."""
+        answer, _ = channel.call("open", dataset, timeout_s=self._times.install_s)
+        if (error := answer.get("error")) is not None:
+            self._queue.fail(ClosureError(f"a worker cannot open {dataset['name']}: {error}"))
+
     def _ping(self, busy: Channel, lost: threading.Event) -> None:
-        """Asks the worker whether it lives, over a connection of its own; if it has not answered for long, ends the other."""
+        """Asks the worker whether it is alive, over a second connection; ends the first if it has not answered for long."""
         channel, last = self._connect(), time.monotonic()
         try:
             while not lost.wait(self._times.ping_s):
                 try:
-                    said, _ = channel.call("status", self._briefing.routes(), timeout_s=self._times.ping_s)
+                    status, _ = channel.call("status", self._routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
-                    is_lost = said["waiting_s"] > WAITS_S and self._is_cut_off(channel)
-                    self._engine.check_workers()
+                    is_lost = status["waiting_s"] > WAITS_S and self._is_cut_off(channel)
+                    self._check()
                 except CallFailed:
                     is_lost = time.monotonic() - last > self._times.lost_after_s
                     if is_lost:
@@ -258,7 +398,7 @@ class WorkerLink:
                 if is_lost:
                     lost.set()
                     busy.close()
-                    with self._engine.lock:
+                    with self._queue.lock:
                         self._news.notify_all()
         finally:
             channel.close()
@@ -268,54 +408,3 @@ def _error_of(outcome: dict[str, Any]) -> ClosureError | None:
     if outcome["outcome"] == "void" and not outcome.get("is_finite", True):
         return NonFiniteClosureError(outcome["closure"])
     return ClosureError(f"closure {outcome['closure']}: {outcome['error']}") if outcome.get("error") else None
-
-
-REACH_S = 3.0  # within which a server answers whoever there is a way from
-
-
-class Briefing:
-    """Tells workers.
-
-    Args:
-        shards: the shards that keep the state.
-        addresses: theirs.
-        copies: of each shard, where its two copies are; none where it has one.
-        times: how long an answer may take.
-    """
-
-    def __init__(self, shards: Sequence[ShardClient], addresses: Sequence[str], copies: Sequence[Copies], times: Times):
-        self._shards, self._addresses, self._copies, self._times = shards, list(addresses), copies, times
-
-    def attach(self, channel: Channel) -> None:
-        """Tells a worker where the state is."""
-        plans = [to_plain(client.plan) for client in self._shards]
-        header = {"addresses": self._addresses, "plans": plans}
-        channel.call("attach", {**header, **self.routes()}, timeout_s=self._times.lost_after_s)
-
-    def unreached(self, channel: Channel) -> tuple[list[str], bool]:
-        """Asks a worker which servers do not answer it.
-
-        Returns:
-            `(addresses, is_cut)`: whether all of these answer this process, so that it is the links to them that are cut.
-        """
-        timeout_s = min(REACH_S, self._times.lost_after_s)
-        answer, _ = channel.call("unreached", {"timeout_s": timeout_s}, timeout_s=timeout_s + self._times.lost_after_s)
-        found = answer["unreached"]
-        same = [client for client in self._shards if client.channel.peer in found]
-        return found, bool(same) and not unreached(same, timeout_s)
-
-    def routes(self) -> Header:
-        """Where the leader of each shard is, as workers are told; nothing where shards have one copy."""
-        return {"routes": [to_plain(copies.channel.route) for copies in self._copies]} if self._copies else {}
-
-    def install(self, channel: Channel, number: int, installable: Installable) -> str:
-        """Gives a worker a function; its name there."""
-        program = installable.program
-        header = {"function": to_plain(installable.function), "program": program.size, "number": number}
-        answer, _ = channel.call("install", header, [program], timeout_s=self._times.install_s)
-        return answer["name"]
-
-    def open_dataset(self, channel: Channel, dataset: Header) -> str | None:
-        """Makes a dataset known to a worker; why it cannot be made there, or None."""
-        answer, _ = channel.call("open", dataset, timeout_s=self._times.install_s)
-        return answer.get("error")

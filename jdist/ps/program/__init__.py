@@ -1,6 +1,6 @@
-"""A step taken apart: what workers compute, what shards apply, and how the state is cut among them.
+"""Splits a step: what workers compute, what servers apply, and how the state is laid out over them.
 
-Start at `split_step`, which traces a step; `layout` cuts the state, `update_units` its update; `function_plan` is what travels.
+Start at `split_step`, which traces a step and splits it, then `layout`; `function_plan` and `shard_plan` are what travels.
 
 May import: ps.protocol, step, jaxpr and what is below them.
 """

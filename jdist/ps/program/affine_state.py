@@ -1,5 +1,5 @@
-"""What a step carries besides the gradient (a counter, a running mean), so that no worker writes over what others
-wrote.
+"""Carries what a step puts into its state besides the gradient (a counter, a running mean), so that no worker overwrites
+another's.
 
 A worker computes such a leaf's new value from the old one that it has pulled, which may be old by now. Where the traced
 step shows that `new = slope * old + offset`, and neither number depends on the leaf, the worker pushes the offset, and
@@ -26,41 +26,36 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class Affine:
-    """A leaf that becomes `slope * old + offset`.
+class AffineUpdate:
+    """The rule `new = slope * old + offset` of a leaf.
 
     Attributes:
         leaf: its number in the state.
-        slope: a number of the program; None if only the worker knows it.
-        rule: computes it there.
-        shape: of one that is computed.
+        slope: a number of the program, or the shape of one that only the worker knows.
+        rule: computes the slope there.
     """
 
     leaf: int
-    slope: float | None
+    slope: float | jax.ShapeDtypeStruct
     rule: AffineRule
-    shape: Any
 
 
 @dataclass(frozen=True)
-class Carrying:
-    """What a step computes from a batch and puts into its state by way of no gradient.
+class CarriedLeaves:
+    """The leaves that a step computes from a batch by way of no gradient.
 
     Attributes:
-        leaves: the numbers of all these leaves.
-        affine: those that are found by a slope.
-        given: variables of the traced step whose values the slopes are computed from.
-        own_places: of each leaf that microbatches write without combining it (`Split.carried`) the place among
-            `leaves`.
+        leaves: their numbers in the state.
+        affine: the rules of those that have one.
+        known: variables of the traced step whose values the slopes are computed from.
     """
 
     leaves: tuple[int, ...]
-    affine: tuple[Affine, ...]
-    given: tuple[Any, ...]
-    own_places: tuple[int, ...]
+    affine: tuple[AffineUpdate, ...]
+    known: tuple[Any, ...]
 
-    def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, made: Gradients) -> list[Any]:
-        """Returns what can be pushed: the new values, keys as their data, then offsets, then slopes.
+    def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, parts: Gradients) -> list[Any]:
+        """Computes what can be pushed: the new values, keys as their data, then offsets, then slopes.
 
         Traced on the worker, behind the phases.
 
@@ -69,60 +64,63 @@ class Carrying:
             state: the old state.
             batches: one replica's rows.
             others: further arguments.
-            made: what the phases gave.
+            parts: the results of the phases.
         """
         traced, old = plan.parts.traced, jax.tree.leaves(state)
         behind = traced.piece([traced.new_state[i] for i in self.leaves])
-        new = behind(state, others, made.combined, made.carried)
-        slopes = self._computed(plan, state, batches, others, made.combined)
+        new = behind(state, others, parts.combined, parts.carried)
+        computed = self._computed_slopes(plan, state, batches, others, parts.combined)
         offsets = []
-        for found, slope in zip(self.affine, self._slopes(slopes), strict=True):
-            kept, value = _times(slope, old[found.leaf]), wide(new[self.leaves.index(found.leaf)])
+        for update, slope in zip(self.affine, self._slopes(computed), strict=True):
+            kept, value = _times(slope, old[update.leaf]), wide(new[self.leaves.index(update.leaf)])
             if jnp.issubdtype(kept.dtype, jnp.floating):  # infinity less itself is no number
                 offset = jnp.where(jnp.isfinite(kept), value - kept, value)
                 offsets.append(jnp.where(value == kept, jnp.zeros_like(value), offset))
             else:
                 offsets.append(value - kept)
-        return [*(jax.random.key_data(x) if is_key(x) else x for x in new), *offsets, *slopes]
+        return [*(jax.random.key_data(x) if is_key(x) else x for x in new), *offsets, *computed]
 
-    def own(self, pushed: Sequence[Any], impls: Sequence[Any]) -> list[Any]:
-        """Returns the leaves that microbatches wrote, among what was pushed.
+    def written_by_phases(self, split: Split, pushed: Sequence[Any], impls: Sequence[Any]) -> list[Any]:
+        """Picks the leaves that the phases wrote (`Split.carried`) out of what was pushed.
 
         Args:
-            pushed: what `pushed` gave.
+            split: the step.
+            pushed: what `pushed` returned.
             impls: the implementation of each leaf of the state that is a PRNG key, None of the others.
         """
-        written = [(pushed[place], impls[self.leaves[place]]) for place in self.own_places]
+        written = [(pushed[self.leaves.index(c.leaf)], impls[c.leaf]) for c in split.carried]
         return [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in written]
 
     def applied(self, state: Sequence[Any], new: Sequence[Any], pushed: Sequence[Any]) -> list[Any]:
-        """The new leaves of a state.
+        """Computes the new leaves of a state.
 
         Args:
             state: the old leaves, as the server has them.
             new: the new leaves as the worker has them.
-            pushed: what `pushed` gave.
+            pushed: what `pushed` returned.
         """
         leaves, n = list(new), len(self.leaves)
         offsets, slopes = pushed[n : n + len(self.affine)], pushed[n + len(self.affine) :]
-        for found, offset, slope in zip(self.affine, offsets, self._slopes(slopes), strict=True):
-            old = state[found.leaf]
-            leaves[found.leaf] = (_times(slope, old) + offset).astype(old.dtype)
+        for update, offset, slope in zip(self.affine, offsets, self._slopes(slopes), strict=True):
+            old = state[update.leaf]
+            leaves[update.leaf] = (_times(slope, old) + offset).astype(old.dtype)
         return leaves
 
-    def _computed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combined: list[Any]) -> list[Any]:
-        """The slopes that only the worker knows: the mean of its microbatches'."""
-        wanted = [found for found in self.affine if found.slope is None]
+    def _computed_slopes(
+        self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combined: list[Any]
+    ) -> list[Any]:
+        """Computes the slopes that only the worker knows: the means of its microbatches'."""
+        wanted = [(update.rule, update.slope) for update in self.affine]
+        wanted = [(rule, shape) for rule, shape in wanted if isinstance(shape, jax.ShapeDtypeStruct)]
         if not wanted:
             return []
-        known = dict(zip(plan.parts.traced.combined, combined, strict=True))
-        rest = [known[v] for v in self.given if v in known]
+        by_variable = dict(zip(plan.parts.traced.combined, combined, strict=True))
+        rest = [by_variable[v] for v in self.known if v in by_variable]
 
         def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:
             values = [*jax.tree.leaves((state, batch, others)), number, *rest]
             return [
-                jnp.broadcast_to(jnp.asarray(found.rule(values)), found.shape.shape).astype(found.shape.dtype)
-                for found in wanted
+                jnp.broadcast_to(jnp.asarray(rule(values)), shape.shape).astype(shape.dtype) for rule, shape in wanted
             ]
 
         micro = microbatches(plan.strategy, batches, plan.k)
@@ -132,48 +130,38 @@ class Carrying:
         return [x.mean(0).astype(x.dtype) for x in each]
 
     def _slopes(self, computed: Sequence[Any]) -> list[Slope]:
-        """For each of `affine`."""
+        """Puts the computed slopes in their places among all."""
         rest = iter(computed)
-        return [next(rest) if found.slope is None else found.slope for found in self.affine]
+        return [next(rest) if isinstance(x.slope, jax.ShapeDtypeStruct) else x.slope for x in self.affine]
 
 
-def find_carrying(parts: Split, leaves: Sequence[int], by_slope: Sequence[int], sizes: tuple[int, int]) -> Carrying:
-    """Finds which leaves that a step carries have a slope; called where the replica axes are bound.
+def find_carried(split: Split, leaves: Sequence[int], by_slope: Sequence[int], sizes: tuple[int, int]) -> CarriedLeaves:
+    """Finds the rules of the leaves that a step carries; called where the replica axes are bound.
 
     Args:
-        parts: the step as one microbatch sees it.
-        leaves: the leaves that it carries.
+        split: the step as one microbatch sees it.
+        leaves: numbers of the leaves.
         by_slope: those of them whose slope is looked for.
         sizes: the number of replicas, and of microbatches of each.
     """
-    traced = parts.traced
-    carried = set(traced.depends([traced.state[i] for i in leaves]))
-    given = [
+    traced = split.traced
+    of_leaves = traced.depends([traced.state[i] for i in leaves])
+    known = [
         *traced.state,
         *traced.batch,
         *traced.others,
         traced.microbatch,
-        *(v for v in traced.combined if v not in carried),
+        *(v for v in traced.combined if v not in of_leaves),
     ]
-    found = []
+    affine = []
     for i in by_slope:
         old = traced.state[i]
-        if not _is_number(old.aval):
-            continue
-        rule = AffineRule(traced.closed, old, traced.new_state[i], sizes, given)
-        slope = rule.of_program()
-        if isinstance(slope, float | int):
-            if slope != 0:
-                found.append(Affine(i, slope, rule, None))
-        elif slope is not None:
-            found.append(Affine(i, None, rule, slope))
-    places = tuple(list(leaves).index(c.leaf) for c in parts.carried)
-    return Carrying(tuple(leaves), tuple(found), tuple(given), places)
-
-
-def _is_number(aval: Any) -> bool:
-    """Whether a leaf is of real numbers, no key and no flag."""
-    return jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer)
+        if not jnp.issubdtype(old.aval.dtype, jnp.floating) and not jnp.issubdtype(old.aval.dtype, jnp.integer):
+            continue  # a key or a flag
+        rule = AffineRule(traced.closed, old, traced.new_state[i], sizes, known)
+        if (slope := rule.of_program()) is not None and slope != 0:
+            affine.append(AffineUpdate(i, slope, rule))
+    return CarriedLeaves(tuple(leaves), tuple(affine), tuple(known))
 
 
 def _times(slope: Slope, old: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compiled-anywhere functions that travel: a function of flat lists of arrays as bytes, and back.
+"""Packs a function of flat lists of arrays as bytes that any process can run, and unpacks it there.
 
 A received artifact is a program: what it may call outside of XLA is on a list, and it is compiled once per process.
 """
@@ -34,7 +34,7 @@ _ALLOWED = (
 
 
 def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -> bytes:
-    """A function as bytes that any process can run, on any platform, without the code it was made of.
+    """Packs a function as bytes that any process can run, on any platform, without the code that it was made of.
 
     Args:
         function: from a list of arrays to a list of arrays; pure.
@@ -66,14 +66,14 @@ def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -
 
 
 def name_of(artifact: bytes) -> str:
-    """The artifact's name, by which a process that has it already is spared the bytes."""
+    """Names an artifact by its content, so that a process that has it already is spared the bytes."""
     return hashlib.sha256(artifact).hexdigest()[:32]
 
 
 def unpack(
     artifact: bytes, *, donate: Sequence[int] = (), allow: Iterable[str] = ()
 ) -> Callable[[Sequence[Any]], list[jax.Array]]:
-    """A received artifact as a function, to be compiled at its first call.
+    """Makes a function of a received artifact, to be compiled at its first call.
 
     Args:
         artifact: what `pack` returned.
@@ -137,12 +137,12 @@ def unpack(
 
 
 def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[Any]:
-    """Shapes of a function's arguments with where they go on several devices: the rows of the batch are spread.
+    """Adds shardings to the shapes of a function's arguments for several devices: the rows of the batch are spread.
 
     Args:
-        mesh: of the devices, one axis.
+        mesh: of the devices, with one axis.
         arguments: structs; the batch's come first.
-        num_rows: how many these are.
+        num_rows: how many the batch's are.
     """
     if mesh.size == 1:
         return list(arguments)
@@ -159,11 +159,11 @@ PyTree = Any
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["impl"])
 @dataclasses.dataclass(frozen=True)
 class KeyData:
-    """Stands for a PRNG key, or an array of them.
+    """A PRNG key, or an array of them, as an argument that travels.
 
     Attributes:
         data: the key's data.
-        impl: makes it a key again.
+        impl: its implementation.
     """
 
     data: Any
@@ -171,14 +171,14 @@ class KeyData:
 
 
 def without_keys(tree: PyTree) -> PyTree:
-    """A tree with `KeyData` in the place of each key."""
+    """Puts `KeyData` in the place of each PRNG key of a tree."""
     return jax.tree.map(
         lambda x: KeyData(np.asarray(jax.random.key_data(x)), jax.random.key_impl(x)) if is_key(x) else x, tree
     )
 
 
 def taking_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes arguments as `without_keys` gives them, and meets the keys."""
+    """Makes a function of PRNG keys take arguments that `without_keys` returned."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a batch looks, as values that travel: dicts, lists and tuples of shapes."""
+"""Describes the tree of a batch by plain values that travel: dicts, lists and tuples of shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdist.errors import DatasetError, WireError
 
 
 def to_structure(spec: Any) -> Any:
-    """A tree of `jax.ShapeDtypeStruct` as plain values.
+    """Describes a tree of `jax.ShapeDtypeStruct` by plain values.
 
     Raises:
         DatasetError: it has a node that is no dict, list or tuple.
@@ -30,19 +30,19 @@ def to_structure(spec: Any) -> Any:
 
 
 def from_structure(plain: Any) -> Any:
-    """The tree of `jax.ShapeDtypeStruct` that such values describe.
+    """Makes the tree of `jax.ShapeDtypeStruct` that plain values describe.
 
     Raises:
         WireError: they describe none.
     """
     if not isinstance(plain, dict) or len(plain) != 1:
-        raise WireError("a structure of no kind")
+        raise WireError("a node of a batch must be a map of one entry")
     ((kind, value),) = plain.items()
     if kind == "dict" and isinstance(value, dict):
         return {key: from_structure(x) for key, x in value.items()}
     if kind in ("list", "tuple") and isinstance(value, list):
-        found = [from_structure(x) for x in value]
-        return found if kind == "list" else tuple(found)
+        nodes = [from_structure(x) for x in value]
+        return nodes if kind == "list" else tuple(nodes)
     if kind == "array" and isinstance(value, list) and len(value) == 2:
         return jax.ShapeDtypeStruct(tuple(value[0]), np.dtype(value[1]))
-    raise WireError("a structure of no kind")
+    raise WireError("a node of a batch must be a dict, a list, a tuple or an array")

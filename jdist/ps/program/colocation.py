@@ -1,4 +1,4 @@
-"""Which leaves of a state have to live together, for all the steps that update it."""
+"""Groups the leaves of a state that have to live on one server, for all the steps that update it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdist.ps.program.update_units import Unit, Update
+from jdist.ps.program.update_units import Unit, Update, connected
 
 
 @dataclass(frozen=True)
@@ -38,41 +38,29 @@ class Groups:
 
 
 def make_groups(updates: Sequence[Update]) -> Groups:
-    """Sorts the leaves of a state that several steps update.
+    """Groups the leaves of a state, so that what any step needs together is together.
 
     Args:
-        updates: the steps' update parts, of one state.
-
-    Returns:
-        What each step needs together is together.
+        updates: the update parts of the steps that use the state.
     """
     leaves = range(len(updates[0].shapes))
     constant = {i for i in leaves if all(i in update.constant for update in updates)}
     everywhere = _everywhere(updates, constant)
     placed = [i for i in leaves if i not in constant | everywhere]
-    joined = {i: {i} for i in placed}
-
-    for update in updates:
-        for i, reads in update.reads.items():
-            for j in reads.intersection(placed):
-                if i in joined:
-                    _join(joined, i, j)
-        for unit in update.units:
-            for i, j in itertools.pairwise(unit.leaves):
-                _join(joined, i, j)
-    distinct = {id(members): tuple(sorted(members)) for members in joined.values()}
-    groups = tuple(Group(members, _by_rows(updates, members)) for members in sorted(distinct.values()))
+    links = [(i, j) for update in updates for i, reads in update.reads.items() for j in reads]
+    links += [pair for update in updates for unit in update.units for pair in itertools.pairwise(unit.leaves)]
+    groups = tuple(Group(members, _by_rows(updates, members)) for members in sorted(connected(placed, links)))
     return Groups(tuple(sorted(constant)), tuple(sorted(everywhere)), groups)
 
 
 def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> frozenset[tuple[int, int]]:
-    """Pairs of steps, by number, of which one must not begin before the other is done.
+    """Finds the pairs of steps, by number, of which one must not begin before the other is done.
 
     They are a step that updates and one that only reads; and, over several servers, two that change a leaf which is everywhere
     by different functions. Servers may take two closures in different orders, and their copies would come out differently.
 
     Args:
-        updates: the steps' update parts, of one state.
+        updates: the update parts of the steps that use a state.
         groups: where the leaves are kept.
         num_shards: on how many servers.
     """
@@ -85,24 +73,12 @@ def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> fr
 
 def _commute(a: Update, b: Update, everywhere: tuple[int, ...]) -> bool:
     """Whether the copies of these leaves come out alike, in whatever order two steps update them."""
-    related = {i: {i} for i in everywhere}
-    for update in (a, b):
-        for i in everywhere:
-            for j in update.reads.get(i, frozenset()).intersection(everywhere):
-                _join(related, i, j)
-    for leaves in {id(found): sorted(found) for found in related.values()}.values():
-        both = all(any(i in update.reads for i in leaves) for update in (a, b))
-        if both and a.formula(leaves) != b.formula(leaves):
-            return False
-    return True
-
-
-def _join(sets: dict[int, set[int]], i: int, j: int) -> None:
-    """Makes one set of the two that these are in."""
-    if sets[i] is not sets[j]:
-        sets[i] |= sets[j]
-        for member in sets[j]:
-            sets[member] = sets[i]
+    links = [(i, j) for update in (a, b) for i, reads in update.reads.items() for j in reads]
+    return all(
+        a.formula(leaves) == b.formula(leaves)
+        for leaves in connected(everywhere, links)
+        if all(any(i in update.reads for i in leaves) for update in (a, b))
+    )
 
 
 def units_in(update: Update, group: Group) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""Which server keeps which rows of which leaf, what it gets from a worker, and what it gives."""
+"""Lays a state out over servers: which rows of which leaf each keeps, what workers push to it, and what they pull."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from jdist.ps.program.colocation import Group, Groups, changed_in, in_turn, make_groups, units_in
 from jdist.ps.program.partition import Partitioner, Placement, Rows, place
-from jdist.ps.program.shard_plan import ShardPlan, StepView
-from jdist.ps.program.split_step import StepParts
+from jdist.ps.program.shard_plan import ShardPlan, StepShare
+from jdist.ps.program.split_step import SplitStep
 from jdist.ps.program.wire_dtype import Rounding, Wire, make_rounding
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.wire import ROUNDED, spec_of
@@ -24,14 +24,14 @@ class Layout:
     """A state over its servers.
 
     Attributes:
-        steps: the steps that use it.
+        steps: the steps that read or update it; a step's number is its place here.
         groups: its leaves by where they are kept.
         shards: the plan of each server that keeps any part of the state; the others take no part.
         rounding: what travels rounded between servers and workers.
-        in_turn: pairs of steps whose closures must not mix; see `groups.in_turn`.
+        in_turn: pairs of steps whose closures must not mix; see `colocation.in_turn`.
     """
 
-    steps: tuple[StepParts, ...]
+    steps: tuple[SplitStep, ...]
     groups: Groups
     shards: tuple[ShardPlan, ...]
     rounding: Rounding
@@ -39,53 +39,53 @@ class Layout:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shape and dtype of each leaf of the state."""
+        """Shape and dtype of each leaf."""
         return self.steps[0].update.shapes
 
     def inputs(self, step: int) -> list[Any]:
-        """Shapes and dtypes of the leaves that a worker reads for a step, as they travel."""
+        """Returns shape and dtype of each leaf that a worker reads for a step, as it travels."""
         return [self.rounding.of_leaf(i, self.shapes[i]) for i in self.steps[step].read]
 
     def worker(self, step: int, function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-        """A step's function with the rounding at both ends, where XLA fuses it with what is computed.
+        """Adds the rounding to both ends of a step's function, where XLA fuses it with what is computed.
 
         Args:
-            step: which of the steps.
+            step: the step's number.
             function: from what the step reads and a closure's arguments to what it pushes and the rest of its results.
         """
-        parts = self.steps[step]
-        n, m = len(parts.read), len(parts.pushed)
+        read, pushed = self.steps[step].read, self.steps[step].pushed
+        n, m = len(read), len(pushed)
 
         def run(values: list[Any]) -> list[Any]:
-            read = [x.astype(self.shapes[i].dtype) for i, x in zip(parts.read, values[:n], strict=True)]
-            results = function([*read, *values[n:]])
-            pushed = [
-                x.astype(self.rounding.of_pushed(step, j, x).dtype)
-                for j, x in zip(parts.pushed, results[:m], strict=True)
+            exact = [x.astype(self.shapes[i].dtype) for i, x in zip(read, values[:n], strict=True)]
+            results = function([*exact, *values[n:]])
+            rounded = [
+                x.astype(self.rounding.of_pushed(step, j, x).dtype) for j, x in zip(pushed, results[:m], strict=True)
             ]
-            return [*pushed, *results[m:]]
+            return [*rounded, *results[m:]]
 
         return run
 
     def program(self, shard: ShardPlan, step: int) -> Callable[[list[Any]], list[Any]]:
-        """What a server does with a push.
+        """Makes the program by which a server applies a push.
 
         Returns:
-            From its arrays and what it was pushed, in whatever precision that came, to those of its arrays that change;
+            From its arrays and those pushed, in whatever precision these came, to those of its arrays that change;
             behind them come rounded copies of those that are `rounded`.
         """
-        update, view = self.steps[step].update, shard.views[step]
+        update, share = self.steps[step].update, shard.views[step]
 
         def run(values: list[Any]) -> list[Any]:
             kept = dict(zip(shard.rows, values, strict=False))
             rest = values[len(shard.rows) :]
-            shapes = [*(update.pushed_shapes[rows.of] for rows in view.rows), *update.scalar_shapes]
+            shapes = [*(update.pushed_shapes[rows.of] for rows in share.rows), *update.scalar_shapes]
             exact = [x.astype(shape.dtype) for x, shape in zip(rest, shapes, strict=True)]
-            pushes = dict(zip(view.rows, exact, strict=False))
-            scalars = exact[len(view.rows) :]
+            pushes = dict(zip(share.rows, exact, strict=False))
+            scalars = exact[len(share.rows) :]
             whole = (*self.groups.everywhere, *self.groups.constant)
             shared = {i: kept[Rows(i)] for i in whole if Rows(i) in kept}
-            new = kept | {Rows(i): x for i, x in update.new_leaves(self._everywhere(step), shared, {}, scalars).items()}
+            everywhere = [i for i in self.groups.everywhere if i in update.reads]
+            new = kept | {Rows(i): x for i, x in update.new_leaves(everywhere, shared, {}, scalars).items()}
             for group, piece in self._pieces(shard):
                 leaves = update.new_leaves(
                     changed_in(update, group),
@@ -104,16 +104,16 @@ class Layout:
         return run
 
     def shares(self, shard: ShardPlan, step: int, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """Returns a server's part of what a worker computed for a step: the arrays `pushed`, and the scalars."""
+        """Cuts what a worker computed for a step: a server's rows of the arrays `pushed`, then the scalars."""
         by_number = dict(zip(self.steps[step].pushed, arrays, strict=True))
         return [rows.cut(by_number[rows.of]) for rows in shard.views[step].rows] + list(scalars)
 
     def split_leaves(self, leaves: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Returns what each server keeps of whole leaves."""
+        """Cuts whole leaves into what each server keeps."""
         return [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.rows] for shard in self.shards]
 
     def join_leaves(self, kept: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[np.ndarray]:
-        """Returns whole leaves, arrays of the caller's own, from what each server keeps.
+        """Puts whole leaves together from what each server keeps; the arrays are the caller's own.
 
         Args:
             kept: the arrays of each server.
@@ -134,12 +134,9 @@ class Layout:
         by_first = {group.leaves[0]: group for group in self.groups.groups}
         return [(by_first[rows.of], rows) for rows in shard.rows if rows.of in by_first]
 
-    def _everywhere(self, step: int) -> tuple[int, ...]:
-        return tuple(i for i in self.groups.everywhere if i in self.steps[step].update.reads)
-
 
 def make_layout(
-    steps: Sequence[StepParts],
+    steps: Sequence[SplitStep],
     *,
     num_ps: int,
     partitioner: Partitioner,
@@ -148,7 +145,7 @@ def make_layout(
     rules: Rules = Rules(),  # noqa: B008  # it is frozen
     is_sync: bool = False,
 ) -> Layout:
-    """Shares a state out over servers.
+    """Lays a state out over servers.
 
     Args:
         steps: the steps that will read and update it.
@@ -185,7 +182,7 @@ def make_layout(
 
 
 def _plan(
-    steps: Sequence[StepParts],
+    steps: Sequence[SplitStep],
     groups: Groups,
     rounding: Rounding,
     rules: Rules,
@@ -198,10 +195,10 @@ def _plan(
     """Plans a shard.
 
     Args:
-        steps, groups, rounding, rules, is_sync: as `Layout` and `make_layout` have them.
+        steps, groups, rounding, rules, is_sync: as in `Layout` and `make_layout`.
         server: its number.
-        pieces: what it keeps of the groups, by a group's number.
-        is_first: whether it gives workers what all servers, or none but it, have.
+        pieces: its rows of the groups, by a group's number.
+        is_first: whether workers pull from it what all servers, or it alone, keep.
     """
     kept = [Rows(i) for i in groups.everywhere]
     for piece in pieces:
@@ -212,7 +209,7 @@ def _plan(
         needed |= {i for step in steps for i in step.read}
     kept += [Rows(i) for i in groups.constant if i in needed]
 
-    def view(number: int, step: StepParts) -> StepView:
+    def share_of(number: int, step: SplitStep) -> StepShare:
         rows = tuple(
             dataclasses.replace(piece, of=j)
             for piece in pieces
@@ -223,23 +220,23 @@ def _plan(
         pushes = tuple(r.spec(rounding.of_pushed(number, r.of, shapes[r.of])) for r in rows)
         scalars = tuple(map(spec_of, step.update.scalar_shapes))
         read = [k for k, r in enumerate(kept) if r.of in step.read]
-        return StepView(
+        return StepShare(
             rows=rows,
             pushes=pushes if is_sync else pushes + scalars,
             scalars=scalars if is_sync else (),
             pulled=tuple(k for k in read if k < changing and (is_first or kept[k].of not in groups.everywhere)),
             pulled_once=tuple(k for k in read if k >= changing and is_first),
-            unweighted=tuple(n for n, r in enumerate(rows) if r.of not in step.traced.gradients),
+            unweighted=tuple(n for n, r in enumerate(rows) if r.of not in step.gradients),
         )
 
-    views = tuple(view(number, step) for number, step in enumerate(steps))
-    sent = {k for each in views for k in (*each.pulled, *each.pulled_once)}
+    shares = tuple(share_of(number, step) for number, step in enumerate(steps))
+    sent = {k for share in shares for k in (*share.pulled, *share.pulled_once)}
     return ShardPlan(
         server=server,
         rows=tuple(kept),
         kept=tuple(rows.spec(steps[0].update.shapes[rows.of]) for rows in kept),
         changing=changing,
-        views=views,
+        views=shares,
         max_staleness=rules.max_staleness,
         on_stale=rules.on_stale,
         non_finite=rules.non_finite,

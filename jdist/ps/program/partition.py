@@ -1,4 +1,4 @@
-"""Into how many pieces a leaf is cut for the parameter servers, and which of them keeps each piece."""
+"""Cuts leaves into pieces by rows, and chooses the parameter server that keeps each piece."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def max_size(size_bytes: int, max_shards: int | None = None) -> Partitioner:
 
 
 def row_sizes(rows: int, pieces: int) -> list[int]:
-    """How many rows each piece has: alike up to one, the larger first.
+    """Divides rows over pieces, which differ by one row at most; the larger come first.
 
     Example:
         >>> row_sizes(13, 5)
@@ -138,7 +138,7 @@ def place(
     whole: Sequence[bool] | None = None,
     placement: Placement = "round_robin",
 ) -> list[tuple[int, Rows]]:
-    """Cuts leaves and shares the pieces out.
+    """Cuts leaves, and assigns each piece to a server.
 
     Args:
         leaves: shape and dtype of each.
@@ -184,11 +184,11 @@ def place(
 
 
 def _pieces(partitioner: Partitioner, shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
-    said = partitioner(shape, dtype, num_ps)
-    pieces = as_int(said, least=1)
+    result = partitioner(shape, dtype, num_ps)
+    pieces = as_int(result, least=1)
     if pieces is None or pieces > max(1, shape[0]):
         raise StrategyError(
-            f"`partitioner` says {said!r} pieces for a leaf of shape {shape}; it must be a whole number from 1 to its "
+            f"`partitioner` says {result!r} pieces for a leaf of shape {shape}; it must be a whole number from 1 to its "
             f"{max(1, shape[0])} rows."
         )
     return pieces

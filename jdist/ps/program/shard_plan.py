@@ -1,8 +1,9 @@
-"""The plan of a shard: which rows of the state it keeps, and what each step takes from it and brings to it."""
+"""Describes a shard: the rows of the state that it keeps, and what each step pulls from it and pushes to it."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from jdist.errors import WireError
 from jdist.ps.program.partition import Rows
@@ -14,8 +15,8 @@ MOST_RESULT_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepView:
-    """What workers exchange with a shard for one step.
+class StepShare:
+    """The part of one step that workers exchange with a shard.
 
     Attributes:
         rows: which rows of which pushed arrays a worker brings.
@@ -25,6 +26,8 @@ class StepView:
         pulled_once: of what it pulls besides when it has nothing yet, as it never changes.
         unweighted: places in `rows` of what is no gradient, and counts in full however late it is.
     """
+
+    WIRE_NAME: ClassVar[str] = "StepView"
 
     rows: tuple[Rows, ...]
     pushes: tuple[Spec, ...]
@@ -36,14 +39,14 @@ class StepView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What one server keeps of a state and does with it. Servers and workers get it as it is.
+    """The part of a state that one server keeps, and what it does with it. Servers and workers receive it as it is.
 
     Attributes:
         server: the server's number.
         rows: which rows of which leaves it keeps; those that change come first.
         kept: their specs.
         changing: how many of them change.
-        views: for each step.
+        views: the share of each step.
         max_staleness, on_stale, non_finite: as in `shard.Rules`.
         rounded: places in `kept` of what workers are sent rounded; programs return the copies of those that change.
         weighs: whether gradients are weighted, late ones or several for a mean; programs then take them `wire.wide`.
@@ -53,7 +56,7 @@ class ShardPlan:
     rows: tuple[Rows, ...]
     kept: tuple[Spec, ...]
     changing: int
-    views: tuple[StepView, ...]
+    views: tuple[StepShare, ...]
     max_staleness: int | None
     on_stale: OnStale
     non_finite: NonFinite
@@ -91,7 +94,7 @@ class ShardPlan:
             WireError: there is no such view.
         """
         if not 0 <= view < len(self.views):
-            raise WireError(f"there is no view {view}")
+            raise WireError(f"there is no view {view}; there are {len(self.views)}")
         step = self.views[view]
         return [*(step.pulled if changed else ()), *(step.pulled_once if first else ())]
 
@@ -100,20 +103,23 @@ SHARD_PLAN: dict[str, type] = {"ShardPlan": ShardPlan}
 
 
 def program_spec(size: object) -> Spec:
-    """The bytes of a program, as a caller says how many they are.
+    """Returns the spec of a program's bytes.
+
+    Args:
+        size: how many a caller says they are.
 
     Raises:
-        WireError: there cannot be as many.
+        WireError: there cannot be so many.
     """
     return _bytes(size, MOST_PROGRAM_BYTES, "a program")
 
 
 def result_spec(size: object) -> Spec:
-    """The same of a closure's result."""
+    """Returns the spec of the bytes of a closure's result; see `program_spec`."""
     return _bytes(size, MOST_RESULT_BYTES, "a result")
 
 
 def _bytes(size: object, most: int, what: str) -> Spec:
     if type(size) is not int or not 0 <= size < most:
-        raise WireError(f"{what} of no size")
+        raise WireError(f"the size of {what} must be an int from 0 to {most - 1:,}")
     return Spec((size,), "uint8")

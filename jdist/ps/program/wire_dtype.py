@@ -1,4 +1,4 @@
-"""What travels as bfloat16 instead of float32: half the bytes, the same range, eight bits of precision."""
+"""Chooses what travels as bfloat16 instead of float32: half the bytes, the same range, eight bits of precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist.ps.program.split_step import StepParts
+from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.wire import ROUNDED
 
 Wire = Literal["float32", "bf16"]
@@ -28,16 +28,16 @@ class Rounding:
     pushed: tuple[frozenset[int], ...]
 
     def of_leaf(self, i: int, shape: Any) -> Any:
-        """Shape and dtype of a leaf as workers pull it."""
+        """Returns shape and dtype of a leaf as workers pull it."""
         return _rounded(shape) if i in self.leaves else shape
 
     def of_pushed(self, step: int, j: int, shape: Any) -> Any:
-        """Shape and dtype of an array as it is pushed."""
+        """Returns shape and dtype of an array as it is pushed."""
         return _rounded(shape) if j in self.pushed[step] else shape
 
 
-def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
-    """What is rounded: arrays of float32. A single number stays as it is, and so does what workers carry.
+def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
+    """Chooses the arrays that are rounded: those of float32, but no single number and nothing that workers carry.
 
     Args:
         steps: the steps of a state.
@@ -47,7 +47,7 @@ def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
         return Rounding(frozenset(), tuple(frozenset() for _ in steps))
     carried = {i for step in steps for i in _carried(step)}
 
-    def pushed(step: StepParts) -> frozenset[int]:
+    def pushed(step: SplitStep) -> frozenset[int]:
         exact = {j for unit in step.update.units if carried.intersection(unit.leaves) for j in unit.pushed}
         return frozenset(j for j in step.pushed if j not in exact and _may_be_rounded(step.update.pushed_shapes[j]))
 
@@ -56,12 +56,12 @@ def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
     return Rounding(leaves, tuple(map(pushed, steps)))
 
 
-def _carried(step: StepParts) -> set[int]:
-    """Leaves that a worker reads and gives anew, as a layer's running statistics.
+def _carried(step: SplitStep) -> set[int]:
+    """Finds the leaves that a worker reads and computes anew, as a layer's running statistics.
 
-    Rounded both ways, each of their small changes would be lost.
+    Rounded both ways, they would lose each small change.
     """
-    reads, carried = step.update.reads, step.traced.carrying.leaves
+    reads, carried = step.update.reads, step.carried.leaves
     return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
 
 

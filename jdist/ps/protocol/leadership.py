@@ -1,8 +1,8 @@
-"""Which of a shard's two copies leads, as a pure state machine: (replicas, event) -> (replicas, commands).
+"""The leadership of a shard's two copies, as a pure state machine: (leadership, event) -> (leadership, commands).
 
-The coordinator alone decides that, so there is one opinion. A leader has a backup *in sync* once it has said so itself: from
-then on it acknowledges nothing that the backup does not hold, until it is told otherwise under a higher term. So that backup
-may take its place at any moment, and no other may.
+The coordinator alone decides which copy leads, so there is one opinion. A backup is *in sync* once the leader has reported
+so: from then on the leader acknowledges nothing that the backup does not hold, until it leads under a higher term. So that
+backup may take its place at any moment, and no other may.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Leadership:
     Attributes:
         term: the present leader's.
         leader: the copy that leads: 0 or 1.
-        told: whether it has said so itself.
-        joining: the incarnation of the other copy that it was told to bring into step; None if it was not.
+        confirmed: whether it has confirmed that.
+        joining: the incarnation of the other copy that it brings into step; None if it does not.
         holds: of each copy the incarnation that has all that was ever acknowledged; None if it does not.
-        heard: of each copy the incarnation that answers; None while it is silent.
-        begins: whether a job begins, which brings its own state: what the copies have does not matter.
+        alive: of each copy the incarnation that answers; None while it is silent.
+        is_new_job: whether a job begins, which brings its own state: what the copies have does not matter.
     """
 
     term: int = 0
     leader: int = 0
-    told: bool = False
+    confirmed: bool = False
     joining: str | None = None
     holds: Pair = _NOBODY
-    heard: Pair = _NOBODY
-    begins: bool = False
+    alive: Pair = _NOBODY
+    is_new_job: bool = False
 
     @property
     def other(self) -> int:
@@ -42,7 +42,7 @@ class Leadership:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Heard:
+class Heartbeat:
     """Event: a copy has answered.
 
     Attributes:
@@ -61,23 +61,15 @@ class Heard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Silent:
-    """Event: a copy has not answered for long.
-
-    Attributes:
-        copy: which.
-    """
+class HeartbeatLost:
+    """Event: a copy has not answered for long."""
 
     copy: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-    """Event: the leader of a term does not reach the other copy, which answers here.
-
-    Attributes:
-        term: which.
-    """
+class LinkCut:
+    """Event: the leader of a term does not reach the other copy, which answers the coordinator."""
 
     term: int
 
@@ -91,7 +83,7 @@ class Lead:
         incarnation: its process; another one in its place must refuse.
         term: under which term.
         backup: the incarnation of the other copy that it brings into step; None for none.
-        anew: whether it leads even if its state is a part of an earlier leader's only, as a state of the job's own comes next.
+        anew: whether it leads even with a part of an earlier leader's state only, as the job brings its own next.
     """
 
     copy: int
@@ -102,106 +94,95 @@ class Lead:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Leads:
-    """Command: tell everybody who leads.
-
-    Attributes:
-        copy: which.
-        term: under which term.
-    """
+class Announce:
+    """Command: tell everybody which copy leads, under which term."""
 
     copy: int
     term: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgotten:
-    """Command: both copies are lost; go back to the snapshot."""
+class StateLost:
+    """Command: go back to the snapshot, as both copies have lost the state."""
 
 
-Event = Heard | Silent | Cut
-Command = Lead | Leads | Forgotten
+Event = Heartbeat | HeartbeatLost | LinkCut
+Command = Lead | Announce | StateLost
 
 
-def begin(*, term: int, heard: Pair) -> tuple[Leadership, list[Command]]:
-    """The first term: copy 0 leads, or copy 1 if that alone is there.
+def begin(*, term: int, alive: Pair) -> tuple[Leadership, list[Command]]:
+    """Begins the first term: copy 0 leads, or copy 1 if that alone is there.
 
     Args:
         term: above all that any copy knows.
-        heard: each copy's incarnation; one must be there.
+        alive: each copy's incarnation; one must be there.
     """
-    leader = 0 if heard[0] is not None else 1
-    holds = _put(_NOBODY, leader, heard[leader])
-    replicas = Leadership(term=term, leader=leader, holds=holds, heard=heard, joining=heard[1 - leader], begins=True)
-    return replicas, _lead(replicas)
+    leader = 0 if alive[0] is not None else 1
+    holds = _put(_NOBODY, leader, alive[leader])
+    state = Leadership(term=term, leader=leader, holds=holds, alive=alive, joining=alive[1 - leader], is_new_job=True)
+    return state, _lead(state)
 
 
-def handle(replicas: Leadership, event: Event) -> tuple[Leadership, list[Command]]:
-    """What is known after an event, and what is to be done."""
-    if isinstance(event, Cut):
-        if event.term != replicas.term:
-            return replicas, []
+def handle(state: Leadership, event: Event) -> tuple[Leadership, list[Command]]:
+    """Returns what is known after an event, and what is to be done."""
+    if isinstance(event, LinkCut):
+        if event.term != state.term:
+            return state, []
         # Under another term the leader acknowledges alone, and begins to bring the other into step again.
-        leads = replicas.holds[replicas.leader]
-        return _next(replicas, leader=replicas.leader, holds=_put(_NOBODY, replicas.leader, leads))
-    incarnation = event.incarnation if isinstance(event, Heard) else None
-    replicas = dataclasses.replace(replicas, heard=_put(replicas.heard, event.copy, incarnation))
+        return _next_term(state, state.leader, state.holds[state.leader])
+    incarnation = event.incarnation if isinstance(event, Heartbeat) else None
+    state = dataclasses.replace(state, alive=_put(state.alive, event.copy, incarnation))
     commands: list[Command] = []
-    of_leader = event.copy == replicas.leader and incarnation == replicas.holds[replicas.leader]
-    if isinstance(event, Heard) and of_leader:
-        if event.term < replicas.term:
-            commands = _lead(replicas)  # it has not heard of it yet
-        elif event.term == replicas.term and event.leads:
-            if not replicas.told:
-                commands = [Leads(copy=replicas.leader, term=replicas.term)]
-            replicas = dataclasses.replace(replicas, told=True, begins=False)
-            if replicas.joining is not None and event.in_sync == replicas.joining:
-                holds = _put(replicas.holds, replicas.other, event.in_sync)
-                replicas = dataclasses.replace(replicas, joining=None, holds=holds)
-    decided, more = _decide(replicas)
-    return decided, more or commands  # a decision is about a higher term than what was to be said before
+    if isinstance(event, Heartbeat) and event.copy == state.leader and incarnation == state.holds[state.leader]:
+        if event.term < state.term:
+            commands = _lead(state)  # it does not know yet that it leads
+        elif event.term == state.term and event.leads:
+            if not state.confirmed:
+                commands = [Announce(copy=state.leader, term=state.term)]
+            state = dataclasses.replace(state, confirmed=True, is_new_job=False)
+            if state.joining is not None and event.in_sync == state.joining:
+                holds = _put(state.holds, state.other, event.in_sync)
+                state = dataclasses.replace(state, joining=None, holds=holds)
+    state, decision = _decide(state)
+    return state, decision or commands  # a decision is about a higher term than the commands before it
 
 
-def _decide(replicas: Leadership) -> tuple[Leadership, list[Command]]:
-    leader, other = replicas.leader, replicas.other
-    leads, backup = replicas.holds[leader], replicas.holds[other]
-    there, beside = replicas.heard[leader], replicas.heard[other]
-    if there != leads:
+def _decide(state: Leadership) -> tuple[Leadership, list[Command]]:
+    """Begins another term, if what is known of the copies calls for one."""
+    leader, other = state.leader, state.other
+    holder, backup = state.holds[leader], state.holds[other]
+    present, beside = state.alive[leader], state.alive[other]
+    if present != holder:
         if backup is not None and beside == backup:
-            return _next(replicas, leader=other, holds=_put(_NOBODY, other, backup))
-        if there is not None and (backup is None or beside is not None):
-            found, commands = _next(replicas, leader=leader, holds=_put(_NOBODY, leader, there))
-            return found, [Forgotten(), *commands]
-        return replicas, []  # whoever has the state may only be slow
-    if beside != (replicas.joining or backup) and (replicas.joining or backup) is not None:
-        return _next(replicas, leader=leader, holds=_put(_NOBODY, leader, leads))
-    if backup is None and beside is not None and replicas.told and replicas.joining is None:
-        return _next(replicas, leader=leader, holds=replicas.holds, joining=beside)
-    return replicas, []
+            return _next_term(state, other, backup)
+        if present is not None and (backup is None or beside is not None):
+            state, commands = _next_term(state, leader, present)
+            return state, [StateLost(), *commands]
+        return state, []  # whichever copy has the state may only be slow
+    expected = state.joining or backup
+    if expected is not None and beside != expected:
+        return _next_term(state, leader, holder)
+    if backup is None and beside is not None and state.confirmed and state.joining is None:
+        return _next_term(state, leader, holder, joining=beside)
+    return state, []
 
 
-def _next(
-    replicas: Leadership, *, leader: int, holds: Pair, joining: str | None = None
+def _next_term(
+    state: Leadership, leader: int, holder: str | None, *, joining: str | None = None
 ) -> tuple[Leadership, list[Command]]:
-    """Another term."""
-    found = dataclasses.replace(
-        replicas, term=replicas.term + 1, leader=leader, told=False, joining=joining, holds=holds
+    """Begins another term, in which the leader alone holds the state."""
+    holds = _put(_NOBODY, leader, holder)
+    state = dataclasses.replace(
+        state, term=state.term + 1, leader=leader, confirmed=False, joining=joining, holds=holds
     )
-    return found, _lead(found)
+    return state, _lead(state)
 
 
-def _lead(replicas: Leadership) -> list[Command]:
-    incarnation = replicas.holds[replicas.leader]
-    assert incarnation is not None  # who leads has the state
-    return [
-        Lead(
-            copy=replicas.leader,
-            incarnation=incarnation,
-            term=replicas.term,
-            backup=replicas.joining,
-            anew=replicas.begins,
-        )
-    ]
+def _lead(state: Leadership) -> list[Command]:
+    incarnation = state.holds[state.leader]
+    assert incarnation is not None  # a leader has the state
+    backup, anew = state.joining, state.is_new_job
+    return [Lead(copy=state.leader, incarnation=incarnation, term=state.term, backup=backup, anew=anew)]
 
 
 def _put(pair: Pair, copy: int, value: str | None) -> Pair:

@@ -1,6 +1,7 @@
-"""What is said to a shard, what it answers, and what it asks of the shell round it.
+"""The messages to a shard, its answers, and its commands to the shell round it.
 
-The words are those of docs/parameter_server_protocol.md. Arrays are not here: a `Ref` names some that the shell keeps.
+docs/parameter_server_protocol.md explains them. Their class names and fields travel. Arrays are not here: a `Ref` names some
+that the shell keeps.
 """
 
 from __future__ import annotations
@@ -8,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-Ref = Any  # whatever the shell likes to name received arrays by; the machine only hands it back
+Ref = Any  # the shell's name for received arrays; the machine only hands it back
 Reason = Literal["generation", "fenced", "stale", "staged", "unknown", "non_finite", "empty"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
-    """What every message says.
+    """The fields of every message.
 
     Attributes:
-        call: names the call, for the reply; whatever the shell likes.
+        call: the shell's name for the call, for the reply.
         generation: the history of the shards that the sender belongs to.
         settled: closures below this number are done; they may be forgotten.
-        worker: the worker's number; None for the coordinator.
+        worker: the sender's number; None for the coordinator.
         epoch: that worker's epoch.
     """
 
@@ -37,7 +38,7 @@ class Pull(Message):
 
     Attributes:
         known: the version that the sender has; None if it has none.
-        view: which of the shard's arrays it wants: those that one step reads.
+        view: the step whose arrays it wants.
     """
 
     known: int | None = None
@@ -50,10 +51,10 @@ class Push(Message):
 
     Attributes:
         closure: the closure's number.
-        attempt: how often this worker has computed the closure before; a later attempt takes the place of an earlier one.
+        attempt: how often this worker has computed the closure before; a later attempt replaces an earlier one.
         base: the version of this shard that the gradients were computed at.
+        view: the step whose gradients they are.
         gradients: the received arrays.
-        view: of which step they are.
         finite: whether the gradients of all shards are finite.
         result: what the closure returned, on its home shard; None elsewhere.
     """
@@ -69,7 +70,7 @@ class Push(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage(Push):
-    """As `Push`, but the gradients are only kept, until a commit or a drop."""
+    """Brings gradients as `Push` does, to be kept until a commit or a drop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Commit(Message):
     Attributes:
         closures: their numbers; an update each, in this order.
         as_one: one update for all of them, by the mean of their gradients (synchronous mode).
-        view: of which step they are, where that brings scalars.
+        view: the step that they are of, where the commit brings scalars.
         scalars: what the update needs besides the mean.
     """
 
@@ -91,13 +92,13 @@ class Commit(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drop(Message):
-    """Forgets what a lost worker has staged, so that others may compute the closures.
+    """Forgets what a lost worker has staged, so that others can compute the closures.
 
     Attributes:
         closures: their numbers.
-        of: the worker; None: whoever staged them (synchronous mode).
-        below: only what it staged under a lower epoch, or where `of` is None, what was computed from a lower version; so a
-            drop that comes late does no harm to a later attempt.
+        of: the worker; None for all (synchronous mode).
+        below: drops only what was staged under a lower epoch, or where `of` is None, computed from a lower version. So a drop
+            that comes late does no harm to a later attempt.
     """
 
     closures: tuple[int, ...]
@@ -107,12 +108,7 @@ class Drop(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fence(Message):
-    """From now on refuses a worker's messages of a lower epoch.
-
-    Attributes:
-        fenced: the worker's number.
-        below: the epoch.
-    """
+    """Refuses from now on messages of worker `fenced` of an epoch below `below`."""
 
     fenced: int
     below: int
@@ -120,34 +116,26 @@ class Fence(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Freeze(Message):
-    """Pushes and stages wait from now on.
-
-    Attributes:
-        number: of the snapshot that this is for; later ones have higher numbers.
-    """
+    """Has pushes and stages wait; `number` is that of the snapshot for which they do, and rises."""
 
     number: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thaw(Message):
-    """Pushes and stages go on; a freeze for this snapshot, or an earlier one, that comes late changes nothing.
-
-    Attributes:
-        number: of the snapshot.
-    """
+    """Has pushes and stages go on; a freeze for snapshot `number` or an earlier one that comes late changes nothing."""
 
     number: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot(Message):
-    """Asks for a reference to the state, of a frozen shard."""
+    """Asks a frozen shard to keep a reference to its state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restore(Message):
-    """Begins a new history: everything is replaced.
+    """Begins a new history, by replacing everything.
 
     Attributes:
         version: the version that the restored arrays have.
@@ -160,11 +148,7 @@ class Restore(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Done:
-    """The message was taken, now or before.
-
-    Attributes:
-        version: the shard's version.
-    """
+    """Answer to a message that was taken, now or before; `version` is the shard's."""
 
     version: int
 
@@ -174,7 +158,7 @@ class Parameters(Done):
     """Answer to a pull.
 
     Attributes:
-        changed: whether the arrays are sent with it; not where the sender has them.
+        changed: whether the arrays come with it; not if the sender has them.
     """
 
     changed: bool
@@ -187,7 +171,7 @@ class Held(Done):
     Attributes:
         staged: `(closure, attempt)` of what is staged.
         applied: closures that were applied and are not settled.
-        results: `(closure, result)` of those of which this is the home shard.
+        results: `(closure, result)` of those whose home this shard is.
     """
 
     staged: frozenset[tuple[int, int]]
@@ -212,12 +196,11 @@ class Cut(Done):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The message changed nothing.
+    """Answer to a message that changed nothing.
 
     Attributes:
-        reason: why, in one word of the protocol.
-        version: the shard's version.
-        generation: the shard's generation.
+        reason: why, as the protocol names it.
+        version, generation: the shard's.
     """
 
     reason: Reason
@@ -225,37 +208,15 @@ class Refused:
     generation: int
 
 
-TRAVELLING: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        Pull,
-        Push,
-        Stage,
-        Commit,
-        Drop,
-        Fence,
-        Freeze,
-        Thaw,
-        Snapshot,
-        Restore,
-        Done,
-        Parameters,
-        Held,
-        Cut,
-        Refused,
-    )
-}
+_MESSAGES = (Pull, Push, Stage, Commit, Drop, Fence, Freeze, Thaw, Snapshot, Restore)
+_ANSWERS = (Done, Parameters, Held, Cut, Refused)
+TRAVELLING: dict[str, type] = {kind.__name__: kind for kind in (*_MESSAGES, *_ANSWERS)}
 Answer = Done | Parameters | Held | Cut | Refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Command: answer a call.
-
-    Attributes:
-        call: which.
-        answer: what to say.
-    """
+    """Command: answer a call."""
 
     call: Any
     answer: Answer
@@ -266,7 +227,7 @@ class Apply:
     """Command: update the state once, by the weighted mean of gradients.
 
     Attributes:
-        gradients: the arrays, each with its weight; their sum is divided by how many they are.
+        gradients: the arrays, each with its weight; their weighted sum is divided by their number.
         version: the state's version afterwards.
         scalars: what came with the commit.
     """
@@ -278,18 +239,14 @@ class Apply:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forget:
-    """Command: arrays or a result that nobody will ask for again.
-
-    Attributes:
-        ref: which.
-    """
+    """Command: let go of arrays or a result that nobody will ask for again."""
 
     ref: Ref
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replace:
-    """Command: take the arrays that came with a restore in place of all that there are."""
+    """Command: replace all arrays by those that came with a restore."""
 
     version: int
 

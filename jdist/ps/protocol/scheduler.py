@@ -1,15 +1,15 @@
-"""Who computes which closure, as a pure state machine: (dispatch, event) -> (dispatch, commands).
+"""The scheduler of closures as a pure state machine: (dispatch, event) -> (dispatch, commands).
 
 The coordinator's half of docs/parameter_server_protocol.md: closures are handed out in their order, those of a
 lost worker are committed or handed out again, and after a rollback all that the snapshot does not contain. The
-shell, `jdist/ps/coordinator/engine.py`, holds functions, arguments, results and connections, and repeats a
-`Tell` until it is answered.
+shell, `jdist/ps/coordinator/closure_queue.py`, holds functions, arguments and results; what is connected to it
+carries out commands, and repeats a `Tell` until it is answered.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from jdist.ps.protocol import sync_rounds
@@ -35,24 +35,16 @@ from jdist.ps.protocol.sync_rounds import Rounds
 
 
 def handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
-    """The state after an event, and what the shell has to do.
-
-    Args:
-        dispatch: the state before.
-        event: what happened.
-
-    Returns:
-        The state after it, and the commands in their order.
-    """
-    dispatch, commands = _after(dispatch, event)
+    """Returns the state after an event, and what the shell has to do, in this order."""
+    dispatch, commands = _handle(dispatch, event)
     dispatch, assigned = _assign(dispatch)
-    if dispatch.rounds is not None and _nothing_is_to_come(dispatch):
-        dispatch, more = _turned(dispatch, sync_rounds.given_up)
+    if dispatch.rounds is not None and _is_exhausted(dispatch):
+        dispatch, more = _advance_round(dispatch, None)
         commands += more
     return dispatch, [*commands, *assigned]
 
 
-def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+def _handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
     match event:
         case Scheduled():
             return dataclasses.replace(dispatch, scheduled=dispatch.scheduled + event.count), []
@@ -62,27 +54,26 @@ def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
             parts = {p for p in dispatch.parts if p > event.kept} | {dispatch.scheduled}
             return dataclasses.replace(dispatch, parts=tuple(sorted(parts))), []
         case Registered():
-            return _registered(dispatch, event)
+            return _register(dispatch, event)
         case Reported():
-            return _reported(dispatch, event)
+            return _report(dispatch, event)
         case Lost():
-            return _lost(dispatch, event)
+            return _lose(dispatch, event)
         case Answered():
-            return _answered(dispatch, event)
+            return _take_answer(dispatch, event)
         case Rollback():
-            return _rollback(dispatch, event)
+            return _roll_back(dispatch, event)
         case Decided():
-            return _turned(dispatch, sync_rounds.decided, event.closures, commit=event.commit)
+            return _advance_round(dispatch, event)
         case Cancelled():
-            return _cancelled(dispatch, event)
+            return _cancel(dispatch, event)
 
 
 def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
     """Hands out closures, to the worker that has fewest first."""
-    commands: list[Command] = []
     if dispatch.restoring:
-        return dispatch, commands
-    given: dict[int, list[int]] = {}
+        return dispatch, []
+    assigned: dict[int, list[int]] = {}
     while ready := [
         w for w, known in dispatch.workers.items() if known.state == "ready" and len(known.closures) < dispatch.depth
     ]:
@@ -99,32 +90,30 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
             break
         ready = [w for w in ready if closure not in dispatch.workers[w].declined]
         worker = min(ready, key=lambda w: (len(dispatch.workers[w].closures), w))
-        given.setdefault(worker, []).append(closure)
-        dispatch = _with(
-            dataclasses.replace(dispatch, **changes), worker, closures=(*dispatch.workers[worker].closures, closure)
+        assigned.setdefault(worker, []).append(closure)
+        closures = *dispatch.workers[worker].closures, closure
+        dispatch = _with(dataclasses.replace(dispatch, **changes), worker, closures=closures)
+    return dispatch, [
+        Assign(
+            worker=worker,
+            epoch=dispatch.workers[worker].epoch,
+            generation=dispatch.generation,
+            closures=tuple(closures),
+            settled=dispatch.settled,
         )
-    for worker, closures in given.items():
-        commands.append(
-            Assign(
-                worker=worker,
-                epoch=dispatch.workers[worker].epoch,
-                generation=dispatch.generation,
-                closures=tuple(closures),
-                settled=dispatch.settled,
-            )
-        )
-    return dispatch, commands
+        for worker, closures in assigned.items()
+    ]
 
 
 def _first_new(dispatch: Dispatch) -> int:
-    """The first closure that no worker has had, and that is to be computed."""
+    """Returns the first closure that is to be computed and that no worker has had."""
     first = max(dispatch.next, dispatch.settled)
     while first in dispatch.done:  # it was cancelled
         first += 1
     return first
 
 
-def _cancelled(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Command]]:
+def _cancel(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Command]]:
     wanted = event.only
     if wanted is None:
         wanted = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
@@ -135,20 +124,20 @@ def _cancelled(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Com
     return dispatch, [Finish(closure=c, outcome="void") for c in sorted(dropped)]
 
 
-def _registered(dispatch: Dispatch, event: Registered) -> tuple[Dispatch, list[Command]]:
+def _register(dispatch: Dispatch, event: Registered) -> tuple[Dispatch, list[Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     if known.state == "absent":
         dispatch = _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=())
-        return _asked_anew(dispatch), []
+        return _clear_declined(dispatch), []
     commands: list[Command] = []
     if known.state == "ready":  # a new process in the place of one that was not missed yet
-        dispatch, commands = _lost(dispatch, Lost(worker=event.worker, epoch=known.epoch))
+        dispatch, commands = _lose(dispatch, Lost(worker=event.worker, epoch=known.epoch))
     if dispatch.workers[event.worker].state == "absent":
-        return _registered(dispatch, event)[0], commands
+        return _register(dispatch, event)[0], commands
     return _with(dispatch, event.worker, waits=True), commands
 
 
-def _reported(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Command]]:
+def _report(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     mine = (event.epoch, event.generation) == (known.epoch, dispatch.generation) and known.state == "ready"
     if not mine or event.closure not in known.closures:
@@ -159,19 +148,19 @@ def _reported(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Comma
         dispatch = _with(dispatch, event.worker, declined=frozenset(declined | {event.closure}))
         return dataclasses.replace(dispatch, returned=tuple(sorted((*dispatch.returned, event.closure)))), []
     if event.outcome == "staged":
-        return _turned(dispatch, sync_rounds.staged, event.closure, base=event.base)
+        return _advance_round(dispatch, event)
     return _finish(dispatch, {event.closure}), [Finish(closure=event.closure, outcome=event.outcome, arrived=True)]
 
 
-def _lost(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
+def _lose(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     if known.state == "fencing" and event.epoch == known.epoch:
         return _with(dispatch, event.worker, waits=False), []
     if event.worker not in dispatch.workers:  # it was never there: a worker like others that are not
-        return _asked_anew(_with(dispatch, event.worker)), []
+        return _clear_declined(_with(dispatch, event.worker)), []
     if known.state != "ready" or event.epoch != known.epoch:
         return dispatch, []
-    dispatch = _asked_anew(_with(dispatch, event.worker, state="fencing", waits=False))
+    dispatch = _clear_declined(_with(dispatch, event.worker, state="fencing", waits=False))
     fence = Fence(generation=dispatch.generation, fenced=event.worker, below=known.epoch + 1)
     return _ask(dispatch, event.worker, Recovery(), fence)
 
@@ -186,18 +175,18 @@ def _ask(dispatch: Dispatch, worker: int, recovery: Recovery, message: Message) 
     return dispatch, [Tell(shard=shard, message=message) for shard in shards]
 
 
-def _answered(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Command]]:
+def _take_answer(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Command]]:
     message = event.message
     if message.generation != dispatch.generation:
         return dispatch, []
     if isinstance(message, Restore):
         return dataclasses.replace(dispatch, restoring=dispatch.restoring - {event.shard}), []
     if dispatch.rounds is not None and message == dispatch.rounds.asks:
-        return _turned(dispatch, sync_rounds.answered, event.shard, message)
-    found = [w for w, recovery in dispatch.recoveries.items() if recovery.asks == message]
-    if not found or event.shard not in dispatch.recoveries[found[0]].unanswered:
+        return _advance_round(dispatch, event)
+    asked = [(w, recovery) for w, recovery in dispatch.recoveries.items() if recovery.asks == message]
+    if not asked or event.shard not in asked[0][1].unanswered:
         return dispatch, []
-    worker, recovery = found[0], dispatch.recoveries[found[0]]
+    worker, recovery = asked[0]
     recovery = dataclasses.replace(recovery, unanswered=recovery.unanswered - {event.shard})
     if isinstance(event.answer, Held):
         recovery = dataclasses.replace(recovery, held={**recovery.held, event.shard: event.answer})
@@ -206,7 +195,7 @@ def _answered(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Comma
 
 
 def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple[Dispatch, list[Command]]:
-    """All shards have answered: fence, then commit, then drop, then the worker is sorted out."""
+    """Goes on once all shards have answered: fence, then commit, then drop, then the worker is sorted out."""
     generation, message = dispatch.generation, recovery.asks
     if isinstance(message, Fence):
         closures = dispatch.workers[worker].closures
@@ -229,19 +218,19 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
     )
     dispatch = _finish(_with(dispatch, worker, state="absent", waits=False, closures=()), set(recovery.commit))
     if known.waits:
-        dispatch, _ = _registered(dispatch, Registered(worker=worker))
+        dispatch, _ = _register(dispatch, Registered(worker=worker))
     return dispatch, [Finish(closure=c, result=results.get(c)) for c in recovery.commit]
 
 
-def _takes_effect(closure: int, held: Any) -> bool:
-    """Whether a lost worker's closure is committed: applied somewhere, or one attempt of it staged everywhere."""
+def _takes_effect(closure: int, held: Collection[Held]) -> bool:
+    """Returns whether a lost worker's closure is to be committed: applied anywhere, or one attempt staged everywhere."""
     if not held:
         return False
     everywhere = frozenset.intersection(*(shard.staged for shard in held))
     return any(closure in shard.applied for shard in held) or closure in {c for c, _ in everywhere}
 
 
-def _rollback(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Command]]:
+def _roll_back(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Command]]:
     generation = max(dispatch.generation + 1, event.generation)
     undone = [c for c in range(event.settled, dispatch.next) if c not in event.applied]
     again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
@@ -266,22 +255,22 @@ def _rollback(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Comma
         workers=workers,
         recoveries={},
         restoring=frozenset(shards),
-        rounds=None if dispatch.rounds is None else dispatch.rounds.begun_anew(event.version),
+        rounds=None if dispatch.rounds is None else dispatch.rounds.roll_back(event.version),
     )
     for worker in joining:
-        dispatch, _ = _registered(dispatch, Registered(worker=worker))
+        dispatch, _ = _register(dispatch, Registered(worker=worker))
     restore = Restore(generation=generation, version=event.version, settled=event.settled, applied=event.applied)
     return dispatch, [*([Rerun(count=again)] if again else []), *(Tell(shard=s, message=restore) for s in shards)]
 
 
-def _nothing_is_to_come(dispatch: Dispatch) -> bool:
-    """Whether no closure is with a worker, or could be."""
+def _is_exhausted(dispatch: Dispatch) -> bool:
+    """Returns whether no worker has a closure, nor will get one."""
     is_held = any(known.closures for known in dispatch.workers.values())
     return not is_held and not dispatch.returned and dispatch.next == dispatch.scheduled
 
 
 def _end_of_round(dispatch: Dispatch) -> int:
-    """In synchronous mode: closures below this number may be handed out; as many as an update takes are not done."""
+    """Returns below which number closures may be handed out: in synchronous mode as many as an update takes."""
     if dispatch.rounds is None:
         return dispatch.scheduled
     if dispatch.rounds.asks is not None or dispatch.rounds.chosen:
@@ -293,10 +282,10 @@ def _end_of_round(dispatch: Dispatch) -> int:
     return end
 
 
-def _turned(dispatch: Dispatch, what: Any, *given: Any, **more: Any) -> tuple[Dispatch, list[Command]]:
-    """Has a round go on, and takes over what it leads to."""
-    assert dispatch.rounds is not None  # nobody speaks of rounds in asynchronous mode
-    turn = what(dispatch.rounds, *given, generation=dispatch.generation, num_shards=dispatch.num_shards, **more)
+def _advance_round(dispatch: Dispatch, event: Reported | Decided | Answered | None) -> tuple[Dispatch, list[Command]]:
+    """Tells the round of an event, and takes over what that leads to."""
+    assert dispatch.rounds is not None  # in asynchronous mode there are no such events
+    turn = sync_rounds.handle(dispatch.rounds, event, generation=dispatch.generation, num_shards=dispatch.num_shards)
     dispatch = dataclasses.replace(
         dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned}))
     )
@@ -312,8 +301,8 @@ def _finish(dispatch: Dispatch, closures: set[int]) -> Dispatch:
     return dataclasses.replace(dispatch, settled=settled, done=frozenset(c for c in done if c >= settled))
 
 
-def _asked_anew(dispatch: Dispatch) -> Dispatch:
-    """Which workers are there has changed, and with it what each can compute."""
+def _clear_declined(dispatch: Dispatch) -> Dispatch:
+    """Forgets what workers have declined: which are there has changed, and with it what each can compute."""
     workers = {w: dataclasses.replace(known, declined=frozenset()) for w, known in dispatch.workers.items()}
     return dataclasses.replace(dispatch, workers=workers)
 
@@ -325,7 +314,7 @@ def _with(dispatch: Dispatch, worker: int, **changes: Any) -> Dispatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What the coordinator knows of one worker.
+    """The coordinator's view of one worker.
 
     Attributes:
         epoch: its present epoch, or the one that its next incarnation begins after.

@@ -1,4 +1,4 @@
-"""What happens to the coordinator, and what it asks of the shell round it; see `dispatch.handle`."""
+"""The events of the scheduler, and its commands to the shell round it; see `scheduler.handle`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from typing import Literal
 
 from jdist.ps.protocol.messages import Answer, Message, Ref
 
-# "read": it changed nothing and was not to. "void": it took no effect and never will.
-# "staged": of synchronous mode, it is on all shards, and takes effect with others.
-# "declined": nothing of it was computed, as what it reads is for another worker to read.
+# "read": its function changes nothing. "void": it took no effect and never will, as it failed.
+# "staged": in synchronous mode, all shards have it, and it takes effect with others.
+# "declined": this worker cannot compute it while the same workers are there, as another one reads its batch.
 Outcome = Literal["done", "read", "void", "staged", "declined"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduled:
-    """Event: there are further closures.
-
-    Attributes:
-        count: how many.
-    """
+    """Event: so many further closures are scheduled."""
 
     count: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parted:
-    """Event: what is scheduled from now on begins when all before it is done, also where both are computed again.
+    """Event: what is scheduled from now on begins once all before it is done, also where both run again.
 
     Attributes:
-        kept: closures below are in a snapshot, and never run again.
+        kept: closures below are in a snapshot and never run again.
     """
 
     kept: int = 0
@@ -37,27 +33,22 @@ class Parted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Registered:
-    """Event: a worker's process is connected, and holds no closure.
-
-    Attributes:
-        worker: its number.
-    """
+    """Event: a worker's process is connected, and has no closure."""
 
     worker: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reported:
-    """Event: a worker is through with a closure.
+    """Event: a worker has finished with a closure.
 
     Attributes:
         worker: its number.
         epoch: under which epoch it computed.
         generation: in which history.
-        closure: which.
-        outcome: "done"; "read", if its function changes nothing; "void", if it took no effect and never will (it failed);
-            "staged", in synchronous mode; "declined", if this worker cannot compute it while the same workers are there.
-        base: the version of the shards that what is staged was computed from.
+        closure: the closure's number.
+        outcome: what became of it.
+        base: the version of the shards that a staged one was computed from.
     """
 
     worker: int
@@ -70,12 +61,7 @@ class Reported:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Event: a worker does not answer, or its connection broke.
-
-    Attributes:
-        worker: its number.
-        epoch: the epoch of the connection.
-    """
+    """Event: a worker does not answer, or its connection of an epoch broke."""
 
     worker: int
     epoch: int
@@ -83,13 +69,7 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answered:
-    """Event: a shard has answered a `Tell`.
-
-    Attributes:
-        shard: its number.
-        message: what it was told.
-        answer: what it said.
-    """
+    """Event: a shard has answered a `Tell`."""
 
     shard: int
     message: Message
@@ -98,13 +78,13 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """Event: a shard's memory is gone; all go back to a snapshot.
+    """Event: a shard's memory is gone, and all shards go back to a snapshot.
 
     Attributes:
         settled: closures below this number are in the snapshot.
-        applied: and these above it.
+        applied: so are these above it.
         version: the shards' version in it.
-        generation: the least number that the new history may have.
+        generation: the least number of the new history.
     """
 
     settled: int
@@ -115,11 +95,11 @@ class Rollback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decided:
-    """Event: what becomes of closures that were staged together.
+    """Event: the shell has answered `Decide`.
 
     Attributes:
-        closures: which.
-        commit: whether they become one update; else they are forgotten, and count as done.
+        closures: their numbers.
+        commit: whether they become one update; else they are dropped, and count as done.
     """
 
     closures: tuple[int, ...]
@@ -128,11 +108,11 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cancelled:
-    """Event: what no worker has is not to be computed.
+    """Event: closures that no worker has are not to be computed.
 
     Attributes:
-        only: of these closures; None: of all.
-        spare: closures that are, all the same: they had been done before a rollback.
+        only: which of them; None for all.
+        spare: closures that are computed all the same, as they had been done before a rollback.
     """
 
     only: frozenset[int] | None = None
@@ -151,7 +131,7 @@ class Assign:
         epoch: its epoch, for the shards.
         generation: the history, for the shards.
         closures: their numbers.
-        settled: closures below are done.
+        settled: closures below this number are done.
     """
 
     worker: int
@@ -163,12 +143,7 @@ class Assign:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tell:
-    """Command: tell a shard something, again and again until it answers.
-
-    Attributes:
-        shard: its number.
-        message: what.
-    """
+    """Command: send a shard a message, again and again until it answers."""
 
     shard: int
     message: Message
@@ -179,10 +154,10 @@ class Finish:
     """Command: a closure is done.
 
     Attributes:
-        closure: which.
-        outcome: whether it took effect.
+        closure: its number.
+        outcome: what became of it.
         arrived: whether its result came with a worker's report; else a shard kept it.
-        result: the shard's name for it; None if it has arrived, or there is none.
+        result: the shard's name for the result; None if it has arrived, or there is none.
     """
 
     closure: int
@@ -193,22 +168,14 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rerun:
-    """Command: say that closures which were done are computed again.
-
-    Attributes:
-        count: how many.
-    """
+    """Command: report that so many closures which were done are computed again."""
 
     count: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decide:
-    """Command: say by `Decided` what becomes of closures that are staged, enough for one update.
-
-    Attributes:
-        closures: which.
-    """
+    """Command: decide whether these staged closures become one update, and answer by `Decided`."""
 
     closures: tuple[int, ...]
 

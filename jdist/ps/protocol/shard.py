@@ -1,8 +1,8 @@
 """One shard of the state as a pure state machine: (shard, message) -> (shard, commands).
 
-No lock, no clock, no socket, no array: docs/parameter_server_protocol.md says what each message does and why. The shell
-that holds the arrays, `jdist/ps/server/shard_server.py`, hands messages in one at a time and carries out the commands in
-their order.
+It has no lock, clock, socket or array. docs/parameter_server_protocol.md says what each message does and why. The shell,
+`jdist/ps/server/shard_server.py`, holds the arrays, hands messages in one at a time and carries out the commands in their
+order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jdist.ps.protocol.messages import (
-    Answer,
     Apply,
     Command,
     Commit,
@@ -40,26 +39,20 @@ from jdist.ps.protocol.messages import (
 
 
 def receive(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
-    """The shard after a message, and what the shell has to do, in this order.
+    """Returns the shard after a message, and what the shell has to do, in this order.
 
-    Args:
-        shard: the state before.
-        message: one message.
-
-    Returns:
-        The state after it, and the commands; each message is replied to once, now or, where the shard is frozen, after
-        its thaw.
+    Each message is replied to once: now or, if the shard is frozen, after its thaw.
     """
     if isinstance(message, Restore):
         return _restore(shard, message)
-    if (reason := _not_heard(shard, message)) is not None:
-        return shard, [*_unwanted(message), _refuse(shard, message, reason)]
+    if (reason := _reason_to_refuse(shard, message)) is not None:
+        return shard, _refuse(shard, message, reason)
     shard, forgotten = _settle(shard, message.settled)
-    shard, commands = _heard(shard, message)
+    shard, commands = _take(shard, message)
     return shard, [*forgotten, *commands]
 
 
-def _not_heard(shard: Shard, message: Message) -> Reason | None:
+def _reason_to_refuse(shard: Shard, message: Message) -> Reason | None:
     if shard.generation == 0:
         return "empty"
     if message.generation != shard.generation:  # a higher one has to begin by a restore
@@ -69,7 +62,7 @@ def _not_heard(shard: Shard, message: Message) -> Reason | None:
     return None
 
 
-def _heard(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
+def _take(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
     match message:
         case Pull():
             changed = message.known != shard.version
@@ -90,28 +83,28 @@ def _heard(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
             staged, applied = frozenset(shard.staged), frozenset(shard.applied)
             answer = Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
             return shard, [Reply(call=message.call, answer=answer)]
-    return shard, [_refuse(shard, message, "unknown")]
+    return shard, _refuse(shard, message, "unknown")
 
 
 def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
-    """A push or a stage."""
-    number, there = message.closure, shard.staged.get(message.closure)
+    """Takes the gradients of a push or a stage."""
+    number, earlier = message.closure, shard.staged.get(message.closure)
     sender = message.worker, message.epoch
-    repeated = there is not None and (there.worker, there.epoch, there.attempt) == (*sender, message.attempt)
-    if number < shard.settled or number in shard.applied or repeated:
-        return _done(shard, message, before=_unwanted(message))
-    if there is not None and ((there.worker, there.epoch) != sender or there.attempt > message.attempt):
-        return shard, [*_unwanted(message), _refuse(shard, message, "staged")]
+    is_repeated = earlier is not None and (earlier.worker, earlier.epoch, earlier.attempt) == (*sender, message.attempt)
+    if number < shard.settled or number in shard.applied or is_repeated:
+        return _done(shard, message, before=_forget_arrays(message))
+    if earlier is not None and ((earlier.worker, earlier.epoch) != sender or earlier.attempt > message.attempt):
+        return shard, _refuse(shard, message, "staged")
     if shard.frozen:
         return dataclasses.replace(shard, waiting=(*shard.waiting, message)), []
     rules, counts = shard.rules, shard.counts
     if not message.finite and rules.non_finite == "raise":
-        return shard, [*_unwanted(message), _refuse(shard, message, "non_finite")]
-    late = shard.version - message.base
-    too_late = rules.max_staleness is not None and late > rules.max_staleness
-    if late < 0 or (too_late and rules.on_stale == "refuse"):  # a version that is still to come is of no use either
+        return shard, _refuse(shard, message, "non_finite")
+    staleness = shard.version - message.base
+    is_stale = rules.max_staleness is not None and staleness > rules.max_staleness
+    if staleness < 0 or (is_stale and rules.on_stale == "refuse"):  # below 0: of a version that is still to come
         shard = dataclasses.replace(shard, counts=dataclasses.replace(counts, refused=counts.refused + 1))
-        return shard, [*_unwanted(message), _refuse(shard, message, "stale")]
+        return shard, _refuse(shard, message, "stale")
     skip = not message.finite and rules.non_finite == "skip"
     entry = Staged(
         worker=message.worker,
@@ -119,19 +112,19 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
         attempt=message.attempt,
         base=message.base,
         gradients=None if skip else message.gradients,
-        weight=1 / (1 + late) if too_late else 1.0,
+        weight=1 / (1 + staleness) if is_stale else 1.0,
         result=message.result,
     )
     counts = dataclasses.replace(
         counts,
         skipped=counts.skipped + skip,
-        down_weighted=counts.down_weighted + too_late,
-        staleness=counts.staleness + late,
+        down_weighted=counts.down_weighted + is_stale,
+        staleness=counts.staleness + staleness,
         admitted=counts.admitted + 1,
     )
     shard = dataclasses.replace(shard, staged={**shard.staged, number: entry}, counts=counts)
     before = _forget(message.gradients) if skip else []
-    before += [] if there is None else _forget(there.gradients, there.result)
+    before += [] if earlier is None else _forget(earlier.gradients, earlier.result)
     if not isinstance(message, Stage):
         shard, applied = _apply(shard, (number,))
         before += applied
@@ -141,16 +134,16 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
 def _commit(shard: Shard, message: Commit) -> tuple[Shard, list[Command]]:
     todo = tuple(c for c in message.closures if c >= shard.settled and c not in shard.applied)
     if any(c not in shard.staged for c in todo) or (message.as_one and 0 < len(todo) < len(message.closures)):
-        return shard, [*_unwanted(message), _refuse(shard, message, "unknown")]
+        return shard, _refuse(shard, message, "unknown")
     commands: list[Command] = []
     for closures in [todo] if message.as_one and todo else [(c,) for c in todo]:
         shard, applied = _apply(shard, closures, message.scalars)
         commands += applied
-    return _done(shard, message, before=[*commands, *_unwanted(message)])
+    return _done(shard, message, before=[*commands, *_forget_arrays(message)])
 
 
 def _apply(shard: Shard, closures: tuple[int, ...], scalars: Ref | None = None) -> tuple[Shard, list[Command]]:
-    """One update by what is staged of these closures; none where all of it is left out."""
+    """Makes one update of what is staged of these closures; none if all their gradients are left out."""
     entries = [shard.staged[c] for c in closures]
     gradients = tuple((entry.gradients, entry.weight) for entry in entries if entry.gradients is not None)
     version, counts = shard.version + bool(gradients), shard.counts
@@ -199,7 +192,7 @@ def _fence(shard: Shard, message: Fence) -> tuple[Shard, list[Command]]:
         applied=frozenset(applied),
         results=tuple((c, result) for c, result in {**staged, **applied}.items() if result is not None),
     )
-    refused = [command for m in gone for command in (*_unwanted(m), _refuse(shard, m, "fenced"))]
+    refused = [command for m in gone for command in _refuse(shard, m, "fenced")]
     return shard, [*refused, Reply(call=message.call, answer=held)]
 
 
@@ -208,8 +201,8 @@ def _thaw(shard: Shard, message: Thaw) -> tuple[Shard, list[Command]]:
         return _done(shard, message)
     waiting, thawed = shard.waiting, message.number
     shard, commands = _done(dataclasses.replace(shard, frozen=False, thawed=thawed, waiting=()), message)
-    for held in waiting:
-        shard, more = _admit(shard, held)
+    for push in waiting:
+        shard, more = _admit(shard, push)
         commands += more
     return shard, commands
 
@@ -224,7 +217,7 @@ def _settle(shard: Shard, below: int) -> tuple[Shard, list[Command]]:
 
 def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
     if message.generation <= shard.generation:
-        return shard, [_refuse(shard, message, "generation")]
+        return shard, _refuse(shard, message, "generation")
     kept = [entry.gradients for entry in shard.staged.values()]
     kept += [entry.result for entry in (*shard.staged.values(), *shard.applied.values())]
     waiting = shard.waiting
@@ -235,7 +228,7 @@ def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
         applied={c: Applied(worker=None, result=None) for c in message.applied},
         settled=message.settled,
     )
-    late = [command for m in waiting for command in (*_unwanted(m), _refuse(shard, m, "generation"))]
+    late = [command for m in waiting for command in _refuse(shard, m, "generation")]
     return _done(shard, message, before=[*late, *_forget(*kept), Replace(version=message.version)])
 
 
@@ -243,13 +236,13 @@ def _done(shard: Shard, message: Message, *, before: list[Command] | None = None
     return shard, [*(before or []), Reply(call=message.call, answer=Done(version=shard.version))]
 
 
-def _refuse(shard: Shard, message: Message, reason: Reason) -> Reply:
-    answer: Answer = Refused(reason=reason, version=shard.version, generation=shard.generation)
-    return Reply(call=message.call, answer=answer)
+def _refuse(shard: Shard, message: Message, reason: Reason) -> list[Command]:
+    answer = Refused(reason=reason, version=shard.version, generation=shard.generation)
+    return [*_forget_arrays(message), Reply(call=message.call, answer=answer)]
 
 
-def _unwanted(message: Message) -> list[Command]:
-    """Forgets the arrays that came with a message which is not taken, or is through."""
+def _forget_arrays(message: Message) -> list[Command]:
+    """Forgets the arrays of a message that is refused, repeated or carried out."""
     if isinstance(message, Commit):
         return _forget(message.scalars)
     return _forget(message.gradients, message.result) if isinstance(message, Push) else []
@@ -265,10 +258,10 @@ OnStale = Literal["refuse", "down_weight"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a shard does with gradients that are late, or not finite.
+    """The rules for gradients that are stale or not finite.
 
     Attributes:
-        max_staleness: updates that may lie between a gradient's version and its admission; None: any number.
+        max_staleness: updates that may lie between a gradient's version and its admission; None for any number.
         on_stale: what happens beyond: "refuse", or "down_weight" by 1 / (1 + staleness).
         non_finite: "raise" refuses, "skip" changes nothing and counts as done, "apply" applies.
     """
@@ -280,14 +273,14 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What has happened in a shard since it was restored.
+    """Statistics of a shard since it was restored.
 
     Attributes:
         updates: updates applied.
-        skipped: closures whose gradients were not finite, and were left out.
+        skipped: closures that were left out, as their gradients were not finite.
         refused: gradients that were too stale.
         down_weighted: gradients that were too stale, and admitted with less weight.
-        staleness: sum of the staleness of all that were admitted; divided by their number it is the mean.
+        staleness: sum of the staleness of all admitted gradients.
         admitted: their number.
     """
 
@@ -301,16 +294,11 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A closure's part in this shard, admitted and not yet applied.
+    """A closure's gradients for this shard, admitted and not yet applied; fields as in `Push`, but for these.
 
     Attributes:
-        worker: who computed it; None: the coordinator.
-        epoch: under which epoch.
-        attempt: in which of its attempts.
-        base: the version that it was computed from.
-        gradients: its arrays; None where a gradient that is not finite is left out.
-        weight: 1, or less for a stale one.
-        result: what it returned, on its home shard.
+        gradients: the arrays; None if they are not finite and left out.
+        weight: 1, or less if they are stale.
     """
 
     worker: int | None
@@ -324,10 +312,10 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Applied:
-    """A closure that took effect, and is not settled.
+    """A closure that took effect and is not settled.
 
     Attributes:
-        worker: who computed it; None after a restore, when nobody will be asked for its result.
+        worker: who computed it; None after a restore, as nobody will ask for its result.
         result: what it returned, on its home shard.
     """
 
@@ -341,16 +329,16 @@ class Shard:
 
     Attributes:
         rules: about late and non-finite gradients.
-        generation: the history it belongs to; 0 while it is empty and takes nothing but a restore.
+        generation: its history; 0 while it is empty and takes nothing but a restore.
         version: number of updates.
-        fences: for each worker the lowest epoch that is still heard.
+        fences: of each worker the lowest epoch that is not refused.
         staged: closures admitted and not applied.
         applied: closures applied and not settled.
         settled: closures below this number are done.
         frozen: whether pushes and stages wait.
-        thawed: the last snapshot for which they did, and do not any more.
-        waiting: those that do, in their order.
-        counts: what has happened.
+        thawed: the last snapshot that is over.
+        waiting: the pushes and stages that wait, in their order.
+        counts: statistics.
     """
 
     rules: Rules = Rules()

@@ -1,7 +1,7 @@
-"""Synchronous mode in the coordinator's machine: which closures become one update together.
+"""The rounds of synchronous mode, a part of the coordinator's machine: which closures become one update together.
 
-Closures are handed out as in asynchronous mode, but no more than an update takes (and some to spare), and nothing is committed
-by a worker. Once enough are staged on all shards, all from the present parameters, the shell decides whether the mean of their
+Closures are handed out as in asynchronous mode, but no more than an update takes (and some to spare), and workers commit
+nothing. Once enough are staged on all shards, all from the present parameters, the shell decides whether the mean of their
 gradients is finite; then all shards commit them as one update, and the next are handed out.
 """
 
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jdist.ps.protocol.messages import Commit, Drop, Message
-from jdist.ps.protocol.scheduler_events import Command, Decide, Tell
+from jdist.ps.protocol.scheduler_events import Answered, Command, Decide, Decided, Reported, Tell
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class Rounds:
 
     @property
     def window(self) -> int:
-        """Closures that may be handed out and not be done."""
+        """How many closures may be handed out and not be done."""
         return self.size + self.spare
 
-    def begun_anew(self, version: int) -> Rounds:
-        """After a rollback to a version nothing is staged."""
+    def roll_back(self, version: int) -> Rounds:
+        """Returns a round of which nothing is staged, at a version."""
         return Rounds(size=self.size, spare=self.spare, version=version)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What something that happens to a round leads to.
+    """The effect of an event on a round.
 
     Attributes:
         rounds: afterwards.
@@ -67,47 +67,46 @@ class Turn:
     returned: frozenset[int] = frozenset()
 
 
-def staged(rounds: Rounds, closure: int, *, base: int, generation: int, num_shards: int) -> Turn:
-    """A closure is staged on all shards; its gradients are of the version `base`."""
-    which = "staged" if base == rounds.version else "stale"
-    return _next(dataclasses.replace(rounds, **{which: getattr(rounds, which) | {closure}}), generation, num_shards)
+def handle(rounds: Rounds, event: Reported | Decided | Answered | None, *, generation: int, num_shards: int) -> Turn:
+    """Returns the effect of an event.
+
+    Args:
+        rounds: before it.
+        event: a closure is staged on all shards, it is decided about those that were chosen, or a shard has answered what all
+            are asked. None: no further closure will come, as others have failed.
+        generation: the shards' history.
+        num_shards: how many shards there are.
+    """
+    match event:
+        case Reported():
+            if event.base == rounds.version:
+                rounds = dataclasses.replace(rounds, staged=rounds.staged | {event.closure})
+            else:
+                rounds = dataclasses.replace(rounds, stale=rounds.stale | {event.closure})
+            return _next(rounds, generation, num_shards)
+        case Decided() if event.closures == rounds.chosen and rounds.asks is None:
+            ask = Commit(generation=generation, closures=event.closures, as_one=True)
+            drop = _drop(generation, event.closures, rounds.version + 1)
+            return _ask(rounds, ask if event.commit else drop, num_shards)
+        case Answered() if event.message == rounds.asks and event.shard in rounds.unanswered:
+            rounds = dataclasses.replace(rounds, unanswered=rounds.unanswered - {event.shard})
+            return Turn(rounds=rounds) if rounds.unanswered else _go_on(rounds, event.message, generation, num_shards)
+        case None if rounds.staged and rounds.asks is None and not rounds.chosen:
+            chosen = tuple(sorted(rounds.staged))  # too few for an update
+            rounds = dataclasses.replace(rounds, chosen=chosen)
+            return _ask(rounds, _drop(generation, chosen, rounds.version + 1), num_shards)
+    return Turn(rounds=rounds)
 
 
-def decided(rounds: Rounds, closures: tuple[int, ...], *, commit: bool, generation: int, num_shards: int) -> Turn:
-    """The shell has decided about the chosen closures."""
-    if closures != rounds.chosen or rounds.asks is not None:
-        return Turn(rounds=rounds)
-    ask = Commit(generation=generation, closures=closures, as_one=True)
-    return _asked(rounds, ask if commit else _drop(generation, closures, rounds.version + 1), num_shards)
-
-
-def given_up(rounds: Rounds, *, generation: int, num_shards: int) -> Turn:
-    """There will not be enough closures for an update, as others have failed: what is staged is forgotten."""
-    if rounds.asks is not None or rounds.chosen or not rounds.staged:
-        return Turn(rounds=rounds)
-    chosen = tuple(sorted(rounds.staged))
-    rounds = dataclasses.replace(rounds, chosen=chosen)
-    return _asked(rounds, _drop(generation, chosen, rounds.version + 1), num_shards)
-
-
-def answered(rounds: Rounds, shard: int, message: Message, *, generation: int, num_shards: int) -> Turn:
-    """A shard has answered what all were asked."""
-    if message != rounds.asks or shard not in rounds.unanswered:
-        return Turn(rounds=rounds)
-    rounds = dataclasses.replace(rounds, unanswered=rounds.unanswered - {shard})
-    if rounds.unanswered:
-        return Turn(rounds=rounds)
-    finished, returned = frozenset[int](), frozenset[int]()
-    rounds = dataclasses.replace(rounds, asks=None)
-    if rounds.chosen:
-        finished, others = frozenset(rounds.chosen), rounds.staged - frozenset(rounds.chosen)
-        if isinstance(message, Commit):
-            rounds = dataclasses.replace(
-                rounds, version=rounds.version + 1, staged=frozenset(), stale=rounds.stale | others
-            )
-        else:
-            rounds = dataclasses.replace(rounds, staged=others)
-        rounds = dataclasses.replace(rounds, chosen=())
+def _go_on(rounds: Rounds, message: Message, generation: int, num_shards: int) -> Turn:
+    """Goes on once all shards have answered a message."""
+    finished, returned = frozenset(rounds.chosen), frozenset[int]()
+    rounds = dataclasses.replace(rounds, asks=None, chosen=())
+    if isinstance(message, Commit):
+        stale = rounds.stale | (rounds.staged - finished)
+        rounds = dataclasses.replace(rounds, version=rounds.version + 1, staged=frozenset(), stale=stale)
+    elif finished:
+        rounds = dataclasses.replace(rounds, staged=rounds.staged - finished)
     elif isinstance(message, Drop):
         returned = frozenset(message.closures)
         rounds = dataclasses.replace(rounds, stale=rounds.stale - returned)
@@ -116,11 +115,11 @@ def answered(rounds: Rounds, shard: int, message: Message, *, generation: int, n
 
 
 def _next(rounds: Rounds, generation: int, num_shards: int) -> Turn:
-    """What is stale is forgotten first, then enough for an update are chosen."""
+    """Drops what is stale, else chooses closures for an update once there are enough."""
     if rounds.asks is not None or rounds.chosen:
         return Turn(rounds=rounds)
     if rounds.stale:
-        return _asked(rounds, _drop(generation, tuple(sorted(rounds.stale)), rounds.version), num_shards)
+        return _ask(rounds, _drop(generation, tuple(sorted(rounds.stale)), rounds.version), num_shards)
     if len(rounds.staged) < rounds.size:
         return Turn(rounds=rounds)
     chosen = tuple(sorted(rounds.staged))[: rounds.size]
@@ -131,7 +130,7 @@ def _drop(generation: int, closures: tuple[int, ...], below: int) -> Drop:
     return Drop(generation=generation, closures=closures, of=None, below=below)
 
 
-def _asked(rounds: Rounds, message: Message, num_shards: int) -> Turn:
+def _ask(rounds: Rounds, message: Message, num_shards: int) -> Turn:
     shards = range(num_shards)
     rounds = dataclasses.replace(rounds, asks=message, unanswered=frozenset(shards))
     return Turn(rounds=rounds, commands=[Tell(shard=shard, message=message) for shard in shards])

@@ -1,4 +1,4 @@
-"""How long the coordinator waits for others."""
+"""The coordinator's time limits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Times:
     """How long the coordinator waits for others, in seconds.
 
     Attributes:
-        ping_s: between two questions whether a worker lives.
-        lost_after_s: without an answer, after which it counts as lost.
-        install_s: for a function to be taken in.
+        ping_s: between two heartbeats of a worker or a server.
+        lost_after_s: without an answer, after which a process counts as lost.
+        install_s: for a worker to install a function.
         closure_s: for a batch of closures.
         reconnect_s: between two attempts to reach a lost worker.
-        max_losses: how often a worker may be lost within `losses_within_s` before it is not used any more.
+        max_losses: how often a worker may be lost within `losses_within_s` before it is excluded.
         losses_within_s: see `max_losses`.
         no_worker_timeout_s: without any worker, after which the job fails.
-        standstill_s: without a closure that finishes, after which a warning says for whom all wait.
+        standstill_s: without a closure that finishes, after which a warning names whom all wait for.
         ps_timeout_s: for a parameter server that does not answer, or for another in its place.
     """
 

@@ -1,7 +1,7 @@
 """Messages as bytes: a msgpack header, then the raw bytes of arrays, in an order that both sides know.
 
 A frame says how many bytes follow, never what they are: sender and receiver agree on the arrays when a shard is restored, and
-what comes is checked against that before memory is allocated.
+their sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import struct
 import types
 import typing
@@ -56,29 +57,28 @@ class Spec:
         Raises:
             WireError: it does not travel.
         """
-        return _dtype(self.dtype)
+        if self.dtype not in _DTYPES:
+            raise WireError("arrays of a dtype that does not travel")
+        return _DTYPES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
         """Its bytes, without padding."""
-        size = self.numpy.itemsize
-        for n in self.shape:
-            size *= n
-        return size
+        return self.numpy.itemsize * math.prod(self.shape)
 
 
 def wide(spec: Spec) -> Spec:
-    """The spec of an array as means are taken: floating-point numbers have at least 32 bits."""
+    """Returns the spec in which means are taken: floating-point numbers have at least 32 bits."""
     if not jnp.issubdtype(spec.numpy, jnp.inexact):
         return spec
     return Spec(spec.shape, np.dtype(jnp.promote_types(spec.numpy, jnp.float32)).name)
 
 
 def mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
-    """The mean of what several workers pushed that is no floating-point number.
+    """Returns the exact mean of integers that several workers pushed; of flags the first.
 
-    A total was brought as so many times each one's part, so that its mean is whole; what is the same for all (a count of the
-    caller's, the data of a key) stays as it is, however large. Of flags it is the first.
+    Workers push their part of a total times their number, so its mean is a whole number. What is the same for all (a count of
+    the caller's, the data of a key) stays as it is, however large.
     """
     first, n = values[0], len(values)
     if first.dtype == jnp.bool_ or n == 1:
@@ -89,28 +89,28 @@ def mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def spec_of(x: Any) -> Spec:
-    """The spec of an array or of a struct with its shape and dtype."""
+    """Returns the spec of an array, or of a struct with shape and dtype."""
     return Spec(tuple(x.shape), np.dtype(x.dtype).name)
 
 
 class Buffers:
     """Memory for arrays that are about to be received, each aligned for XLA.
 
+    Fill `views` in their order and take `filled()`, or `take` chunks and then `arrays()`.
+
+    Args:
+        specs: of the arrays.
+        most_bytes: what may be allocated at most.
+
     Attributes:
         size_bytes: how many bytes are expected.
-        views: the places of the arrays, to be filled in this order by who does not `take` chunks.
+        views: the memory of each array.
+
+    Raises:
+        WireError: the arrays are larger.
     """
 
     def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
-        """Allocates.
-
-        Args:
-            specs: the arrays.
-            most_bytes: what may be allocated at most.
-
-        Raises:
-            WireError: they are larger.
-        """
         self._specs = tuple(specs)
         if any(n < 0 for spec in specs for n in spec.shape):
             raise WireError("an array of negative size")
@@ -122,7 +122,7 @@ class Buffers:
         self._at, self._within = 0, 0
 
     def take(self, chunk: bytes | memoryview) -> None:
-        """Puts the next bytes into their places.
+        """Stores the next bytes.
 
         Raises:
             WireError: they are more than were expected.
@@ -140,32 +140,32 @@ class Buffers:
             chunk = chunk[n:]
 
     def filled(self) -> list[np.ndarray]:
-        """The arrays, once all `views` were filled."""
+        """Returns the arrays, once all `views` are filled."""
         return [
             block.view(spec.numpy).reshape(spec.shape) for block, spec in zip(self._blocks, self._specs, strict=True)
         ]
 
     def arrays(self) -> list[np.ndarray]:
-        """What was received.
+        """Returns the arrays, once all chunks are taken.
 
         Raises:
             WireError: bytes are missing.
         """
-        there = sum(len(v) for v in self.views[: self._at]) + self._within
-        if there != self.size_bytes:
-            raise WireError(f"{there:,} bytes where {self.size_bytes:,} were announced")
+        received = sum(len(v) for v in self.views[: self._at]) + self._within
+        if received != self.size_bytes:
+            raise WireError(f"{received:,} bytes where {self.size_bytes:,} were announced")
         return self.filled()
 
 
 def aligned(size_bytes: int) -> np.ndarray:
-    """New memory that XLA can use without a copy."""
+    """Allocates memory that XLA can use without a copy."""
     block = np.empty(size_bytes + ALIGNED, np.uint8)
     start = -block.ctypes.data % ALIGNED
     return block[start : start + size_bytes]
 
 
 def _blocks(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Memory for each array: small ones share a block; a large one has its own, which fits where another was."""
+    """Allocates each array's memory: small ones share a block; a large one has its own, which fits where another was."""
     small = [size if size <= _SHARED_BYTES else 0 for size in sizes]
     ends = list(itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in small))
     shared = aligned(ends[-1] if ends else 0)
@@ -176,28 +176,28 @@ def _blocks(sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def chunks(arrays: Sequence[Any], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """The bytes of arrays in pieces of at most `size`, without copies."""
+    """Yields the bytes of arrays in chunks of at most `size`, without copies."""
     for flat in as_bytes(arrays):
         for start in range(0, len(flat), size):
             yield flat[start : start + size]
 
 
 def as_bytes(arrays: Sequence[Any]) -> list[memoryview]:
-    """The bytes of each array, without copies."""
+    """Returns the bytes of each array, without copies."""
     return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 
 def encode(header: Mapping[str, Any]) -> bytes:
-    """A header of plain values as bytes."""
+    """Returns a header of plain values as bytes."""
     body: bytes = msgpack.packb(dict(header), use_bin_type=True) or b""
     return _PREFIX.pack(_MAGIC, len(body)) + body
 
 
 def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> int:
-    """How many bytes of a header follow its first `PREFIX_BYTES`.
+    """Returns how many bytes of a header follow its first `PREFIX_BYTES`.
 
     Raises:
-        WireError: it is none, or larger than allowed.
+        WireError: it is no header, or larger than allowed.
     """
     if len(prefix) < PREFIX_BYTES:
         raise WireError("a message of fewer bytes than its prefix")
@@ -210,10 +210,10 @@ def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES
 
 
 def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
-    """A header, and the bytes behind it.
+    """Returns a header, and the bytes behind it.
 
     Raises:
-        WireError: it is none, or larger than allowed.
+        WireError: it is no header, or larger than allowed.
     """
     view = memoryview(data)
     size = body_size(view[: _PREFIX.size], most_bytes=most_bytes)
@@ -231,7 +231,7 @@ def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> 
 
 
 def to_plain(value: Any) -> Any:
-    """A message as values that msgpack knows; a dataclass as a map with its class's name."""
+    """Returns a message as values that msgpack knows; a dataclass as a map with its name on the wire."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -239,26 +239,25 @@ def to_plain(value: Any) -> Any:
         return [to_plain(x) for x in value]
     if kind is frozenset:
         return [to_plain(x) for x in sorted(value)]
-    if (names := _NAMES.get(kind)) is None:
+    if (known := _NAMES.get(kind)) is None:
         if not dataclasses.is_dataclass(kind):
             return value
-        names = _NAMES[kind] = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
-    plain = {"is": kind.__name__}
-    for name in names:
+        fields = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
+        known = _NAMES[kind] = _wire_name(kind), fields
+    wire_name, fields = known
+    plain = {"is": wire_name}
+    for name in fields:
         x = getattr(value, name)
         plain[name] = x if type(x) in _ATOMS else to_plain(x)
     return plain
 
 
 def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
-    """A message from such values.
+    """Returns a message from such values; fields that name something of the sender's own process are None.
 
     Args:
-        kinds: the dataclasses that it may be, by name.
+        kinds: the dataclasses that it may be, by their names on the wire.
         plain: what was received.
-
-    Returns:
-        The message; fields that name something of the sender's own process are None.
 
     Raises:
         WireError: it is none of them, or a field is missing, unknown or of another type.
@@ -268,14 +267,14 @@ def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
     if kind is None:
         raise WireError("a message of a kind that is not known")
     fields = _FIELDS.get(kind) or _compiled(kind)
-    values, given = {}, len(plain) - 1
+    values, unread = {}, len(plain) - 1
     for name, checked, required in fields:
         if name in plain:
             values[name] = checked(plain[name])
-            given -= 1
+            unread -= 1
         elif required:
             raise WireError(f"{kind.__name__} lacks `{name}`")
-    if given:
+    if unread:
         unknown = plain.keys() - {"is", *(name for name, _, _ in fields)}
         raise WireError(f"{kind.__name__} has no field {sorted(map(str, unknown))[0][:40]!r}")
     return kind(**values)
@@ -284,12 +283,17 @@ def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
 _ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
 _LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
 _Check = Callable[[Any], Any]
-_NAMES: dict[type, tuple[str, ...]] = {}
+_NAMES: dict[type, tuple[str, tuple[str, ...]]] = {}  # of each dataclass its name on the wire, and its fields
 _FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
 
 
+def _wire_name(kind: type) -> str:
+    """Returns what names a dataclass on the wire: its class's name, unless it has another `WIRE_NAME`."""
+    return getattr(kind, "WIRE_NAME", kind.__name__)
+
+
 def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
-    """Of each field its name, what checks a value, and whether there must be one; looked up once."""
+    """Returns of each field its name, what checks a value, and whether there must be one; looked up once."""
     hints = typing.get_type_hints(kind)
     fields = [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]  # type: ignore[arg-type]  # it is one
     _FIELDS[kind] = tuple(
@@ -304,7 +308,7 @@ def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
 
 
 def _check(hint: Any, where: str) -> _Check:
-    """What turns a received value into one of a type, or raises a WireError."""
+    """Returns what turns a received value into one of a type, or raises a WireError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         other = _check(next(a for a in args if a is not type(None)), where)
@@ -324,7 +328,7 @@ def _check(hint: Any, where: str) -> _Check:
         return value
 
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return lambda value: from_plain({hint.__name__: hint}, value)
+        return lambda value: from_plain({_wire_name(hint): hint}, value)
     return one
 
 
@@ -339,9 +343,3 @@ def _check_list(origin: type, checks: Sequence[_Check], *, many: bool, where: st
         return origin(check(x) for check, x in zip(checks, value, strict=True))
 
     return checked
-
-
-def _dtype(name: str) -> np.dtype:
-    if name not in _DTYPES:
-        raise WireError("arrays of a dtype that does not travel")
-    return _DTYPES[name]

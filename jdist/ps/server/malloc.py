@@ -1,4 +1,4 @@
-"""The C library's memory, set for a process whose arrays are as large at every step as at the last."""
+"""Settings of the C library's malloc, for a process whose arrays have the same sizes in every step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _LOG = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # of glibc's malloc.h
 _KEPT = (1 << 31) - 1  # bytes; the largest that it takes
 _PAD = 32 << 20
-LARGE_BYTES = 1 << 20  # below which to let go takes longer than it is worth
+LARGE_BYTES = 1 << 20  # below which `release_arguments` takes longer than it is worth
 
 
 def keep_freed_memory() -> bool:
-    """From now on freed memory stays with this process, to be used again at the next step.
+    """Has freed memory stay with this process, to be used again at the next step.
 
     By default glibc gives large blocks back at once, and each step gets them anew, page by page: that costs more than to
     compute gradients in them.
 
     Returns:
-        Whether the C library has these settings; it is glibc's affair alone.
+        Whether the C library has these settings; only glibc does.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -36,9 +36,9 @@ def keep_freed_memory() -> bool:
 _nothing = jax.jit(lambda x: x)
 
 
-def let_go() -> None:
-    """Has JAX let go of the numpy arrays that programs which have ended were called with: it does so at the next call of one.
+def release_arguments() -> None:
+    """Has JAX release the numpy arguments of programs that have ended, which it does at the next call of any program.
 
-    A server calls it before it takes memory for the next gradients, or it would have memory for two of them.
+    A server calls it before it takes memory for the next gradients, or it would hold two of them.
     """
     _nothing(np.int8(0))

@@ -1,12 +1,13 @@
-"""One of a shard's two copies: a keeper that leads, or follows the other.
+"""One of a shard's two copies: a shard server that leads, or follows the other copy as its backup.
 
-Both run the same machine over the same messages in the same order, and the same programs, so they have the same state. What
-may be said when, `standing` decides.
+Both run the same machine over the same messages in the same order, and the same programs, so they have the same state.
+What a copy may do in its role, `replica_role` decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,27 +17,25 @@ import numpy as np
 
 from jdist.errors import WireError
 from jdist.ps.program.shard_plan import ShardPlan, result_spec
-from jdist.ps.protocol import replica_role as standings
-from jdist.ps.protocol.messages import TRAVELLING, Commit, Message, Pull, Push, Refused, Restore, Snapshot
-from jdist.ps.protocol.replica_role import Role
+from jdist.ps.protocol import replica_role
+from jdist.ps.protocol.messages import TRAVELLING, Answer, Commit, Message, Push, Refused, Restore
+from jdist.ps.protocol.replica_role import BackupAnswer, Role
 from jdist.ps.protocol.wire import Spec, from_plain, to_plain
-from jdist.ps.server.replication import MOST_BEHIND_BYTES, MOST_ENTRIES, Forwarding
-from jdist.ps.server.shard_server import Program, ShardServer
-from jdist.ps.server.shard_transfer import State, expected, unpack_shard
+from jdist.ps.server.backup_link import MOST_BEHIND_BYTES, MOST_ENTRIES, BackupLink
+from jdist.ps.server.shard_server import ShardServer
+from jdist.ps.server.shard_transfer import ShardState, expected, unpack_shard
 from jdist.ps.transport.interface import Channel, Header, Method, check_files
 from jdist.ps.transport.routed import SlotChannel, slot_of
 
 _JOIN_S = 5.0
 
 
-class _Moved(Exception):
+class _NotLeader(Exception):
     """Another copy leads, or will."""
 
 
-class ReplicatedShard(ShardServer):
-    """A shard with its arrays, which may have a backup or be one.
-
-    As long as nobody speaks of terms it is a `ShardServer`.
+class ReplicatedShard:
+    """A shard server with a role: it leads, with a backup or alone, or is the backup. Without terms it serves as it is.
 
     Args:
         connect: from a server's address to a channel.
@@ -44,16 +43,27 @@ class ReplicatedShard(ShardServer):
     """
 
     def __init__(self, connect: Callable[[str], Channel], *, allow: Sequence[str] = (), wait_s: float = 60.0):
-        super().__init__(allow=allow, wait_s=wait_s)
-        self._connect = connect
-        self._standing = Role()
-        self._forwarding: Forwarding | None = None
-        self._packed: Sequence[np.ndarray] = ()
+        self._connect, self._wait_s = connect, wait_s
+        self._server = ShardServer(
+            allow=allow,
+            wait_s=wait_s,
+            check=self._check_role,
+            on_change=self._add_entry,
+            on_restore=self._copy_anew,
+            on_reset=self._leave_role,
+        )
+        self._lock = self._server.lock
+        self._role = Role()
+        self._backup: BackupLink | None = None
 
     def methods(self) -> dict[str, Method]:
-        """What a transport serves."""
+        """Returns what a transport serves."""
+        server = self._server
         return {
-            **super().methods(),
+            "status": Method(self._status),
+            "restore": Method(self._restore, server.expects_of_restore),
+            "say": Method(functools.partial(self._run_as_leader, server.say), server.expects_of_say, limited=True),
+            "read": Method(functools.partial(self._run_as_leader, server.read)),
             "lead": Method(self._lead),
             "install": Method(self._install, expected),
             "forward": Method(self._forward, self._expects_of_forward),
@@ -61,248 +71,228 @@ class ReplicatedShard(ShardServer):
         }
 
     def close(self) -> None:
-        """Ends its connection to the backup."""
+        """Ends the connection to the backup."""
         with self._lock:
-            forwarding, self._forwarding = self._forwarding, None
-            if forwarding is not None:
-                forwarding.close()
-        if forwarding is not None:
-            forwarding.join(_JOIN_S)
+            backup, self._backup = self._backup, None
+            if backup is not None:
+                backup.close()
+        if backup is not None:
+            backup.join(_JOIN_S)
 
-    # What a leader does
+    # As leader
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        check_files()  # else it can do nothing, and is as good as silent
-        # Without the lock: a copy that compiles is there all the same.
-        shard, standing, forwarding = self._shard, self._standing, self._forwarding
-        found = {"generation": shard.generation, "version": shard.version, "counts": dataclasses.asdict(shard.counts)}
-        in_sync = forwarding.to if forwarding is not None and standing.backup == "in_sync" else None
-        terms = {"term": standing.term, "leads": standing.role == "leads", "in_sync": in_sync}
-        waiting_s = 0.0 if forwarding is None else forwarding.waiting_s
-        more = {"waiting_s": waiting_s, "begun_by": self._begun_by}
-        return {"incarnation": self.incarnation, **found, **terms, **more}, []
+        role, backup = self._role, self._backup
+        status, _ = self._server.status(header, arrays)
+        status |= {"term": role.term, "leads": role.name == "leads"}
+        status["in_sync"] = backup.incarnation if backup is not None and role.backup == "in_sync" else None
+        status["waiting_s"] = 0.0 if backup is None else backup.waiting_s
+        return status, []
 
     def _reaches_backup(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Whether it reaches its backup."""
-        forwarding = self._forwarding
-        return {"reached": forwarding is None or forwarding.reaches()}, []
+        backup = self._backup
+        return {"reached": backup is None or backup.reaches()}, []
 
     def _lead(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """The coordinator has it lead."""
-        (term,), backup = _numbers(header, "term"), _backup(header.get("backup"))
+        """Takes the lead, as the coordinator says; the status tells whether it does."""
+        (term,), backup = _integers(header, "term"), _address_of_backup(header)
         with self._lock:
-            before = self._standing
-            if header.get("incarnation") == self.incarnation:
-                self._standing = standings.lead(
-                    before, term=term, backup=backup is not None, anew=header.get("anew") is True
-                )
-            if self._standing != before:
-                self._follow_nobody()
+            before = self._role
+            if header.get("incarnation") == self._server.incarnation:
+                anew = header.get("anew") is True
+                self._role = replica_role.lead(before, term=term, backup=backup is not None, anew=anew)
+            if self._role != before:
+                self._end_backup()
                 if backup is not None:
                     address, slot, incarnation = backup
-                    channel = SlotChannel(self._connect(address), slot)
-                    self._forwarding = Forwarding(self, self._lock, channel, term, incarnation)
-                self._lock.notify_all()
+                    self._backup = BackupLink(
+                        SlotChannel(self._connect(address), slot),
+                        term=term,
+                        incarnation=incarnation,
+                        lock=self._lock,
+                        state=self._state,
+                        acknowledged=functools.partial(self._acknowledge, term),
+                        deposed=self._depose,
+                    )
         return self._status({}, [])
-
-    def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        return self._led(header, arrays, super()._say)
 
     def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         if not header.get("led"):  # a job without backups begins
             with self._lock:
-                self._follow_nobody()
-                self._standing = Role(term=self._standing.term)
-        return self._led(header, arrays, super()._restore)
+                self._leave_role()
+        return self._run_as_leader(self._server.restore, header, arrays)
 
-    def _read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        return self._led(header, arrays, super()._read)
-
-    def _led(self, header: Header, arrays: list[np.ndarray], run: Callable[..., Any]) -> tuple[Header, list[Any]]:
-        """Returns what a call gives, once the backup holds what it tells of.
+    def _run_as_leader(
+        self, run: Callable[..., tuple[Header, list[Any]]], header: Header, arrays: list[np.ndarray]
+    ) -> tuple[Header, list[Any]]:
+        """Runs a call, and returns its answer once the backup holds the state that it tells of.
 
         A shard that has lost its memory meanwhile, or that another led for a while, must not answer: what the call has changed
         is not in its state any more, and nobody else may have it.
         """
         with self._lock:
-            if header.get("led") and self._standing.role != "leads":
-                return {"moved": self._standing.term}, []
-            before = self.incarnation, self._standing.term
+            if header.get("led") and self._role.name != "leads":
+                return {"moved": self._role.term}, []
+            before = self._server.incarnation, self._role.term
         try:
-            answer, found = run(header, arrays)
+            answer, sent = run(header, arrays)
             with self._lock:
-                self._wait_for_backup(self._standing.number)
-                if header.get("led") and (self.incarnation, self._standing.term) != before:
-                    raise _Moved
-        except _Moved:
+                self._wait_for_backup(self._role.number)
+                if header.get("led") and (self._server.incarnation, self._role.term) != before:
+                    raise _NotLeader
+        except _NotLeader:
             if not header.get("led"):
-                raise WireError("this copy follows another, and the caller knows nothing of copies") from None
-            return {"moved": self._standing.term}, []
-        return answer, found
+                raise WireError("this copy of the shard is a backup; the caller must ask its leader") from None
+            return {"moved": self._role.term}, []
+        return answer, sent
 
     def _wait_for_backup(self, number: int) -> None:
         end = time.monotonic() + self._wait_s
-        while not self._may_answer(number):
-            self._check()
+        while True:
+            self._check_role()
+            behind = 0 if self._backup is None else self._backup.behind_bytes
+            if replica_role.may_answer(self._role, number) and behind <= MOST_BEHIND_BYTES:
+                return
             if not self._lock.wait(end - time.monotonic()):
                 raise TimeoutError("the backup did not answer")
-        self._check()
 
-    def _may_answer(self, number: int) -> bool:
-        behind = 0 if self._forwarding is None else self._forwarding.behind_bytes
-        return standings.may_answer(self._standing, number) and behind <= MOST_BEHIND_BYTES
+    # What the shard server calls
 
-    def _check(self) -> None:
-        if self._standing.role == "follows":
-            raise _Moved
+    def _check_role(self) -> None:
+        if self._role.name == "follows":
+            raise _NotLeader
 
-    def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
-        self._check()
-        before = self._shard
-        call = super()._take(message, arrays)
-        if self._standing.role == "leads" and self._shard is not before and not isinstance(message, Pull | Snapshot):
-            self._standing = standings.changed(self._standing)
-            if self._forwarding is not None:
-                # What a pull has settled here before is settled there with it.
-                said = to_plain(dataclasses.replace(message, settled=self._shard.settled))
-                refused = isinstance(self._answers.get(call), Refused)
-                carries = isinstance(message, Push) or (isinstance(message, Commit) and message.as_one)
-                given = [*arrays] if carries and not refused else []
-                entry = {"say": said, "result": given[-1].size if given else None}
-                self._forwarding.add(self._standing.number, entry, given)
-        return call
+    def _add_entry(self, message: Message, arrays: list[np.ndarray], answer: Answer | None) -> None:
+        """Forwards a message that has changed the leader's state."""
+        if self._role.name != "leads":
+            return
+        self._role = replica_role.add_entry(self._role)
+        if self._backup is None:
+            return
+        # What a pull has settled here before is settled there with it.
+        message = dataclasses.replace(message, settled=self._server.shard.settled)
+        brings = isinstance(message, Push) or (isinstance(message, Commit) and message.as_one)
+        payload = [*arrays] if brings and not isinstance(answer, Refused) else []
+        entry = {"say": to_plain(message), "result": payload[-1].size if payload else None}
+        self._backup.add(self._role.number, entry, payload)
 
-    def _put(
-        self, plan: ShardPlan | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
-    ) -> None:
-        super()._put(plan, kept, programs, packed)
-        self._packed = [np.array(x) for x in packed]  # what came is one block with the arrays, which are soon replaced
-        if self._standing.role == "leads":
-            self._standing = standings.changed(self._standing)
-            if self._forwarding is not None:
-                self._forwarding.begin_anew()
+    def _copy_anew(self) -> None:
+        if self._role.name == "leads":
+            self._role = replica_role.add_entry(self._role)
+            if self._backup is not None:
+                self._backup.copy_anew()
 
-    def state(self) -> tuple[int, State] | None:
-        """See `forwarding.Leader`."""
-        if self._shard.waiting:
-            return None
-        # Views, not the arrays, as for a snapshot; the names' meanings are those of this moment.
-        kept = [np.asarray(x) for x in self._kept]
-        state = State(shard=self._shard, plan=self._plan, kept=kept, packed=self._packed, held=dict(self._held))
-        return self._standing.number, state
+    def _leave_role(self) -> None:
+        self._role = Role(term=self._role.term)
+        self._end_backup()
 
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
-        self._packed = ()
-        self._standing = Role(term=self._standing.term)
-        self._follow_nobody()
+    # What the link to the backup calls
 
-    def backed_up(self, term: int, number: int, *, caught_up: bool) -> None:
-        """See `forwarding.Leader`."""
-        self._standing = standings.holds(self._standing, term=term, number=number, caught_up=caught_up)
+    def _state(self) -> tuple[int, ShardState] | None:
+        state = self._server.state()
+        return None if state is None else (self._role.number, state)
 
-    def deposed(self, term: int) -> None:
-        """See `forwarding.Leader`."""
-        self._standing = standings.depose(self._standing, term=term)
-        self._follow_nobody()
+    def _acknowledge(self, term: int, number: int, caught_up: bool) -> None:
+        self._role = replica_role.acknowledge(self._role, term=term, number=number, caught_up=caught_up)
 
-    def _follow_nobody(self) -> None:
-        """Ends what belongs to an earlier standing."""
-        if self._forwarding is not None:
-            self._forwarding.close()
-        self._forwarding, self._cut = None, []
+    def _depose(self, term: int) -> None:
+        self._role = replica_role.depose(self._role, term=term)
+        self._end_backup()
+
+    def _end_backup(self) -> None:
+        """Ends what belongs to an earlier role."""
+        if self._backup is not None:
+            self._backup.close()
+        self._backup = None
+        self._server.drop_snapshot()
         self._lock.notify_all()
 
-    # What a follower does
+    # As backup
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """A leader sends its whole state."""
-        term, number = _numbers(header, "term", "number")
-        if header.get("to") != self.incarnation:
-            return self._took("stranger")
+        """Takes over a leader's whole state."""
+        term, number = _integers(header, "term", "number")
+        if header.get("to") != self._server.incarnation:
+            return self._answer_leader(BackupAnswer.OTHER_PROCESS)
         state = unpack_shard(header, arrays)
-        programs = [] if state.plan is None else self._unpacked(state.plan, state.packed)
+        programs = [] if state.plan is None else self._server.unpack_programs(state.plan, state.packed)
         with self._lock:
-            standing, took = standings.install(self._standing, term=term, number=number)
-            if took == "taken":
+            role, answer = replica_role.install(self._role, term=term, number=number)
+            if answer == BackupAnswer.TAKEN:
                 check_files()
-                self._standing = Role(term=term, role="follows")  # incomplete until all of it is taken over
-                self._follow_nobody()
-                super()._put(state.plan, state.kept, programs, state.packed)
-                self._packed = [np.array(x) for x in state.packed]  # as above
-                self._held, self._shard = dict(state.held), state.shard
-                self._next_ref = max([self._next_ref, *self._held])
-                self._answers.clear()
-                self._lock.notify_all()
-            self._standing = standing
-            return self._took(took)
+                self._role = Role(term=term, name="follows")  # incomplete until all of it is taken over
+                self._end_backup()
+                self._server.replace(state, programs)
+            self._role = role
+            return self._answer_leader(answer)
 
     def _expects_of_forward(self, header: Header) -> list[Spec]:
-        plan, entries = self._plan, header.get("entries")
+        plan, entries = self._server.plan, header.get("entries")
         if plan is None or not isinstance(entries, list) or len(entries) > MOST_ENTRIES:
-            raise WireError("entries for an empty copy, or too many of them")
+            raise WireError(f"`entries` must be a list of at most {MOST_ENTRIES}, for a copy that has a state")
         return [spec for entry in entries for spec in _arrays_of(entry, plan)]
 
     def _forward(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """A leader forwards what has changed its state."""
-        term, first = _numbers(header, "term", "first")
-        if header.get("to") != self.incarnation:
-            return self._took("stranger")
-        rest, took = iter(arrays), "again"
+        """Carries out the entries that a leader forwards."""
+        term, first = _integers(header, "term", "first")
+        if header.get("to") != self._server.incarnation:
+            return self._answer_leader(BackupAnswer.OTHER_PROCESS)
+        rest, answer = iter(arrays), BackupAnswer.REPEATED
         with self._lock:
             for number, entry in zip(itertools.count(first), header["entries"], strict=False):
                 message = from_plain(TRAVELLING, entry["say"])
                 if not isinstance(message, Message) or isinstance(message, Restore):
-                    raise WireError("no message")
-                plan = self._plan
-                given = [next(rest) for _ in (() if plan is None else _arrays_of(entry, plan))]
-                standing, took = standings.take(self._standing, term=term, number=number)
-                if took == "taken":
-                    super()._take(message, given)
-                    self._answers.clear()  # the callers are the leader's
-                self._standing = standing  # not before: what could not be carried out was not taken
-                if took in ("gap", "term"):
+                    raise WireError("an entry must be a message to a shard, and no restore")
+                plan = self._server.plan
+                payload = [next(rest) for _ in (() if plan is None else _arrays_of(entry, plan))]
+                role, answer = replica_role.take(self._role, term=term, number=number)
+                if answer == BackupAnswer.TAKEN:
+                    self._server.apply_entry(message, payload)
+                self._role = role  # not before: what could not be carried out was not taken
+                if answer in (BackupAnswer.GAP, BackupAnswer.LOWER_TERM):
                     break
-            return self._took(took)
+            return self._answer_leader(answer)
 
-    def _took(self, took: str) -> tuple[Header, list[Any]]:
-        return {"took": took, "term": self._standing.term}, []
+    def _answer_leader(self, answer: BackupAnswer) -> tuple[Header, list[Any]]:
+        return {"took": answer.value, "term": self._role.term}, []
 
 
 def _arrays_of(entry: Any, plan: ShardPlan) -> list[Spec]:
-    """The arrays that come with an entry: of a push that was taken, its gradients and its result."""
+    """Returns the specs of an entry's arrays: of a push that was taken, its gradients and its result."""
     size = entry.get("result") if isinstance(entry, dict) else -1
     if size is None:
         return []
-    view = entry["say"].get("view") if isinstance(entry, dict) and isinstance(entry.get("say"), dict) else None
-    result = result_spec(size)
-    if type(view) is not int or not 0 <= view < len(plan.views):
-        raise WireError("a push of no step that is known")
-    found = plan.views[view]
-    return [*(found.scalars if entry["say"].get("is") == "Commit" else found.pushes), result]
+    result = result_spec(size)  # which refuses -1
+    message = entry["say"] if isinstance(entry.get("say"), dict) else {}
+    number = message.get("view")
+    if type(number) is not int or not 0 <= number < len(plan.views):
+        raise WireError(f"the `view` of an entry with arrays must be one of the plan's {len(plan.views)}")
+    view = plan.views[number]
+    return [*(view.scalars if message.get("is") == "Commit" else view.pushes), result]
 
 
-def _backup(plain: Any) -> tuple[str, int, str] | None:
-    """Where a backup is, and its incarnation."""
+def _address_of_backup(header: Header) -> tuple[str, int, str] | None:
+    """Returns the address, slot and incarnation of the backup that a leader is to have."""
+    plain = header.get("backup")
     if plain is None:
         return None
     if not isinstance(plain, list) or [type(x) for x in plain] != [str, int, str]:
-        raise WireError("no backup")
+        raise WireError("`backup` must be [address, slot, incarnation]")
     return plain[0], plain[1], plain[2]
 
 
-def _numbers(header: Header, *names: str) -> list[int]:
-    found = [header.get(name) for name in names]
-    if any(type(n) is not int for n in found):
-        raise WireError("a number that is none")
-    return [n for n in found if isinstance(n, int)]
+def _integers(header: Header, *names: str) -> list[int]:
+    for name in names:
+        if type(header.get(name)) is not int:
+            raise WireError(f"`{name}` must be an int")
+    return [header[name] for name in names]
 
 
 def slots(copies: Sequence[ReplicatedShard]) -> Mapping[str, Method]:
-    """What a server with several copies serves: a call says in its header for which one it is."""
+    """Returns what a server with several copies serves: the header of a call has the number of its copy."""
     served = [copy.methods() for copy in copies]
 
-    def of(name: str) -> Method:
+    def by_slot(name: str) -> Method:
         def run(header: Header, arrays: list[np.ndarray]) -> Any:
             return served[slot_of(header, len(served))][name].run(header, arrays)
 
@@ -311,4 +301,4 @@ def slots(copies: Sequence[ReplicatedShard]) -> Mapping[str, Method]:
 
         return Method(run, expects, limited=served[0][name].limited)
 
-    return {name: of(name) for name in served[0]}
+    return {name: by_slot(name) for name in served[0]}

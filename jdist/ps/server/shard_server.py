@@ -1,6 +1,6 @@
-"""A server's shell round its shard: arrays, a lock, and the commands of the state machine carried out.
+"""The shell round one shard's state machine: its arrays, its programs, and a lock.
 
-Nothing is decided here: `shard.receive` says what happens, this file holds what it happens to.
+It decides nothing: `shard.receive` says what happens, this file does it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jdist.ps.program.artifact import unpack
 from jdist.ps.program.shard_plan import SHARD_PLAN, ShardPlan, program_spec, result_spec
 from jdist.ps.protocol.messages import (
     TRAVELLING,
+    Answer,
     Apply,
     Command,
     Commit,
@@ -37,161 +38,211 @@ from jdist.ps.protocol.messages import (
     Replace,
     Reply,
     Restore,
+    Snapshot,
 )
 from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
-from jdist.ps.server.malloc import LARGE_BYTES, let_go
-from jdist.ps.transport.interface import Header, Method, Untimely, check_files
+from jdist.ps.server.malloc import LARGE_BYTES, release_arguments
+from jdist.ps.server.shard_transfer import ShardState
+from jdist.ps.transport.interface import FailedPrecondition, Header, Method, check_files
 
 MOST_MESSAGES = 4096
 MOST_NAME = 300
 Program = Callable[[Sequence[Any]], list[jax.Array]]
 
 
+def _nothing(*_: Any) -> None:
+    """Does nothing, in the place of a hook."""
+
+
 class ShardServer:
-    """One shard, with its arrays.
+    """One shard: the machine's state, its arrays and programs, and the methods that a transport serves.
+
+    Hooks are called with the lock held; `ReplicatedShard` takes part by them.
 
     Args:
         allow: custom calls that a received program may have; see `artifact.unpack`.
         wait_s: how long a push waits at a frozen shard before its call fails.
+        check: raises an error where no message may be taken now; called before each, and while a call waits.
+        on_change: called with a message that has changed the state, the arrays that came, and the answer if there is one yet.
+        on_restore: called when a restore has replaced the state.
+        on_reset: called when an update has failed half-way, and the shard is empty.
+
+    Attributes:
+        lock: guards everything here; notified of each change.
+        incarnation: a random number, another one once the memory is lost.
+        shard: the machine's state.
+        plan: what the shard keeps; None while it is empty.
+        begun_by: the coordinator that restored it.
     """
 
-    def __init__(self, *, allow: Sequence[str] = (), wait_s: float = 60.0):
-        self.incarnation = secrets.token_hex(8)
+    def __init__(
+        self,
+        *,
+        allow: Sequence[str] = (),
+        wait_s: float = 60.0,
+        check: Callable[[], None] = _nothing,
+        on_change: Callable[[Message, list[np.ndarray], Answer | None], None] = _nothing,
+        on_restore: Callable[[], None] = _nothing,
+        on_reset: Callable[[], None] = _nothing,
+    ):
         self._allow, self._wait_s = tuple(allow), wait_s
-        self._lock = threading.Condition()
-        self._shard = Shard()
-        self._plan: ShardPlan | None = None
+        self._check, self._on_change, self._on_restore, self._on_reset = check, on_change, on_restore, on_reset
+        self.lock = threading.Condition()
+        self.incarnation = secrets.token_hex(8)
+        self.shard = Shard()
+        self.plan: ShardPlan | None = None
+        self.begun_by = ""
         self._kept: list[jax.Array] = []
         self._rounded: dict[int, jax.Array] = {}
-        self._programs: list[Program] = []
+        self._programs: list[Program | None] = []  # None for a step that updates nothing
+        self._packed: list[np.ndarray] = []
         # A push's view and arrays, or a result's bytes, by the number that the machine knows.
         self._held: dict[int, Any] = {}
         self._next_ref = 0
-        self._cut: list[np.ndarray] = []
-        self._cut_of: tuple[Any, Any] = 0, 0  # its generation and version
-        self._answers: dict[int, Any] = {}
+        self._snapshot: list[np.ndarray] = []
+        self._snapshot_of: tuple[Any, Any] = 0, 0  # its generation and version
+        self._answers: dict[int, Answer] = {}
+        self._abandoned: set[int] = set()  # calls without an answer yet, for which nobody waits
         self._holds_applied = False  # memory of gradients that were applied
-        self._begun_by = ""  # the coordinator of its history
-        self._left: set[int] = set()  # calls that are not answered yet, and whose callers have gone
 
     def methods(self) -> dict[str, Method]:
-        """What a transport serves."""
+        """Returns what a transport serves."""
         return {
-            "status": Method(self._status),
-            "restore": Method(self._restore, self._expects_of_restore),
-            "say": Method(self._say, self._expects_of_say, limited=True),
-            "read": Method(self._read),
+            "status": Method(self.status),
+            "restore": Method(self.restore, self.expects_of_restore),
+            "say": Method(self.say, self.expects_of_say, limited=True),
+            "read": Method(self.read),
         }
 
-    def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        check_files()  # else it can do nothing, and is as good as silent
-        with self._lock:
-            shard = self._shard
-            counts = dataclasses.asdict(shard.counts)
-            found = {"generation": shard.generation, "version": shard.version, "counts": counts}
-            found["begun_by"] = self._begun_by
-        return {"incarnation": self.incarnation, **found}, []
+    # What callers ask
 
-    def _expects_of_restore(self, header: Header) -> list[Spec]:
+    def status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Returns the incarnation, the history and statistics."""
+        check_files()  # without any the server can do nothing, and counts as silent
+        shard = self.shard  # without the lock: a server that compiles answers all the same
+        counts = dataclasses.asdict(shard.counts)
+        history = {"generation": shard.generation, "version": shard.version, "begun_by": self.begun_by}
+        return {"incarnation": self.incarnation, **history, "counts": counts}, []
+
+    def expects_of_restore(self, header: Header) -> list[Spec]:
+        """Returns the specs of a restore's arrays, and of its programs' bytes."""
         plan = from_plain(SHARD_PLAN, header.get("plan"))
         sizes = header.get("programs")
         if not isinstance(sizes, list) or len(sizes) != len(plan.views):
-            raise WireError("not a program for each view")
+            raise WireError(f"`programs` must have {len(plan.views)} sizes, one for each view of the plan")
         return [*plan.kept, *map(program_spec, sizes)]
 
-    def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+    def restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Begins a new history with the arrays and programs that come."""
         message = from_plain({"Restore": Restore}, header.get("say"))
-        by = str(header.get("by", ""))[:MOST_NAME]
         plan = from_plain(SHARD_PLAN, header.get("plan"))
         kept, packed = arrays[: len(plan.kept)], arrays[len(plan.kept) :]
-        programs = self._unpacked(plan, packed)
+        programs = self.unpack_programs(plan, packed)
         failpoints.reached(Point.IN_REPLACE)
-        with self._lock:
+        with self.lock:
             self._check()
-            shard = dataclasses.replace(self._shard, rules=plan.rules)
+            shard = dataclasses.replace(self.shard, rules=plan.rules)
             shard, commands = receive(shard, dataclasses.replace(message, call=0))
-            if any(isinstance(command, Replace) for command in commands):
+            is_replaced = any(isinstance(command, Replace) for command in commands)
+            if is_replaced:
                 self._put(plan, kept, programs, packed)
-                self._begun_by = by
+                self.begun_by = str(header.get("by", ""))[:MOST_NAME]
             self._carry_out(shard, commands)
+            if is_replaced:
+                self._on_restore()
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []
 
-    def _unpacked(self, plan: ShardPlan, packed: Sequence[np.ndarray]) -> list[Program]:
-        donate = range(plan.changing)
-        return [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
-
-    def _put(
-        self, plan: ShardPlan | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
-    ) -> None:
-        """Takes over arrays in place of all that there are; all of them, or none."""
-        # The block that came is kept by these arrays, which share its memory where they can.
-        taken = [jnp.asarray(x) for x in kept]
-        self._rounded = {} if plan is None else {i: taken[i].astype(ROUNDED) for i in plan.rounded}
-        self._kept, self._plan, self._programs = taken, plan, programs
-
-    def _check(self) -> None:
-        """Raises what ends a call that waits; here nothing does. See `replicated_shard.ReplicatedShard`."""
-
-    def _expects_of_say(self, header: Header) -> list[Spec]:
-        """The arrays of a push, then the bytes of its result."""
+    def expects_of_say(self, header: Header) -> list[Spec]:
+        """Returns the specs of a push's arrays, and of its result's bytes."""
         size = header.get("result")
         if size is None:
             return []
         result = result_spec(size)
-        with self._lock:
-            plan = self._plan
+        with self.lock:
+            plan = self.plan
             holds, self._holds_applied = self._holds_applied, False
         if holds:
-            let_go()
-        said = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
-        views = [(m["is"], m.get("view")) for m in said if m["is"] != "Commit" or m.get("as_one")]
+            release_arguments()
+        sent = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
+        views = [(m["is"], m.get("view")) for m in sent if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:
-            raise WireError("arrays of no push, or of several")
+            raise WireError("the arrays of a call must be of one push, not of none or of several")
         if plan is None:
-            raise Untimely("a push to an empty shard")
+            raise FailedPrecondition("a push to an empty shard; it must be restored first")
         ((kind, number),) = views
-        if type(number) is not int or not 0 <= number < len(plan.views) or self._programs[number] is _nothing:
-            raise WireError("a push of no step that is known here and updates something")
+        if type(number) is not int or not 0 <= number < len(plan.views) or self._programs[number] is None:
+            raise WireError("the `view` of a push must be that of a step that is known here and updates something")
         view = plan.views[number]
         return [*(view.scalars if kind == "Commit" else view.pushes), result]
 
-    def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Several messages of one sender, one after the other: a commit, a push and the next pull are one call."""
+    def say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Takes several messages of one sender in turn: a commit, a push and the next pull are one call."""
         plain = header.get("say")
         if not isinstance(plain, list) or len(plain) > MOST_MESSAGES:
-            raise WireError("no list of messages")
+            raise WireError(f"`say` must be a list of at most {MOST_MESSAGES:,} messages")
         messages = [from_plain(TRAVELLING, m) for m in plain]
         if any(isinstance(m, Restore) for m in messages) or (any(isinstance(m, Push) for m in messages) and not arrays):
-            raise WireError("a push without arrays")
+            raise WireError("a push must come with arrays, and a restore by a call of its own")
         answers, sent = [], []
         deadline = time.monotonic() + self._wait_s
-        with self._lock:
+        with self.lock:
             for message in messages:
                 answer = self._ask(message, arrays, deadline)
-                answers.append(self._told(message, answer, sent))
+                answers.append(self._encode_answer(message, answer, sent))
             arrays.clear()  # the caller's list: what is kept of them, `_held` has
         return {"answers": answers}, sent
 
-    def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Any:
+    def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Answer:
+        self._check()
+        before = self.shard
         call = self._take(message, arrays)
+        if self.shard is not before and not isinstance(message, Pull | Snapshot):
+            self._on_change(message, arrays, self._answers.get(call))
         incarnation = self.incarnation
         try:
             while call not in self._answers:
-                if not self._lock.wait(deadline - time.monotonic()):
+                if not self.lock.wait(deadline - time.monotonic()):
                     # The message stays where it is; whoever repeats it is answered then.
                     raise TimeoutError("the shard stayed frozen")
                 self._check()
                 if self.incarnation != incarnation:
                     raise WireError("the shard has lost its memory")
         except BaseException:
-            self._left.add(call)
+            self._abandoned.add(call)
             raise
         return self._answers.pop(call)
 
+    def _encode_answer(self, message: Message, answer: Answer, sent: list[Any]) -> Header:
+        """Returns an answer as it travels, and adds the arrays that go with it to `sent`."""
+        plain = to_plain(answer)
+        if isinstance(answer, Parameters):
+            # An empty shard refuses, and nothing but a pull is answered by parameters.
+            assert self.plan is not None
+            assert isinstance(message, Pull)
+            places = self.plan.sent(message.view, changed=answer.changed, first=message.known is None)
+            sent.extend(np.asarray(self._rounded.get(i, self._kept[i])) for i in places)
+        if isinstance(answer, Cut):
+            self._snapshot = self._views()
+            self._snapshot_of = message.generation, answer.version
+            failpoints.reached(Point.IN_SNAPSHOT)
+        if isinstance(answer, Held):
+            plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
+        return plain
+
+    def read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Returns the arrays of the last snapshot, once, to a caller who says which it is."""
+        with self.lock:
+            if self._snapshot_of != (header.get("generation"), header.get("version")):
+                return {"arrays": 0}, []
+            snapshot, self._snapshot = self._snapshot, []
+        return {"arrays": len(snapshot)}, snapshot
+
+    # What the machine says, done
+
     def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
-        """Hands a message to the machine; the call's name, under which it is answered now or later.
+        """Hands a message to the machine; returns the call's name, under which it is answered now or later.
 
         Raises:
             OutOfFilesError: nothing is changed yet. Within an update, XLA's own error would come half-way.
@@ -199,41 +250,15 @@ class ShardServer:
         if not isinstance(message, Pull):
             check_files()
         call = self._name()
-        given: dict[str, Any] = {"call": call}
+        refs: dict[str, Any] = {"call": call}
         if isinstance(message, Push) and arrays:
             *pushes, result = arrays
-            given["gradients"] = self._name((message.view, pushes))
-            given["result"] = self._name(result.tobytes()) if result.size else None
+            refs["gradients"] = self._name((message.view, pushes))
+            refs["result"] = self._name(result.tobytes()) if result.size else None
         if isinstance(message, Commit):
-            given["scalars"] = self._name(arrays[:-1]) if message.as_one and arrays else None
-        shard, commands = receive(self._shard, dataclasses.replace(message, **given))
-        self._carry_out(shard, commands)
+            refs["scalars"] = self._name(arrays[:-1]) if message.as_one and arrays else None
+        self._carry_out(*receive(self.shard, dataclasses.replace(message, **refs)))
         return call
-
-    def _told(self, message: Message, answer: Any, sent: list[Any]) -> Header:
-        """An answer as it travels, and the arrays that go with it."""
-        plain, plan = to_plain(answer), self._plan
-        assert plan is not None or not isinstance(answer, Parameters)  # an empty shard refuses
-        if isinstance(answer, Parameters) and plan is not None:
-            assert isinstance(message, Pull)  # nothing else is answered by parameters
-            places = plan.sent(message.view, changed=answer.changed, first=message.known is None)
-            sent.extend(np.asarray(self._rounded.get(i, self._kept[i])) for i in places)
-        if isinstance(answer, Cut):
-            # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
-            self._cut = [np.asarray(x) for x in self._kept]
-            self._cut_of = message.generation, answer.version
-            failpoints.reached(Point.IN_SNAPSHOT)
-        if isinstance(answer, Held):
-            plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
-        return plain
-
-    def _read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """The arrays of the last snapshot, which can be read once, by who says which it is."""
-        with self._lock:
-            if self._cut_of != (header.get("generation"), header.get("version")):
-                return {"arrays": 0}, []
-            cut, self._cut = self._cut, []
-        return {"arrays": len(cut)}, cut
 
     def _name(self, held: Any = None) -> int:
         self._next_ref += 1
@@ -242,7 +267,7 @@ class ShardServer:
         return self._next_ref
 
     def _carry_out(self, shard: Shard, commands: list[Command]) -> None:
-        """Takes over the machine's new state, and does what it says."""
+        """Takes over the machine's new state, and carries out its commands."""
         for command in commands:
             match command:
                 case Apply():
@@ -252,32 +277,20 @@ class ShardServer:
                     try:
                         self._apply(gradients, scalars)
                     except BaseException:
-                        self._begin_anew()
+                        self._reset()
                         raise
                 case Forget():
                     self._held.pop(command.ref, None)
-                case Reply() if command.call in self._left:
-                    self._left.discard(command.call)
+                case Reply() if command.call in self._abandoned:
+                    self._abandoned.discard(command.call)
                 case Reply():
                     self._answers[command.call] = command.answer
-        self._shard = shard
-        self._lock.notify_all()
-
-    def _begin_anew(self) -> None:
-        """After an update that failed half-way, for lack of memory perhaps, there is no state that any version names.
-
-        The shard is then as one that was killed and started again: empty, and under another name.
-        """
-        self.incarnation = secrets.token_hex(8)
-        self._shard = Shard()
-        ShardServer._put(self, None, [], [], [])
-        self._held, self._cut, self._cut_of = {}, [], (0, 0)
-        self._answers.clear()
-        self._left.clear()
-        self._lock.notify_all()
+        self.shard = shard
+        self.lock.notify_all()
 
     def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]], scalars: list[np.ndarray]) -> None:
-        plan = self._plan
+        """Updates the state by the weighted mean of several pushes of one view."""
+        plan = self.plan
         assert plan is not None  # an empty shard applies nothing
         ((view, pushes), weight), *others = gradients
         if others or weight != 1.0 or plan.widens(view):
@@ -285,24 +298,83 @@ class ShardServer:
             equal = np.full_like(weights, 1 / len(gradients))
             each = [equal if i in plan.views[view].unweighted else weights for i in range(len(pushes))]
             pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
-        new = self._programs[view]([*self._kept, *pushes, *scalars])
+        program = self._programs[view]
+        assert program is not None  # `_expects_of_say` refuses a push of a step that updates nothing
+        new = program([*self._kept, *pushes, *scalars])
         n = plan.changing
         self._kept[:n] = new[:n]
         self._rounded.update(zip([i for i in plan.rounded if i < n], new[n:], strict=True))
 
+    def _reset(self) -> None:
+        """Empties the shard after an update that failed half-way, for lack of memory perhaps: no version names its state.
 
-def _nothing(values: Sequence[Any]) -> list[jax.Array]:
-    """The program of a step that updates nothing, and is pushed by nobody."""
-    raise AssertionError
+        It is then as one that was killed and started again: empty, and under another incarnation.
+        """
+        self.incarnation = secrets.token_hex(8)
+        self.replace(ShardState(shard=Shard()), [])
+        self._on_reset()
+
+    # The state as a whole
+
+    def unpack_programs(self, plan: ShardPlan, packed: Sequence[np.ndarray]) -> list[Program | None]:
+        """Returns the programs of a plan's views."""
+        donate = range(plan.changing)
+        return [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else None for x in packed]
+
+    def _put(
+        self,
+        plan: ShardPlan | None,
+        kept: Sequence[Any],
+        programs: list[Program | None],
+        packed: Sequence[np.ndarray],
+    ) -> None:
+        """Takes over arrays and programs in place of all that there are; all of them, or none."""
+        # The block that came is kept by these arrays, which share its memory where they can. Updates soon replace them,
+        # so the packed programs are copied out of it.
+        taken = [jnp.asarray(x) for x in kept]
+        rounded = {} if plan is None else {i: taken[i].astype(ROUNDED) for i in plan.rounded}
+        self._packed = [np.array(x) for x in packed]
+        self.plan, self._kept, self._rounded, self._programs = plan, taken, rounded, programs
+
+    def _views(self) -> list[np.ndarray]:
+        """Returns the kept arrays as views: of a donated buffer that is still looked at JAX makes a copy."""
+        return [np.asarray(x) for x in self._kept]
+
+    def state(self) -> ShardState | None:
+        """Returns the whole state, by reference; None while pushes wait. Called with the lock held."""
+        if self.shard.waiting:
+            return None
+        held = dict(self._held)  # later the names mean something else
+        return ShardState(shard=self.shard, plan=self.plan, kept=self._views(), packed=self._packed, held=held)
+
+    def replace(self, state: ShardState, programs: list[Program | None]) -> None:
+        """Takes over a whole state; whoever waits for an answer here gets none. Called with the lock held."""
+        self._put(state.plan, state.kept, programs, state.packed)
+        self.shard, self._held = state.shard, dict(state.held)
+        self._next_ref = max([self._next_ref, *self._held])
+        self._answers.clear()
+        self._abandoned.clear()
+        self.drop_snapshot()
+        self.lock.notify_all()
+
+    def apply_entry(self, message: Message, arrays: list[np.ndarray]) -> None:
+        """Takes a message whose sender was answered by the leader. Called with the lock held."""
+        call = self._take(message, arrays)
+        if self._answers.pop(call, None) is None:
+            self._abandoned.add(call)
+
+    def drop_snapshot(self) -> None:
+        """Lets go of a snapshot that nobody will read. Called with the lock held."""
+        self._snapshot = []
 
 
 @jax.jit
 def _weighted(weights: list[jax.Array], gradients: list[list[jax.Array]]) -> list[jax.Array]:
-    """The weighted sum, `wire.wide`; of integers the mean, which is exact (`wire.mean_of_integers`); of flags the first.
+    """Returns weighted sums, `wire.wide`; of integers the exact mean (`wire.mean_of_integers`), of flags the first.
 
     Args:
-        weights: for each array, the weight of each one's.
-        gradients: the arrays of each.
+        weights: for each array, the weight of each push.
+        gradients: the arrays of each push.
     """
 
     def one(weights: jax.Array, *values: jax.Array) -> jax.Array:

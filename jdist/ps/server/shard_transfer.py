@@ -1,10 +1,10 @@
-"""A shard's whole state as it travels to its backup: what is staged and applied, the arrays, the programs."""
+"""A shard's whole state as it travels to its backup: the machine's state, the arrays, the programs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,16 +16,36 @@ from jdist.ps.transport.interface import Header
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A closure that is staged, or applied and not settled.
+class ShardState:
+    """A shard's whole state; `plan` is None if it was never restored.
+
+    Attributes:
+        shard: the machine's state; nothing waits there.
+        plan: what the shard keeps.
+        kept: its arrays.
+        packed: its programs.
+        held: what the machine's names stand for.
+    """
+
+    shard: Shard
+    plan: ShardPlan | None = None
+    kept: Sequence[Any] = ()
+    packed: Sequence[np.ndarray] = ()
+    held: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedClosure:
+    """A closure that is staged, or applied and not settled; fields as in `shard.Staged`, but for these.
 
     Attributes:
         closure: its number.
         is_applied: which of the two.
-        worker, epoch, attempt, base, weight: as in `shard.Staged`.
         pushed: the name of its arrays among what travels; None if there are none.
         returned: the same of its result.
     """
+
+    WIRE_NAME: ClassVar = "Entry"
 
     closure: int
     is_applied: bool
@@ -39,14 +59,16 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A shard, without its arrays; fields as in `shard.Shard`.
+class PackedShard:
+    """The header with which a shard's arrays travel; fields as in `shard.Shard`, but for these.
 
     Attributes:
-        entries: what is staged or applied.
-        held: for each name its view, or -1 for a result, and its bytes if it is one.
+        entries: the closures that are staged or applied.
+        held: for each name its view, or -1 for a result, and a result's bytes.
         programs: bytes of each program.
     """
+
+    WIRE_NAME: ClassVar = "Whole"
 
     generation: int
     version: int
@@ -54,40 +76,18 @@ class Whole:
     frozen: bool
     thawed: int
     fences: tuple[tuple[int, int], ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[PackedClosure, ...]
     counts: Counts
     held: tuple[tuple[int, int, int], ...]
     programs: tuple[int, ...]
 
 
-WHOLE: dict[str, type] = {kind.__name__: kind for kind in (Whole, Entry, Counts)}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
-    """All that a copy of a shard has; of one that was never restored, `plan` is None.
-
-    Attributes:
-        shard: the machine; nothing waits at it.
-        plan: what it keeps.
-        kept: its arrays.
-        packed: its programs.
-        held: what the machine's names stand for.
-    """
-
-    shard: Shard
-    plan: ShardPlan | None = None
-    kept: Sequence[Any] = ()
-    packed: Sequence[np.ndarray] = ()
-    held: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-
-
-def pack_shard(state: State) -> tuple[Header, list[Any]]:
-    """The header and the arrays by which a state travels."""
+def pack_shard(state: ShardState) -> tuple[Header, list[Any]]:
+    """Returns the header and the arrays by which a state travels."""
     shard = state.shard
     assert not shard.waiting  # they are answered here, and would not be there
     staged = [
-        Entry(
+        PackedClosure(
             closure=c,
             is_applied=False,
             worker=x.worker,
@@ -100,10 +100,12 @@ def pack_shard(state: State) -> tuple[Header, list[Any]]:
         )
         for c, x in shard.staged.items()
     ]
-    applied = [Entry(closure=c, is_applied=True, worker=x.worker, returned=x.result) for c, x in shard.applied.items()]
+    applied = [
+        PackedClosure(closure=c, is_applied=True, worker=x.worker, returned=x.result) for c, x in shard.applied.items()
+    ]
     pushes = {e.pushed: state.held[e.pushed] for e in staged if e.pushed is not None}
     results = {e.returned: state.held[e.returned] for e in (*staged, *applied) if e.returned is not None}
-    whole = Whole(
+    packed = PackedShard(
         generation=shard.generation,
         version=shard.version,
         settled=shard.settled,
@@ -115,44 +117,44 @@ def pack_shard(state: State) -> tuple[Header, list[Any]]:
         held=(*((n, view, 0) for n, (view, _) in pushes.items()), *((n, -1, len(b)) for n, b in results.items())),
         programs=tuple(len(p) for p in state.packed),
     )
-    arrays = [*state.kept, *state.packed, *(x for _, given in pushes.values() for x in given)]
+    arrays = [*state.kept, *state.packed, *(x for _, gradients in pushes.values() for x in gradients)]
     arrays += [np.frombuffer(b, np.uint8) for b in results.values()]
     plan = None if state.plan is None else to_plain(state.plan)
-    return {"whole": to_plain(whole), "plan": plan}, arrays
+    return {"whole": to_plain(packed), "plan": plan}, arrays
 
 
 def expected(header: Header) -> list[Spec]:
-    """The arrays that travel with it.
+    """Returns the specs of the arrays that travel with a header.
 
     Raises:
         WireError: it is no such header.
     """
-    whole, plan = _read(header)
-    found = [] if plan is None else list(plan.kept)
-    found += [Spec((_size(size),), "uint8") for size in whole.programs]
-    for _, view, size in whole.held:
+    packed, plan = _read(header)
+    specs = [] if plan is None else list(plan.kept)
+    specs += [_bytes(size) for size in packed.programs]
+    for _, view, size in packed.held:
         if plan is None or not -1 <= view < len(plan.views):
-            raise WireError("arrays of no step")
-        found += [Spec((_size(size),), "uint8")] if view == -1 else plan.views[view].pushes
-    return found
+            raise WireError("`held` names a view that the plan lacks")
+        specs += [_bytes(size)] if view == -1 else plan.views[view].pushes
+    return specs
 
 
-def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> State:
-    """The state that has travelled.
+def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> ShardState:
+    """Returns the state that has travelled.
 
     Raises:
         WireError: it is no such header.
     """
-    whole, plan = _read(header)
+    packed, plan = _read(header)
     rest = iter(arrays)
     kept = [next(rest) for _ in (() if plan is None else plan.kept)]
-    packed = [next(rest) for _ in whole.programs]
+    programs = [next(rest) for _ in packed.programs]
     held: dict[int, Any] = {}
-    for name, view, _ in whole.held:
-        assert plan is not None  # what is expected was looked up in it
+    for name, view, _ in packed.held:
+        assert plan is not None  # `expected` has refused it
         held[name] = next(rest).tobytes() if view == -1 else (view, [next(rest) for _ in plan.views[view].pushes])
-    if any(name not in held for e in whole.entries for name in (e.pushed, e.returned) if name is not None):
-        raise WireError("a closure whose arrays are missing")
+    if any(name not in held for e in packed.entries for name in (e.pushed, e.returned) if name is not None):
+        raise WireError("a closure's arrays are missing in `held`")
     staged = {
         e.closure: Staged(
             worker=e.worker,
@@ -163,36 +165,34 @@ def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> State:
             weight=e.weight,
             result=e.returned,
         )
-        for e in whole.entries
+        for e in packed.entries
         if not e.is_applied
     }
     shard = Shard(
         rules=Rules() if plan is None else plan.rules,
-        generation=whole.generation,
-        version=whole.version,
-        fences=dict(whole.fences),
+        generation=packed.generation,
+        version=packed.version,
+        fences=dict(packed.fences),
         staged=staged,
-        applied={e.closure: Applied(worker=e.worker, result=e.returned) for e in whole.entries if e.is_applied},
-        settled=whole.settled,
-        frozen=whole.frozen,
-        thawed=whole.thawed,
-        counts=whole.counts,
+        applied={e.closure: Applied(worker=e.worker, result=e.returned) for e in packed.entries if e.is_applied},
+        settled=packed.settled,
+        frozen=packed.frozen,
+        thawed=packed.thawed,
+        counts=packed.counts,
     )
-    return State(shard=shard, plan=plan, kept=kept, packed=packed, held=held)
+    return ShardState(shard=shard, plan=plan, kept=kept, packed=programs, held=held)
 
 
-def _read(header: Header) -> tuple[Whole, ShardPlan | None]:
-    whole = from_plain(WHOLE, header.get("whole"))
-    if not isinstance(whole, Whole):
-        raise WireError("no shard")
+def _read(header: Header) -> tuple[PackedShard, ShardPlan | None]:
+    packed = from_plain({PackedShard.WIRE_NAME: PackedShard}, header.get("whole"))
     plain = header.get("plan")
     plan = None if plain is None else from_plain(SHARD_PLAN, plain)
-    if plan is not None and (not isinstance(plan, ShardPlan) or len(whole.programs) != len(plan.views)):
-        raise WireError("not a program for each view")
-    return whole, plan
+    if plan is not None and len(packed.programs) != len(plan.views):
+        raise WireError(f"`programs` must have {len(plan.views)} sizes, one for each view of the plan")
+    return packed, plan
 
 
-def _size(size: int) -> int:
+def _bytes(size: int) -> Spec:
     if not 0 <= size < MOST_PROGRAM_BYTES:
-        raise WireError("bytes of no size")
-    return size
+        raise WireError(f"a size in bytes is {size}; it must be from 0 to {MOST_PROGRAM_BYTES - 1:,}")
+    return Spec((size,), "uint8")

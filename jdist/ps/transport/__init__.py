@@ -1,4 +1,4 @@
-"""How messages and arrays travel: gRPC, data connections, and a fake for tests.
+"""The transport of messages and arrays: gRPC, data connections, and a fake for tests.
 
 Start at `interface`; `shard_client` repeats a call until it is answered; `routed` asks whoever leads.
 

@@ -1,4 +1,4 @@
-"""A data connection beside gRPC, for calls with many bytes: TCP, under TLS where there are certificates.
+"""Data connections beside gRPC, for calls with many bytes: TCP, under TLS where there are certificates.
 
 gRPC copies each byte several times; here arrays are sent from where they are and received where they stay. Who may connect is
 decided over gRPC: a caller that has shown its token there gets a *ticket*, which opens one connection, once, within seconds. A
@@ -14,23 +14,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterator
 
 from jdist.errors import WireError
-from jdist.ps.protocol.wire import Spec
-from jdist.ps.transport.interface import EXHAUSTED, Arrays, CallFailed, Header
+from jdist.ps.transport.interface import EXHAUSTED, Answer, Arrays, CallFailed, Expects, Header
 from jdist.ps.transport.security import Security
 from jdist.ps.transport.stream import Stream
 
 _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
 MOST_CONNECTIONS = 256
-MOST_STRANGERS = 32  # connections that have not shown a ticket yet; beyond them the oldest has to go
-MOST_LARGE = (
-    2  # calls with many bytes under way at once: a server's memory does not grow with the number of its workers
-)
+MOST_STRANGERS = 32  # connections without a ticket yet; beyond, the oldest has to go
+# Calls with many bytes under way at once: a server's memory does not grow with the number of its workers.
+MOST_LARGE = 2
 ROOM_S = 120.0
 _POLL_S = 1.0  # between looks at strangers whose time is over
 _PAUSE_S = 0.1  # after a connection that could not be accepted
@@ -67,7 +63,8 @@ class BulkServer:
         self._lock = threading.Lock()
         self._tickets: dict[bytes, float] = {}  # and when each ends
         self._streams: set[Stream] = set()
-        self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}  # and until when each may be one
+        # Connections that have not shown a ticket, and until when they may.
+        self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._is_accepting = True
         self._room = threading.Semaphore(MOST_LARGE)
         self._closed = False
@@ -80,7 +77,7 @@ class BulkServer:
         return self._is_accepting
 
     def ticket(self) -> bytes:
-        """Opens one connection, to be handed to a caller whose token was right."""
+        """Returns a ticket for one connection, to be handed to a caller whose token was right."""
         ticket, now = secrets.token_bytes(_TICKET_BYTES), time.monotonic()
         with self._lock:
             self._tickets = {t: end for t, end in self._tickets.items() if end > now}
@@ -106,7 +103,7 @@ class BulkServer:
             except OSError as exc:
                 if self._closed:
                     return
-                # No files left, no memory, a caller that has gone: whatever it is, others may be accepted later.
+                # No files left, no memory, a caller that has gone: others may be accepted later.
                 if self._is_accepting:
                     _LOG.error("no data connection can be accepted for now, and is tried again: %s", exc)
                 self._is_accepting = False
@@ -139,7 +136,7 @@ class BulkServer:
         for thread in threads:
             connection, _ = self._strangers.pop(thread)
             with contextlib.suppress(OSError):  # it has gone by itself
-                connection.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits for it; it closes
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits, which closes it
 
     def _serve(self, connection: socket.socket) -> None:
         stream: Stream | None = None
@@ -181,10 +178,10 @@ class BulkServer:
     def _admit(self, stream: Stream, shown: bytes) -> bool:
         now = time.monotonic()
         with self._lock:
-            found = [ticket for ticket in self._tickets if hmac.compare_digest(ticket, shown)]
-            known = bool(found) and self._tickets.pop(found[0]) > now
-            known = self._strangers.pop(threading.current_thread(), None) is not None and known
-            if not known or self._closed or len(self._streams) >= MOST_CONNECTIONS:
+            equal = [ticket for ticket in self._tickets if hmac.compare_digest(ticket, shown)]
+            is_valid = bool(equal) and self._tickets.pop(equal[0]) > now
+            is_valid = self._strangers.pop(threading.current_thread(), None) is not None and is_valid
+            if not is_valid or self._closed or len(self._streams) >= MOST_CONNECTIONS:
                 _LOG.warning("refused a data connection")
                 return False
             self._streams.add(stream)
@@ -209,24 +206,22 @@ class BulkChannel:
         self._closed = False
         self._unreachable_until = 0.0
 
-    def begin(
-        self, header: Header, arrays: Arrays, expects: Callable[[Header], Sequence[Spec]], timeout_s: float
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]] | None:
-        """Says something; returns what waits for the answer, or None where no data connection can be had.
+    def begin(self, header: Header, arrays: Arrays, expects: Expects, timeout_s: float) -> Callable[[], Answer] | None:
+        """Sends a call; returns what waits for the answer, or None where no data connection can be had.
 
         Raises:
             CallFailed: as `Channel.call`; so does what is returned.
         """
         by = time.monotonic() + timeout_s
-        stream = self._connected(by)
+        stream = self._stream(by)
         if stream is None:
             return None
         with self._failing(stream):
             stream.send(header, arrays, by=by)
 
-        def finish() -> tuple[Header, list[np.ndarray]]:
+        def finish() -> Answer:
             with self._failing(stream):
-                answer, found = stream.receive(
+                answer, received = stream.receive(
                     lambda header: () if "failed" in header else expects(header),
                     most_bytes=1 << 40,
                     by=by,
@@ -239,7 +234,7 @@ class BulkChannel:
                 self._busy.discard(stream)
                 if not self._closed:
                     self._idle.append(stream)
-            return answer, found
+            return answer, received
 
         return finish
 
@@ -271,7 +266,7 @@ class BulkChannel:
             self._busy.discard(stream)
         stream.close()
 
-    def _connected(self, by: float) -> Stream | None:
+    def _stream(self, by: float) -> Stream | None:
         with self._lock:
             if self._closed:
                 raise CallFailed(self._address, "closed")
@@ -280,13 +275,13 @@ class BulkChannel:
                 return self._idle.pop()
         if time.monotonic() < self._unreachable_until:
             return None
-        found = self._ask(by - time.monotonic())
-        if found is None:
+        answer = self._ask(by - time.monotonic())
+        if answer is None:
             self._unreachable_until = time.monotonic() + UNREACHABLE_S
             return None
-        port, ticket = found
+        port, ticket = answer
         try:
-            connection = self._opened(port, ticket, min(5.0, by - time.monotonic()))
+            connection = self._open(port, ticket, min(5.0, by - time.monotonic()))
         except OSError as exc:
             _LOG.warning("%s: no data connection to port %d, gRPC is slower: %s", self._address, port, exc)
             self._unreachable_until = time.monotonic() + UNREACHABLE_S
@@ -299,7 +294,7 @@ class BulkChannel:
             self._busy.add(stream)
         return stream
 
-    def _opened(self, port: int, ticket: bytes, timeout_s: float) -> socket.socket:
+    def _open(self, port: int, ticket: bytes, timeout_s: float) -> socket.socket:
         connection = socket.create_connection((self._host, port), timeout=timeout_s)
         try:
             _tune(connection)

@@ -1,4 +1,4 @@
-"""Whether a server can be reached, and if not, why: gRPC says "unavailable" for a certificate as for a cable."""
+"""Diagnoses of servers that cannot be reached: gRPC says "unavailable" for a certificate as for a cable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HANDSHAKE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Diagnosis:
     """Why a server cannot be reached.
 
     Attributes:
@@ -31,13 +31,13 @@ class Trouble:
     lasts: bool
 
 
-def reach_all(addresses: Sequence[str], security: Security, timeout_s: float) -> list[Trouble | None]:
+def reach_all(addresses: Sequence[str], security: Security, timeout_s: float) -> list[Diagnosis | None]:
     """`reach` of several servers, at the same time."""
     with ThreadPoolExecutor(min(32, max(1, len(addresses))), "jdist-reach") as pool:
         return list(pool.map(lambda address: reach(address, security, timeout_s), addresses))
 
 
-def reach(address: str, security: Security, timeout_s: float) -> Trouble | None:
+def reach(address: str, security: Security, timeout_s: float) -> Diagnosis | None:
     """Asks a server who it is.
 
     Args:
@@ -54,41 +54,41 @@ def reach(address: str, security: Security, timeout_s: float) -> Trouble | None:
     except CallFailed as exc:
         if exc.reason == "unauthenticated":
             shown = "is another there" if security.token is not None else "is not set here"
-            return Trouble(
+            return Diagnosis(
                 f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True
             )
         if exc.reason == "refused":
-            return Trouble("what answers there is no `jdist serve`, or one of another version", lasts=True)
+            return Diagnosis("what answers there is no `jdist serve`, or one of another version", lasts=True)
         if exc.reason == EXHAUSTED:
-            return Trouble(exc.why, lasts=False)
+            return Diagnosis(exc.why, lasts=False)
         return _unavailable(address, security, str(exc).partition("(")[2].removesuffix(")") or exc.reason)
     finally:
         channel.close()
     return None
 
 
-def _unavailable(address: str, security: Security, said: str) -> Trouble:
+def _unavailable(address: str, security: Security, reason: str) -> Diagnosis:
     """Looks at the connection itself, as gRPC does not tell."""
     host, port = split(address)
     try:
         connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     except socket.gaierror as exc:
-        return Trouble(f"the host {host!r} has no address ({exc.strerror})", lasts=False)
+        return Diagnosis(f"the host {host!r} has no address ({exc.strerror})", lasts=False)
     except OSError as exc:
-        return Trouble(f"nothing answers there ({exc.strerror or exc})", lasts=False)
+        return Diagnosis(f"nothing answers there ({exc.strerror or exc})", lasts=False)
     with connection:
-        found = _without_tls(connection) if security.files is None else _with_tls(connection, host, security)
-    if found is not None:
-        return Trouble(found, lasts=True)
+        text = _without_tls(connection) if security.files is None else _with_tls(connection, host, security)
+    if text is not None:
+        return Diagnosis(text, lasts=True)
     # What holds the port took the connection in.
-    return Trouble(
-        f"what listens there does not answer ({said}): another program has the port, or the server stands still",
+    return Diagnosis(
+        f"what listens there does not answer ({reason}): another program has the port, or the server stands still",
         lasts=False,
     )
 
 
 def _without_tls(connection: socket.socket) -> str | None:
-    """Whether the server speaks TLS, which this process does not."""
+    """Says that the server speaks TLS, which this process does not, if it is so."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -101,7 +101,7 @@ def _without_tls(connection: socket.socket) -> str | None:
 
 
 def _with_tls(connection: socket.socket, host: str, security: Security) -> str | None:
-    """What keeps the two sides from a handshake."""
+    """Says what keeps the two sides from a handshake, if something does."""
     assert security.files is not None  # asked before
     context = tls_context(security.files, ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
@@ -119,8 +119,8 @@ def _with_tls(connection: socket.socket, host: str, security: Security) -> str |
     except OSError:
         return None
     with wrapped, contextlib.suppress(TimeoutError):
-        # The client of TLS 1.3 has done its part before the server looks at its certificate; a server that accepts it
-        # speaks first.
+        # The client of TLS 1.3 is done before the server looks at its certificate; a server that accepts
+        # it speaks first.
         try:
             accepted = bool(wrapped.recv(1))
         except (ssl.SSLError, ConnectionError):

@@ -1,16 +1,24 @@
-"""A transport within one process, for tests: the same bytes, no socket; and faults where a test wants them."""
+"""A transport within one process, for tests: the same bytes, no socket, and faults where a test wants them."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal, Unpack
 
-import numpy as np
-
-from jdist.ps.protocol.wire import Buffers, Spec, chunks, decode, encode
-from jdist.ps.transport.interface import EXHAUSTED, Arrays, CallFailed, Header, Methods, OutOfFilesError
+from jdist.ps.protocol.wire import Buffers, chunks, decode, encode
+from jdist.ps.transport.interface import (
+    EXHAUSTED,
+    Answer,
+    Arrays,
+    CallFailed,
+    CallOptions,
+    Header,
+    Methods,
+    OutOfFilesError,
+    no_arrays,
+)
 
 Fault = Literal["lose the call", "lose the answer", "twice"]
 
@@ -35,21 +43,20 @@ class FakeServer:
         self._stopped.clear()
 
     def answer(self, method: str, frame: bytes, payload: list[bytes]) -> tuple[bytes, list[bytes]]:
-        """What comes back for the bytes of a call."""
+        """Answers the bytes of a call."""
         if self._stopped.is_set():
             raise CallFailed(self.address, "unavailable")
         try:
             header, _ = decode(frame)
-            found = self._methods[method]
-            buffers = Buffers(found.expects(header), most_bytes=self._most_bytes)
+            buffers = Buffers(self._methods[method].expects(header), most_bytes=self._most_bytes)
             for chunk in payload:
                 buffers.take(chunk)
-            answer, arrays = found.run(header, buffers.arrays())
+            answer, arrays = self._methods[method].run(header, buffers.arrays())
         except CallFailed:
             raise
         except OutOfFilesError as exc:
             raise CallFailed(self.address, EXHAUSTED) from exc
-        except Exception as exc:  # as a server of its own: whatever it is, a caller learns nothing of it
+        except Exception as exc:  # a caller learns nothing of it
             raise CallFailed(self.address, "refused") from exc
         return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]
 
@@ -69,20 +76,9 @@ class FakeChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._server.address
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
-        """See `Channel`."""
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
         fault = self._fault(method, header)
         if fault == "lose the call":
             raise CallFailed(self.peer, "deadline")
@@ -92,14 +88,15 @@ class FakeChannel:
             answer, received = self._server.answer(method, frame, payload)
         if fault == "lose the answer":
             raise CallFailed(self.peer, "deadline")
-        found, _ = decode(answer)
-        buffers = Buffers(expects(found), most_bytes=1 << 30)
+        answer_header, _ = decode(answer)
+        buffers = Buffers(options.get("expects", no_arrays)(answer_header), most_bytes=1 << 30)
         for chunk in received:
             buffers.take(chunk)
-        return found, buffers.arrays()
+        return answer_header, buffers.arrays()
 
-    def begin(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> Callable[[], Any]:
-        """See `Channel`."""
+    def begin(
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         return functools.partial(self.call, method, header, arrays, **options)
 
     def close(self) -> None:

@@ -1,13 +1,17 @@
-"""The transport between processes: gRPC with generic handlers, and a data connection for what is large."""
+"""The transport between processes: gRPC with generic handlers, and data connections for what is large."""
 
 from __future__ import annotations
 
 import functools
 import hmac
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from typing import Unpack
 
 import grpc
 import numpy as np
@@ -18,14 +22,18 @@ from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
 from jdist.ps.transport.interface import (
     EXHAUSTED,
+    Answer,
     Arrays,
     CallFailed,
+    CallOptions,
+    Expects,
+    FailedPrecondition,
     Header,
     Method,
     Methods,
     OutOfFilesError,
-    Untimely,
     check_files,
+    no_arrays,
 )
 from jdist.ps.transport.security import OPEN
 from jdist.ps.transport.security import Security as Security
@@ -40,7 +48,7 @@ _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
     ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MOST_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on a taken port is an error, not a silent share of its calls
+    ("grpc.so_reuseport", 0),  # else a second server on a taken port would share its calls
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -49,8 +57,8 @@ _OPTIONS = [
 
 
 _OF_SERVERS = [
-    # A caller that has gone without a word keeps no connection: a cut link sends no end. A bound on idle connections would take
-    # those that are wanted as well, and 1.5 % of every small call.
+    # A caller that has gone without a word keeps no connection: a cut link sends no end. A bound on
+    # idle connections would take those that are wanted as well, and 1.5 % of every small call.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -91,6 +99,7 @@ class RpcServer:
         """
         self._token, self._most_bytes = security.token, most_bytes
         self._methods = dict(methods)
+        self._lock, self._num_running, self._ended_at_s = threading.Lock(), 0, time.monotonic()
         self._data: BulkServer | None = None
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"),
@@ -98,7 +107,7 @@ class RpcServer:
         )
         handlers = {
             "Call": grpc.unary_unary_rpc_method_handler(self._call),
-            "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
+            "Bulk": grpc.stream_stream_rpc_method_handler(self._answer),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE, is_well=lambda: self.is_well))
@@ -125,6 +134,12 @@ class RpcServer:
         """Whether it can serve new callers at the moment."""
         return self._data is None or self._data.is_accepting
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last call of a method ended; 0 while one is under way."""
+        with self._lock:
+            return 0.0 if self._num_running else time.monotonic() - self._ended_at_s
+
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends; calls under way may take `grace_s` more seconds."""
         self._server.stop(grace_s).wait()
@@ -134,13 +149,11 @@ class RpcServer:
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
 
-    def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        yield from self._answer(requests, context)
-
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """What comes back for the frames of a call; whatever is wrong with it, the caller learns one word."""
+        """Answers the frames of a call; whatever is wrong with it, the caller learns one word."""
         self._check_token(context)
-        if (context.time_remaining() or math.inf) > MOST_S:  # without a deadline it could hold a thread for ever
+        # Without a deadline a call could hold a thread for ever.
+        if (context.time_remaining() or math.inf) > MOST_S:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
             header, first = decode(next(requests))
@@ -154,13 +167,13 @@ class RpcServer:
             _log_refusal(exc)
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
-            answer, results = method.run(header, arrays)
-        except Exception as exc:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
+            answer, results = self._run(method, header, arrays)
+        except Exception as exc:  # noqa: BLE001  # grpc would send its text to the caller
             context.abort(grpc.StatusCode.INTERNAL, _failure(exc))
         yield from _frames(answer, results)
 
     def _answer_bulk(self, stream: Stream, make_room: Callable[[], None]) -> tuple[Header, Arrays]:
-        """The same of a call over a data connection, which whoever got a ticket may make."""
+        """Answers a call over a data connection, which whoever got a ticket may make."""
         methods: list[Method] = []
 
         def expects(header: Header) -> Sequence[Spec]:
@@ -176,12 +189,22 @@ class RpcServer:
             _log_refusal(exc)
             return {"failed": "refused"}, []
         try:
-            return methods[0].run(header, arrays)
+            return self._run(methods[0], header, arrays)
         except Exception as exc:  # noqa: BLE001  # as above
             return {"failed": _failure(exc)}, []
 
+    def _run(self, method: Method, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Arrays]:
+        with self._lock:
+            self._num_running += 1
+        try:
+            return method.run(header, arrays)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                self._ended_at_s = time.monotonic()
+
     def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
-        """The method that a header names, and the arrays that come with it.
+        """Returns the method that a header names, and the arrays that come with it.
 
         Raises:
             WireError: there is none, or something else is wrong with the header.
@@ -189,7 +212,7 @@ class RpcServer:
         name = header.pop("method", None)
         method = self._methods.get(name) if isinstance(name, str) else None
         if method is None:
-            raise WireError("a method that is not known")
+            raise WireError(f"there is no method {str(name)[:40]!r}")
         try:
             return method, list(method.expects(header))
         except WireError:
@@ -239,30 +262,20 @@ class RpcChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._address
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
-        """See `Channel`."""
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
+        timeout_s, expects = options["timeout_s"], options.get("expects", no_arrays)
         header = {**header, "method": method}
-        bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
-        if bulk and (found := self._data.begin(header, arrays, expects, timeout_s)) is not None:
-            return found()
+        bulk = options.get("bulk", False) or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
+        if bulk and (finish := self._data.begin(header, arrays, expects, timeout_s)) is not None:
+            return finish()
         frames = _frames(header, arrays)
         first = next(frames)
         try:
             if not bulk:
                 return _received(iter([self._small(first, timeout=timeout_s, metadata=self._metadata)]), expects)
-            requests = _again(first, frames)
+            requests = itertools.chain([first], frames)
             return _received(self._large(requests, timeout=timeout_s, metadata=self._metadata), expects)
         except grpc.RpcError as exc:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
@@ -275,35 +288,25 @@ class RpcChannel:
             raise CallFailed(self._address, "closed") from exc
 
     def begin(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
-        """See `Channel`."""
-        begun = self._data.begin({**header, "method": method}, arrays, expects, timeout_s)
-        if begun is not None:
-            return begun
-        return functools.partial(self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk)
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
+        expects = options.get("expects", no_arrays)
+        begun = self._data.begin({**header, "method": method}, arrays, expects, options["timeout_s"])
+        return begun or functools.partial(self.call, method, header, arrays, **options)
 
     def close(self) -> None:
-        """See `Channel`."""
         self._closed = True
         self._data.close()
         self._channel.close()
 
     def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes] | None:
         try:
-            found, _ = self.call(_DATA, {}, timeout_s=timeout_s)
+            answer, _ = self.call(_DATA, {}, timeout_s=timeout_s)
         except CallFailed as exc:
             if exc.reason == "refused":
                 return None  # it has no data connections
             raise
-        return found["port"], found["ticket"]
+        return answer["port"], answer["ticket"]
 
 
 _REASONS = {
@@ -316,7 +319,7 @@ _REASONS = {
 
 
 def _failure(exc: Exception) -> str:
-    """Logs an error in a method; the one word that the caller learns of it."""
+    """Logs an error in a method, and returns the one word that the caller learns of it."""
     if isinstance(exc, OutOfFilesError):
         return EXHAUSTED
     try:
@@ -329,15 +332,10 @@ def _failure(exc: Exception) -> str:
 
 
 def _log_refusal(exc: Exception) -> None:
-    _LOG.log(logging.INFO if isinstance(exc, Untimely) else logging.WARNING, "refused a call: %s", exc)
+    _LOG.log(logging.INFO if isinstance(exc, FailedPrecondition) else logging.WARNING, "refused a call: %s", exc)
 
 
-def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
-
-
-def _received(answers: Iterator[bytes], expects: Callable[[Header], Sequence[Spec]]) -> tuple[Header, list[np.ndarray]]:
+def _received(answers: Iterator[bytes], expects: Expects) -> Answer:
     header, first = decode(next(answers))
     buffers = Buffers(expects(header), most_bytes=1 << 40)
     buffers.take(first)

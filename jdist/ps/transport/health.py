@@ -22,7 +22,7 @@ _OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024)]
 
 
 def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.GenericRpcHandler:
-    """The service, to be added to a server.
+    """Makes the service, to be added to a server.
 
     Args:
         *services: what else than "", the whole server, a probe may ask for.
@@ -44,11 +44,11 @@ def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.G
         try:
             over = threading.Event()
             if context.add_callback(over.set):
-                said = None
+                last = None
                 while not over.is_set():
                     now = SERVICE_UNKNOWN if request not in known else SERVING if is_well() else NOT_SERVING
-                    if now != said:
-                        yield (said := now)
+                    if now != last:
+                        yield (last := now)
                     over.wait(WATCH_S)
         finally:
             watches.release()

@@ -1,4 +1,4 @@
-"""What every transport offers: a call with a header and arrays, answered by a header and arrays."""
+"""The interface of every transport: a call with a header and arrays, answered by a header and arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from jdist.ps.protocol.wire import Spec
 
 Header = dict[str, Any]
 Arrays = Sequence[Any]
+Answer = tuple[Header, list[np.ndarray]]
+Expects = Callable[[Header], Sequence[Spec]]  # from a header to the arrays that come with it
 EXHAUSTED = "exhausted"
 
 
@@ -22,7 +24,7 @@ class CallFailed(ConnectionError):
     """A call got no answer: the peer is gone, did not answer by the deadline, or refused the caller.
 
     Attributes:
-        peer: whom.
+        peer: the server's address.
         reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, "exhausted" where
             it has no file descriptor left, which may pass, or "closed" where this side has ended the connection, so that no
             other call will do better.
@@ -41,7 +43,8 @@ class OutOfFilesError(OSError):
     """This process has no file descriptor left. XLA and the C++ library open files, too, and say so in their own words."""
 
 
-_CHECKED_FOR_S = 0.02  # an open and a close for each push, which both let go of the interpreter, took 4 % of 600 us
+# An open and a close for each push, which both let go of the interpreter, took 4 % of 600 us.
+_CHECKED_FOR_S = 0.02
 _checked_until_s = 0.0
 
 
@@ -65,7 +68,12 @@ def check_files(*, anew: bool = False) -> None:
     _checked_until_s = now + _CHECKED_FOR_S
 
 
-class Untimely(WireError):
+def no_arrays(header: Header) -> Sequence[Spec]:
+    """Expects no arrays, whatever the header."""
+    return ()
+
+
+class FailedPrecondition(WireError):
     """A call that would be right, had this process not been started anew: its caller has not heard of that, and soon will."""
 
 
@@ -80,11 +88,25 @@ class Method:
     """
 
     run: Callable[[Header, list[np.ndarray]], tuple[Header, Arrays]]
-    expects: Callable[[Header], Sequence[Spec]] = lambda header: ()
+    expects: Expects = no_arrays
     limited: bool = False
 
 
 Methods = Mapping[str, Method]
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of a call.
+
+    Attributes:
+        timeout_s: seconds after which the call has failed; the server may still do what it was asked.
+        expects: the arrays that come with an answer of this header; none, unless said.
+        bulk: whether more than 1 MiB may come back.
+    """
+
+    timeout_s: Required[float]
+    expects: Expects
+    bulk: bool
 
 
 class Channel(Protocol):
@@ -92,28 +114,17 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> str:
-        """Whom it leads to, for messages."""
+        """The server's address, for messages."""
         ...
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
         """Calls a method.
 
         Args:
             method: its name.
             header: plain values.
             arrays: what goes with it.
-            timeout_s: seconds after which the call has failed; the server may still do what it was asked.
-            expects: the arrays that come with an answer of this header.
-            bulk: whether more than 1 MiB may come back.
+            **options: see `CallOptions`.
 
         Returns:
             The answer's header and arrays.
@@ -124,15 +135,8 @@ class Channel(Protocol):
         ...
 
     def begin(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         """As `call`, over a data connection where there is one, and without waiting for the answer.
 
         Returns:

@@ -1,17 +1,19 @@
-"""Where a shard is now: a channel that goes with its leader from one server to the other."""
+"""Where a shard is now: its two copies, and a channel that goes with their leader from one server to the other."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Unpack
 
-import numpy as np
+from jdist.errors import ShardLostError, WireError
+from jdist.ps.protocol.wire import from_plain
+from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Channel, Expects, Header, no_arrays
 
-from jdist.errors import WireError
-from jdist.ps.protocol.wire import Spec, from_plain
-from jdist.ps.transport.interface import Arrays, CallFailed, Channel, Header
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,23 +44,21 @@ class SlotChannel:
     """
 
     def __init__(self, channel: Channel, slot: int, *, led: bool = False):
-        self._channel, self._said = channel, {"slot": slot, "led": led}
+        self._channel, self._fields = channel, {"slot": slot, "led": led}
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._channel.peer
 
-    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> tuple[Header, list[np.ndarray]]:
-        """See `Channel`."""
-        return self._channel.call(method, {**header, **self._said}, arrays, **options)
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
+        return self._channel.call(method, {**header, **self._fields}, arrays, **options)
 
-    def begin(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> Callable[[], Any]:
-        """See `Channel`."""
-        return self._channel.begin(method, {**header, **self._said}, arrays, **options)
+    def begin(
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
+        return self._channel.begin(method, {**header, **self._fields}, arrays, **options)
 
     def close(self) -> None:
-        """See `Channel`."""
         self._channel.close()
 
 
@@ -79,7 +79,7 @@ class RoutedChannel:
         self._channel: Channel = SlotChannel(connect(route.address), route.slot, led=True)
 
     def move(self, route: Route) -> bool:
-        """Takes in where the leader is now; whether that is elsewhere."""
+        """Takes in where the leader is now; returns whether that is elsewhere."""
         with self._lock:
             before, known = self._channel, self.route
             if route.term <= known.term or self._closed:
@@ -93,50 +93,28 @@ class RoutedChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._channel.peer
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
-        """See `Channel`."""
-        channel = self._channel
-        options: dict[str, Any] = {"timeout_s": timeout_s, "expects": _if_led(expects), "bulk": bulk}
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
+        channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
         return self._led(channel, lambda: channel.call(method, header, arrays, **options))
 
     def begin(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
-        """See `Channel`."""
-        channel = self._channel
-        options: dict[str, Any] = {"timeout_s": timeout_s, "expects": _if_led(expects), "bulk": bulk}
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
+        channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
         begun = self._led(channel, lambda: channel.begin(method, header, arrays, **options))
         return lambda: self._led(channel, begun)
 
     def close(self) -> None:
-        """See `Channel`."""
         with self._lock:
             self._closed = True
         self._channel.close()
 
     def _led(self, channel: Channel, call: Callable[[], Any]) -> Any:
-        """What a call gives, if who was asked leads."""
+        """Makes a call, and returns its answer if the copy leads that was asked."""
         try:
-            found = call()
+            answer = call()
         except CallFailed as exc:
             if channel is not self._channel or (exc.reason == "refused" and not self._leads(channel)):
                 raise CallFailed(exc.peer, "moved") from exc
@@ -145,12 +123,12 @@ class RoutedChannel:
             if channel is self._channel and not self._closed:
                 raise
             raise CallFailed(channel.peer, "moved") from exc
-        if isinstance(found, tuple) and "moved" in found[0]:
+        if isinstance(answer, tuple) and "moved" in answer[0]:
             raise CallFailed(channel.peer, "moved")
-        return found
+        return answer
 
     def _leads(self, channel: Channel) -> bool:
-        """Whether a copy that found a call wrong would know: one without a state takes no push."""
+        """Asks whether a copy leads that found a call wrong: one without a state takes no push."""
         try:
             header, _ = channel.call("status", {}, timeout_s=1.0)
         except CallFailed:
@@ -158,29 +136,91 @@ class RoutedChannel:
         return bool(header.get("leads"))
 
 
-def _if_led(expects: Callable[[Header], Sequence[Spec]]) -> Callable[[Header], Sequence[Spec]]:
+class Copies:
+    """Where the two copies of a shard are.
+
+    Args:
+        connect: from a server's address to a channel.
+        places: `(address, slot)` of each copy; the first leads at the beginning.
+
+    Attributes:
+        channel: to whichever leads; connected at the first call.
+        places: as given.
+    """
+
+    def __init__(self, connect: Callable[[str], Channel], places: Sequence[tuple[str, int]]):
+        self._connect, self.places = connect, tuple(places)
+        self.channel = RoutedChannel(connect, self.route(0, 0))
+
+    def route(self, copy: int, term: int) -> Route:
+        """Returns the way to a copy that leads since a term."""
+        address, slot = self.places[copy]
+        return Route(address=address, slot=slot, term=term)
+
+    def connected(self, copy: int) -> Channel:
+        """Returns a channel to a copy, whether it leads or not."""
+        address, slot = self.places[copy]
+        return SlotChannel(self._connect(address), slot)
+
+    def statuses(self, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Asks both copies who they are; None stands for one that does not answer.
+
+        Raises:
+            ShardLostError: neither does.
+        """
+
+        def ask(channel: Channel) -> dict[str, Any] | None:
+            try:
+                return channel.call("status", {}, timeout_s=timeout_s)[0]
+            except CallFailed as exc:
+                _LOG.warning("%s does not answer: %s", channel.peer, exc.reason)
+                return None
+            finally:
+                channel.close()
+
+        with ThreadPoolExecutor(2) as pool:
+            statuses = list(pool.map(ask, [self.connected(copy) for copy in (0, 1)]))
+        if statuses == [None, None]:
+            first, second = (address for address, _ in self.places)
+            raise ShardLostError(f"neither {first} nor {second} answers, which have the two copies of a shard")
+        return statuses
+
+
+def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
+    """Places each shard on its own server, and its backup on the next.
+
+    Args:
+        connect: from a server's address to a channel.
+        addresses: of each shard, its own server.
+        ps: all servers.
+    """
+    after = dict(zip(ps, [*ps[1:], ps[0]], strict=True))
+    return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
+
+
+def _if_led(expects: Expects) -> Expects:
     return lambda header: () if "moved" in header else expects(header)
 
 
 def routes_in(header: Header) -> list[Route]:
-    """The routes that a header brings; none where shards have no backups.
+    """Returns the routes that a header brings; none where shards have no backups.
 
     Raises:
         WireError: they are none.
     """
     routes = header.get("routes", [])
     if not isinstance(routes, list):
-        raise WireError("no list of routes")
+        raise WireError("`routes` must be a list")
     return [from_plain(ROUTE, route) for route in routes]
 
 
 def slot_of(header: Header, slots: int) -> int:
-    """Which copy a call is for.
+    """Returns which copy a call is for.
 
     Raises:
         WireError: there is none of that number.
     """
     slot = header.get("slot", 0)
     if type(slot) is not int or not 0 <= slot < slots:
-        raise WireError("a copy of a shard that is not here")
+        raise WireError(f"`slot` must be an int from 0 to {slots - 1}")
     return slot

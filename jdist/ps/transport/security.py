@@ -1,4 +1,4 @@
-"""What the processes of a parameter server show each other: a token, and certificates of one authority."""
+"""Credentials of the processes of a parameter server: a token, and certificates of one authority."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOGETHER = f"Set {CERTIFICATE}, {KEY} and {AUTHORITY}, or none of them."
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """Who may call, and who is called.
+    """Credentials of a process.
 
     Attributes:
         token: a secret that every call shows; None: no call shows one.
@@ -36,10 +36,10 @@ class Security:
     files: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
-        if given and len(given) < 3:
+        parts = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
+        if parts and len(parts) < 3:
             raise ValueError(
-                f"TLS takes `certificate`, `key` and `authority` together; given is only {' and '.join(given)}."
+                f"TLS takes `certificate`, `key` and `authority` together; given is only {' and '.join(parts)}."
             )
 
     @property
@@ -49,7 +49,7 @@ class Security:
         return token if self.certificate is not None else (*token, "TLS")
 
     def tls(self, *, server: bool) -> ssl.SSLContext | None:
-        """What a socket of a data connection is wrapped in: TLS with certificates on both sides; None without certificates.
+        """Returns the TLS of a data connection, with certificates on both sides; None without certificates.
 
         Args:
             server: for the side that is called.
@@ -60,7 +60,7 @@ class Security:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.authority.decode())
-        with tempfile.NamedTemporaryFile() as pair:  # `ssl` reads a key from a file only; this one is its owner's alone
+        with tempfile.NamedTemporaryFile() as pair:  # `ssl` reads a key from files; only its owner reads this
             pair.write(self.key + b"\n" + self.certificate)
             pair.flush()
             context.load_cert_chain(pair.name)
@@ -71,7 +71,7 @@ OPEN = Security()
 
 
 def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | None = None) -> Security:
-    """The token and the certificates that the environment names, tried.
+    """Reads, and tries, the token and the certificates that the environment names.
 
     Args:
         environ: with JDIST_TOKEN, and JDIST_TLS_CERT, JDIST_TLS_KEY, JDIST_TLS_CA (paths of PEM files) and JDIST_TLS_NAME.
@@ -81,18 +81,18 @@ def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | 
         ClusterConfigError: one of the three files is not named, cannot be read, is no PEM, or the key is another
             certificate's; the token cannot travel in a header.
     """
-    given = {name: value for name, value in (flags or {}).items() if value}
-    found = {name: text({**environ, **given}, name) for name in (CERTIFICATE, KEY, AUTHORITY)}
+    set_flags = {name: value for name, value in (flags or {}).items() if value}
+    path_of = {name: text({**environ, **set_flags}, name) for name in (CERTIFICATE, KEY, AUTHORITY)}
     token, name = text(environ, TOKEN), text(environ, NAME)
     if token is not None and not (token.isascii() and token.isprintable()):
         raise refused(
             TOKEN, f"{len(token)} characters", "of printable ASCII characters", "Make one by `openssl rand -hex 16`."
         )
-    if not any(found.values()):
+    if not any(path_of.values()):
         return Security(token=token, name=name)
     contents: dict[str, bytes] = {}
     paths: dict[str, str] = {}
-    for variable, path in found.items():
+    for variable, path in path_of.items():
         if path is None:
             raise refused(variable, None, "set, as others of the three are", _TOGETHER)
         contents[variable], paths[variable] = _read(variable, path), path
@@ -109,7 +109,7 @@ def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | 
 
 
 def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
-    """Python's own TLS with these files, to try them and to explain what gRPC does not.
+    """Makes Python's own TLS of these files, to try them and to explain what gRPC does not.
 
     Args:
         files: of certificate, key and authority.
@@ -121,9 +121,8 @@ def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
     certificate, key, authority = files
     context = ssl.SSLContext(protocol)
     try:
-        context.load_cert_chain(
-            certificate, key, password=lambda: b""
-        )  # else an encrypted key is asked for on the terminal
+        # Without a password the one of an encrypted key is asked for on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: b"")
     except (ssl.SSLError, ValueError) as exc:
         raise refused(
             KEY,
@@ -167,7 +166,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_to_others(addresses: Iterable[str], security: Security) -> str | None:
-    """What is open to whom, as sentences, if servers beyond this machine lack protection; None if none do.
+    """Says in sentences what is open to whom if servers beyond this machine lack protection; None if none do.
 
     Args:
         addresses: "host:port", of servers.
@@ -186,7 +185,7 @@ def open_to_others(addresses: Iterable[str], security: Security) -> str | None:
 
 
 def how_to_protect(security: Security) -> str:
-    """What to set, as a sentence."""
+    """Says in a sentence what to set."""
     wanted = [TOKEN] if "token" in security.lacks else []
     if "TLS" in security.lacks:
         wanted += [CERTIFICATE, KEY, AUTHORITY]

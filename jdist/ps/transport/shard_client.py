@@ -1,4 +1,4 @@
-"""A client of all shards: the same question to each, at the same time, and what they answer put together."""
+"""Clients of shards: a call is repeated until it is answered, and all shards are asked at the same time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jdist.errors import ShardLostError
 from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.protocol.wire import CHUNK_BYTES, Spec, from_plain, to_plain
-from jdist.ps.transport.interface import CallFailed, Channel
+from jdist.ps.transport.interface import CallFailed, CallOptions, Channel, Header
 from jdist.ps.transport.threads import Threads
 
 T = TypeVar("T")
 SLOWEST_BYTES_S = 10e6
 _END_S = 10.0
-Said = tuple[list[Any], list[Any], dict[int, bytes]]
+Answers = tuple[list[Any], list[Any], dict[int, bytes]]  # answers, arrays, results by closure
 
 
 def whose() -> str:
-    """This process, as others are told whose history a shard has."""
+    """Names this process, for others who ask whose history a shard has."""
     return f"process {os.getpid()} of {socket.gethostname()}"
 
 
 class ShardClient:
-    """One shard, as others see it.
+    """A client of one shard.
 
     Args:
         channel: the connection to it.
@@ -49,7 +49,7 @@ class ShardClient:
         slow_s = 2 * sum(s.size_bytes for s in self._sent) / SLOWEST_BYTES_S
         self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
         self.is_bulk = _is_bulk(self._sent)
-        self._under_way: dict[object, float] = {}  # what was asked and has no answer yet, since when
+        self._under_way: dict[object, float] = {}  # calls without an answer, and since when
 
     @property
     def waiting_s(self) -> float:
@@ -58,7 +58,7 @@ class ShardClient:
         return time.monotonic() - min(since) if since else 0.0
 
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
-        """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
+        """Begins a new history in the shard, with a program for each of its views; an empty one for what updates nothing."""
         sizes = [len(program) for program in programs]
         header = {"say": to_plain(message), "plan": to_plain(self.plan), "programs": sizes, "by": whose()}
         arrays = [*kept, *(np.frombuffer(program, np.uint8) for program in programs)]
@@ -67,11 +67,11 @@ class ShardClient:
 
     def say(
         self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
-    ) -> tuple[list[Any], list[Any], dict[int, bytes]]:
-        """Says several messages, one after the other, until they are answered.
+    ) -> Answers:
+        """Sends several messages, in one call, until they are answered.
 
         Args:
-            messages: what to say; at most one push, and one that is answered by arrays.
+            messages: at most one push, and one that is answered by arrays.
             pushes: the arrays of the push, if there is one among the messages.
             result: what the closure returned, if this is its home.
 
@@ -85,23 +85,33 @@ class ShardClient:
 
     def begin(
         self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
-    ) -> Callable[[], Said]:
-        """As `say`, without waiting for the answer; returns what waits for it."""
-        header: dict[str, Any] = {"say": [to_plain(m) for m in messages]}
+    ) -> Callable[[], Answers]:
+        """Does as `say`, without waiting for the answer; returns what waits for it."""
+        header: Header = {"say": [to_plain(m) for m in messages]}
         arrays: list[Any] = []
         if pushes is not None:
             result = result or b""
             header["result"] = len(result)
             arrays = [*pushes, np.frombuffer(result, np.uint8)]
-        expects = _Expects(self.plan, self._sent, messages)
+        answers: list[Any] = []
 
-        data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
+        def expects(answer: Header) -> list[Spec]:
+            nonlocal answers
+            answers = [from_plain(TRAVELLING, plain) for plain in _without_results(answer["answers"])]
+            specs: list[Spec] = []
+            for message, each in zip(messages, answers, strict=True):
+                if isinstance(each, Parameters) and isinstance(message, Pull):
+                    places = self.plan.sent(message.view, changed=each.changed, first=message.known is None)
+                    specs += [self._sent[i] for i in places]
+            return specs
+
+        is_data = any(m.worker is not None for m in messages)  # the coordinator's are control: over gRPC
         asked = object()
         self._under_way[asked] = time.monotonic()
 
         def begun(timeout_s: float) -> Callable[[], Any]:
-            options: dict[str, Any] = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
-            if data:
+            options: CallOptions = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
+            if is_data:
                 return self.channel.begin("say", header, arrays, **options)
             return functools.partial(self.channel.call, "say", header, arrays, **options)
 
@@ -123,32 +133,32 @@ class ShardClient:
             finish, first = first or begun(timeout_s), None
             return finish()
 
-        def finish() -> Said:
+        def finish() -> Answers:
             try:
                 answer, received = self._repeated(once)
             finally:
                 del self._under_way[asked]
             results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
-            return expects.answers(answer), received, results
+            return answers, received, results
 
         return finish
 
     def read(self, generation: int, version: int) -> list[Any] | None:
-        """The arrays of its last snapshot; None if that is not of this version, or was read before.
+        """Reads the arrays of its last snapshot; None if that is not of this version, or was read before.
 
         It can be read once: if the answer was lost on its way, another snapshot has to be taken.
         """
         kept = self.plan.kept
-        asked = {"generation": generation, "version": version}
+        wanted = {"generation": generation, "version": version}
         header, arrays = self._repeated(
             lambda t: self.channel.call(
-                "read", asked, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
+                "read", wanted, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
             )
         )
         return arrays if header["arrays"] == len(kept) else None
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Its incarnation, generation, version and counts.
+        """Asks for its incarnation, generation, version and counts.
 
         Args:
             timeout_s: asked once, for so long; None: again and again, as with `say`.
@@ -176,32 +186,8 @@ class ShardClient:
             pause = min(2 * pause, 2.0)
 
 
-class _Expects:
-    """The arrays that come with the answers to some messages."""
-
-    def __init__(self, plan: ShardPlan, sent: Sequence[Spec], messages: Sequence[Message]):
-        self._plan, self._sent, self._messages = plan, sent, messages
-        self._of: Any = None
-        self._answers: list[Any] = []
-
-    def answers(self, header: dict[str, Any]) -> list[Any]:
-        """The answers themselves; read once, as they are asked for before the arrays come and afterwards."""
-        if self._of is not header:
-            self._of = header
-            self._answers = [from_plain(TRAVELLING, plain) for plain in _without_results(header["answers"])]
-        return self._answers
-
-    def __call__(self, header: dict[str, Any]) -> list[Spec]:
-        found: list[Spec] = []
-        for message, answer in zip(self._messages, self.answers(header), strict=True):
-            if isinstance(answer, Parameters) and isinstance(message, Pull):
-                places = self._plan.sent(message.view, changed=answer.changed, first=message.known is None)
-                found += [self._sent[i] for i in places]
-        return found
-
-
 def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
-    """Asks each shard who it is, past all questions that have no answer yet; the addresses of those that do not say."""
+    """Asks each shard who it is, past all questions without an answer; returns the addresses of those that do not say."""
 
     def answers(client: ShardClient) -> bool:
         try:
@@ -211,8 +197,8 @@ def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
         return True
 
     with ThreadPoolExecutor(max(1, len(clients)), "jdist-reach") as pool:
-        found = list(pool.map(answers, clients))
-    return [client.channel.peer for client, is_there in zip(clients, found, strict=True) if not is_there]
+        answered = list(pool.map(answers, clients))
+    return [client.channel.peer for client, is_there in zip(clients, answered, strict=True) if not is_there]
 
 
 def _is_bulk(arrays: Sequence[Spec]) -> bool:
@@ -223,19 +209,15 @@ def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers]
 
 
-class Together:
-    """Asks all shards at the same time.
-
-    Args:
-        clients: the shards.
-    """
+class ShardClients:
+    """Clients of all shards, which are asked at the same time."""
 
     def __init__(self, clients: Sequence[ShardClient]):
         self.clients = tuple(clients)
         self._threads = Threads(max(1, len(self.clients)), "jdist-shards")
 
     def each(self, ask: Callable[[int, ShardClient], T]) -> list[T]:
-        """The results of `ask(number, client)`, in order; the first error, once all have come back."""
+        """Returns the results of `ask(number, client)`, in order; raises the first error, once all have come back."""
         if len(self.clients) == 1:
             return [ask(0, self.clients[0])]
         under_way = [self._threads.submit(ask, i, client) for i, client in enumerate(self.clients)]
@@ -248,26 +230,26 @@ class Together:
                 raise error
         return [f.result() for f in under_way]
 
-    def say(self, said: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Said]:
-        """Says something to each, and waits for all of them.
+    def say(self, calls: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Answers]:
+        """Sends each shard its messages, and waits for all answers.
 
-        What is small is said to one after the other before the first answer is waited for: to wake a thread takes longer.
+        What is small is sent to one after the other before the first answer is waited for: to wake a thread takes longer.
 
         Args:
-            said: for each shard, what `ShardClient.say` takes.
+            calls: for each shard, what `ShardClient.say` takes.
         """
         if len(self.clients) > 1 and any(client.is_bulk for client in self.clients):
-            return self.each(lambda i, client: client.say(*said[i]))
-        waits = [client.begin(*what) for client, what in zip(self.clients, said, strict=True)]
-        found, errors = list[Said](), list[ShardLostError]()
-        for wait in waits:  # all of them: a connection with an answer that nobody read is of no use any more
+            return self.each(lambda i, client: client.say(*calls[i]))
+        waits = [client.begin(*what) for client, what in zip(self.clients, calls, strict=True)]
+        answers, errors = list[Answers](), list[ShardLostError]()
+        for wait in waits:  # all: a connection with an unread answer is of no use any more
             try:
-                found.append(wait())
+                answers.append(wait())
             except ShardLostError as exc:
                 errors.append(exc)
         if errors:
             raise errors[0]
-        return found
+        return answers
 
     def close(self) -> None:
         """Ends its threads and connections."""

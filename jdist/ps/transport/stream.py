@@ -1,4 +1,4 @@
-"""Messages over a socket: a header, and the bytes of its arrays, received where they stay."""
+"""Messages over a socket: a header and the bytes of its arrays, received where they stay."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.protocol.wire import PREFIX_BYTES, Buffers, Spec, as_bytes, body_size, decode, encode
-from jdist.ps.transport.interface import Arrays, Header
+from jdist.ps.protocol.wire import PREFIX_BYTES, Buffers, as_bytes, body_size, decode, encode
+from jdist.ps.transport.interface import Answer, Arrays, Expects, Header
 
 _LOG = logging.getLogger(__name__)
 STALL_S = 20.0  # without a byte in the middle of a message
-_LEEWAY_S = 0.5  # so much later a wait may end than it should: to set it anew each time is a call of the system
+_LEEWAY_S = 0.5  # by which a wait may be too long: to set it anew each time is a system call
 _SIZE = struct.Struct(">Q")
 _SMALL_BYTES = 1 << 16
 
@@ -56,9 +53,7 @@ class Stream:
                 self._limit(by)
                 view = view[self._socket.send(view) :]
 
-    def receive(
-        self, expects: Callable[[Header], Sequence[Spec]], *, most_bytes: int, by: float | None = None
-    ) -> tuple[Header, list[np.ndarray]]:
+    def receive(self, expects: Expects, *, most_bytes: int, by: float | None = None) -> Answer:
         """Receives a message.
 
         Args:

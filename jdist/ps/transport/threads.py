@@ -18,7 +18,7 @@ _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Threads:
-    """A number of threads, which carry out what they are given in its order; started with the first work.
+    """A pool of threads, which carry out their work in its order; started with the first of it.
 
     Args:
         count: how many.
@@ -34,7 +34,7 @@ class Threads:
         ]
 
     def submit(self, run: Callable[..., T], *args: Any) -> Future[T]:
-        """Has `run(*args)` called; what is given after the end counts as cancelled."""
+        """Has `run(*args)` called; after the end it counts as cancelled."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -65,12 +65,12 @@ class Threads:
                 thread.join(timeout_s)
 
 
-def _carry_out(given: queue.SimpleQueue[_Work | None]) -> None:
-    while (work := given.get()) is not None:
+def _carry_out(queued: queue.SimpleQueue[_Work | None]) -> None:
+    while (work := queued.get()) is not None:
         future, run, args = work
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(run(*args))
-            except BaseException as exc:  # noqa: BLE001  # it is raised where the result is asked for
+            except BaseException as exc:  # noqa: BLE001  # raised where the result is asked for
                 future.set_exception(exc)
         del work, future, run, args  # nothing is held while it waits

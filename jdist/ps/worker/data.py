@@ -40,94 +40,92 @@ class WorkerData:
 
     def __init__(self, script: str | None = None, num_replicas: int = 1):
         self._script, self._num_replicas, self._lock = script, num_replicas, threading.Lock()
-        self._made: dict[int, _Made] = {}
+        self._datasets: dict[int, Callable[[int], DistributedDataset]] = {}  # from a pipeline to its share
         self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
 
     def methods(self) -> dict[str, Method]:
         """What a transport serves."""
-        return {"open": Method(_telling(self._open)), "advance": Method(_telling(self._advance))}
+        return {"open": Method(_with_traceback(self._open)), "advance": Method(_with_traceback(self._advance))}
 
     def batch(self, name: Any) -> list[np.ndarray]:
-        """The leaves of a batch.
+        """Returns the leaves of a batch.
 
         Args:
             name: dataset, pass over it, pipeline, number.
 
         Raises:
-            Ended: the share has no such batch.
+            EndOfDataError: the share has no such batch.
             DatasetError: the dataset is not known.
         """
         dataset, number_of_pass, pipeline, number = name
         return self._pipeline(dataset, number_of_pass, pipeline).batch(number)
 
     def _open(self, header: Header) -> Header:
-        """Makes a dataset known, and of one of its shares says how its batches look."""
-        made = self._known(header)
+        """Makes a dataset known, and says how the batches of one of its shares look."""
+        make = self._opened(header)
         if "pipeline" not in header:
             return {}
         (pipeline,) = _whole(header, "pipeline")
-        dataset = made.dataset(pipeline)
+        dataset = make(pipeline)
         return {"spec": to_structure(dataset.element_spec), "steps": dataset.num_steps}
 
     def _advance(self, header: Header) -> Header:
-        """Reads ahead; how many batches are there, and whether that is all."""
+        """Reads ahead, and says how many batches are there, and whether that is all."""
         names = ("dataset", "pass", "pipeline", "until", "asked")
         dataset, number_of_pass, pipeline, until, asked = _whole(header, *names)
-        self._known(header)
+        self._opened(header)
         return self._pipeline(dataset, number_of_pass, pipeline).advance(until, asked)
 
-    def _known(self, header: Header) -> _Made:
-        """A dataset, which may be new to this process."""
+    def _opened(self, header: Header) -> Callable[[int], DistributedDataset]:
+        """Returns what makes the shares of a dataset, which may be new to this process."""
         (number,) = _whole(header, "dataset")
         with self._lock:
-            known = self._made.get(number)
-        made = known or _Made(header, self._script, self._num_replicas)
+            known = self._datasets.get(number)
+        make = known or _maker(header, self._script, self._num_replicas)
         with self._lock:
-            return self._made.setdefault(number, made)
+            return self._datasets.setdefault(number, make)
 
     def _pipeline(self, dataset: int, number_of_pass: int, pipeline: int) -> _Pipeline:
         key = (dataset, number_of_pass, pipeline)
         with self._lock:
-            found, made = self._pipelines.get(key), self._made.get(dataset)
-        if found is None:
-            if made is None:
-                raise DatasetError(f"dataset {dataset} was not opened on this worker")
-            found = _Pipeline(functools.partial(made.dataset, pipeline))
-            with self._lock:
-                older = [k for k in self._pipelines if k[0] == dataset and k[1] < number_of_pass]
-                for k in older:
-                    self._pipelines.pop(k).close()
-                found = self._pipelines.setdefault(key, found)
-        return found
+            known, make = self._pipelines.get(key), self._datasets.get(dataset)
+        if known is not None:
+            return known
+        if make is None:
+            raise DatasetError(f"dataset {dataset} was not opened on this worker")
+        begun = _Pipeline(functools.partial(make, pipeline))
+        with self._lock:
+            older = [k for k in self._pipelines if k[0] == dataset and k[1] < number_of_pass]
+            for k in older:
+                self._pipelines.pop(k).close()
+            return self._pipelines.setdefault(key, begun)
 
 
-class _Made:
-    """A dataset function with its options."""
+def _maker(header: Header, script: str | None, num_replicas: int) -> Callable[[int], DistributedDataset]:
+    """Returns a function that makes the share of a pipeline, of the dataset that a header names."""
+    name, options = header.get("name"), header.get("options")
+    (pipelines,) = _whole(header, "pipelines")
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise WireError("a dataset needs a `name` and `options`")
+    function = function_named(name, script)
 
-    def __init__(self, header: Header, script: str | None, num_replicas: int):
-        self._num_replicas = num_replicas
-        name, options = header.get("name"), header.get("options")
-        (self._pipelines,) = _whole(header, "pipelines")
-        if not isinstance(name, str) or not isinstance(options, dict):
-            raise WireError("a dataset of no name")
-        self._fn, self._options = function_named(name, script), options
-
-    def dataset(self, pipeline: int) -> DistributedDataset:
-        context = InputContext(
-            num_input_pipelines=self._pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=self._pipelines
+    def make(pipeline: int) -> DistributedDataset:
+        source: Iterable[Any] = function(
+            InputContext(num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=pipelines)
         )
-        source: Iterable[Any] = self._fn(context)
         return distributed_dataset(
             source,
-            num_replicas=self._num_replicas,
+            num_replicas=num_replicas,
             place=None,
-            partial=self._options["partial"],
-            with_mask=bool(self._options["with_mask"]),
-            prefetch=self._options["prefetch"],
+            partial=options["partial"],
+            with_mask=bool(options["with_mask"]),
+            prefetch=options["prefetch"],
         )
 
+    return make
 
-class Ended(DatasetError):
+
+class EndOfDataError(DatasetError):
     """A batch was asked for that the share does not have.
 
     Attributes:
@@ -148,7 +146,7 @@ class _Pipeline:
 
     def __init__(self, make: Callable[[], DistributedDataset]):
         self._make, self._dataset = make, make()
-        self._reading, self._lock = threading.Lock(), threading.Lock()  # the second is never held for long
+        self._reading, self._lock = threading.Lock(), threading.Lock()  # the second only for moments
         self._batches: Iterator[Any] | None = None
         self._next = 0  # the number of the iterator's next batch
         self._known = 0  # batches that are there for sure
@@ -171,31 +169,31 @@ class _Pipeline:
         return {"available": self._known, "ended": self._end is not None}
 
     def batch(self, number: int) -> list[np.ndarray]:
-        """The leaves of one batch; batches are asked for in their order, but for those of a worker that was lost.
+        """Returns the leaves of one batch; they are asked for in their order, but for those of a worker that was lost.
 
         Raises:
-            Ended: there is none of that number.
+            EndOfDataError: there is none of that number.
         """
-        if (found := self._given(number)) is not None:  # also while another thread reads on
-            return found
+        if (leaves := self._take(number)) is not None:  # also while another thread reads on
+            return leaves
         with self._reading:
-            if (found := self._given(number)) is not None:
-                return found
+            if (leaves := self._take(number)) is not None:
+                return leaves
             if number < self._next and (self._end is None or number < self._end):
                 self._go_to(number)
             while self._end is None or number < self._end:
-                at, found = self._next, self._read()
-                if at == number and found is not None:
-                    return found
-                if found is not None:
-                    self._keep(at, found)
-            raise Ended(self._end, number)
+                at, leaves = self._next, self._read()
+                if at == number and leaves is not None:
+                    return leaves
+                if leaves is not None:
+                    self._keep(at, leaves)
+            raise EndOfDataError(self._end, number)
 
     def close(self) -> None:
         """Ends what reads ahead."""
         self._dataset.close()
 
-    def _given(self, number: int) -> list[np.ndarray] | None:
+    def _take(self, number: int) -> list[np.ndarray] | None:
         self._forget(number)
         with self._lock:
             return self._kept.pop(number, None)
@@ -212,7 +210,7 @@ class _Pipeline:
                 self._kept[number] = leaves
 
     def _read(self) -> list[np.ndarray] | None:
-        """The iterator's next batch; None at the end."""
+        """Reads the iterator's next batch; None at the end."""
         if self._error is not None:
             raise self._error  # an iterator that has failed calls itself at its end
         if self._batches is None:
@@ -241,10 +239,10 @@ class _Pipeline:
         self._batches = iter(self._dataset)
 
 
-def _telling(run: Callable[[Header], Header]) -> Callable[[Header, list[np.ndarray]], tuple[Header, list[Any]]]:
-    """Tells the coordinator, whose function it is, where that failed; it is his code, and his errors."""
+def _with_traceback(run: Callable[[Header], Header]) -> Callable[[Header, list[np.ndarray]], tuple[Header, list[Any]]]:
+    """Answers with the traceback where the dataset function fails: it is the caller's own code."""
 
-    def told(header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+    def answer(header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         try:
             return run(header), []
         except WireError:
@@ -252,11 +250,11 @@ def _telling(run: Callable[[Header], Header]) -> Callable[[Header, list[np.ndarr
         except Exception:  # noqa: BLE001  # whatever a user's function raises
             return {"error": traceback.format_exc()}, []
 
-    return told
+    return answer
 
 
 def function_named(name: str, script: str | None) -> Callable[[InputContext], Any]:
-    """The function that "module:function" names.
+    """Returns the function that "module:function" names.
 
     Raises:
         DatasetError: there is none.
@@ -301,7 +299,7 @@ def _script_module(script: str) -> Any:
 
 
 def _whole(header: Header, *names: str) -> list[int]:
-    found = [header.get(name) for name in names]
-    if any(type(x) is not int or x < 0 for x in found):
-        raise WireError("a number that is none")
-    return found  # type: ignore[return-value]  # they are whole numbers, as was just checked
+    numbers = [header.get(name) for name in names]
+    if any(type(x) is not int or x < 0 for x in numbers):
+        raise WireError(f"{', '.join(f'`{name}`' for name in names)} must be whole numbers from 0 on")
+    return numbers  # type: ignore[return-value]  # they are whole numbers, as was just checked

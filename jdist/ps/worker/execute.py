@@ -1,4 +1,4 @@
-"""One function on a worker: pulls what it reads, computes closures, and brings their gradients to the shards."""
+"""Computes the closures of one function on a worker: pulls what it reads, and pushes gradients to the shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +16,11 @@ from jdist.cluster.failpoints import Point
 from jdist.core.precision import FACTOR, SMALLEST
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.program.function_plan import FunctionPlan
-from jdist.ps.program.partition import Rows
-from jdist.ps.program.shard_plan import ShardPlan, StepView
+from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import Together
+from jdist.ps.transport.shard_client import ShardClients
 
 ONE_VERSION_S = 60.0
 
@@ -52,7 +51,7 @@ class Shards:
         clients: how to reach them.
     """
 
-    def __init__(self, clients: Together):
+    def __init__(self, clients: ShardClients):
         self.clients = clients
         self._history: tuple[int, int] | None = None
         self.newest: list[int] = []  # version that any function has seen of each
@@ -81,10 +80,10 @@ class Computed:
 
 
 class Installed:
-    """A function, compiled, with what was pulled for it.
+    """A compiled function, with what was pulled for it.
 
     Args:
-        function: what it is.
+        function: its plan.
         run: the compiled function.
         shards: where its state is.
 
@@ -93,24 +92,26 @@ class Installed:
     """
 
     def __init__(self, function: FunctionPlan, run: Callable[[Sequence[Any]], list[jax.Array]], shards: Shards):
-        self.function, self.shards, self._run = function, shards.clients, run
-        self._all = shards
+        if len(function.read) != len(function.inputs):
+            raise WireError(f"a function of {len(function.inputs)} inputs that reads {len(function.read)} leaves")
+        self.function, self._shards, self._run = function, shards, run
         self._scale: WorkerScale | None = None
         self._history: tuple[int, int] | None = None  # of what was pulled
-        self._exchanges = [] if function.view is None else _exchanges(function, shards.clients)
-        self._versions: list[int | None] = [None] * len(self._exchanges)
-        self._inputs = [aligned(s.size_bytes).view(s.numpy).reshape(s.shape) for s in function.inputs]
+        self._plans = [] if function.view is None else [client.plan for client in shards.clients.clients]
+        _check_plans(function, self._plans)
+        self._versions: list[int | None] = [None] * len(self._plans)
+        self._inputs = {
+            i: aligned(s.size_bytes).view(s.numpy).reshape(s.shape)
+            for i, s in zip(function.read, function.inputs, strict=True)
+        }
 
     def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> Computed:
-        """One closure, with as many attempts as it takes.
+        """Computes a closure, in as many attempts as it takes.
 
         Args:
             who: in whose name.
             closure: its number.
             arguments: its arrays.
-
-        Returns:
-            What became of it.
 
         Raises:
             Abandoned: it is not this worker's any more.
@@ -119,37 +120,38 @@ class Installed:
         function = self.function
         if function.view is None:
             return Computed(self._called([np.int32(who.worker), *arguments] if function.takes_index else arguments))
-        history = self._all.of(who)
+        history = self._shards.of(who)
         if self._history != history:
             self._history, self._versions = history, [None] * len(self._versions)
         if not function.updates:
             self._pull(who)
             return Computed(self._called(arguments))
-        home = closure % len(self._exchanges)
+        home = closure % len(self._plans)
         for attempt in itertools.count():
             if function.stages_only:
                 self._pull_one_version(who)
             elif any(
-                have is None or have < there for have, there in zip(self._versions, self._all.newest, strict=True)
+                have is None or have < there for have, there in zip(self._versions, self._shards.newest, strict=True)
             ):
                 self._pull(who)
             results = self._called(arguments)
             n, m = len(function.pushed), function.num_scalars
-            pushed, scalars, outputs = results[:n], results[n : n + m], results[n + m + 1 :]
+            pushed = dict(zip(function.pushed, results[:n], strict=True))
+            scalars, outputs = results[n : n + m], results[n + m + 1 :]
             # In synchronous mode it is the mean that counts, which the coordinator looks at.
             finite = function.stages_only or function.non_finite == "apply" or bool(results[n + m])
             if not finite and function.non_finite == "raise":
                 return Computed([], is_finite=False)
             result = b"".join(x.tobytes() for x in outputs)
-            said = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
+            fields = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
             base = self._versions[0] or 0
-            if self._pushed(who, said, pushed, scalars, home, result):
+            if self._push(who, fields, pushed, scalars, home, result):
                 return Computed(outputs, is_finite=finite, base=base)
         raise AssertionError  # the loop has no end
 
     def _called(self, arguments: Sequence[Any]) -> list[np.ndarray]:
         def run() -> list[np.ndarray]:
-            return [np.asarray(x) for x in self._run([*self._inputs, *arguments])]
+            return [np.asarray(x) for x in self._run([*self._inputs.values(), *arguments])]
 
         function = self.function
         if function.loss_scale is None:
@@ -163,28 +165,28 @@ class Installed:
             if self._scale.takes(is_finite=bool(results[len(function.pushed) + function.num_scalars])):
                 return results
 
-    def _pushed(
-        self, who: Sender, said: Header, pushed: list[Any], scalars: list[Any], home: int, result: bytes
+    def _push(
+        self, who: Sender, fields: Header, pushed: dict[int, Any], scalars: list[Any], home: int, result: bytes
     ) -> bool:
-        """Brings a closure's gradients to all shards, and pulls; whether they were not too stale."""
-        stages_only = self.function.stages_only
-        kind = Push if len(self._exchanges) == 1 and not stages_only else Stage
+        """Pushes a closure's gradients to all shards, and pulls; returns whether they were fresh enough."""
+        view, stages_only = self._view, self.function.stages_only
+        kind = Push if len(self._plans) == 1 and not stages_only else Stage
         bases = list(self._versions)
 
-        def first(i: int, exchange: _Exchange) -> Any:
-            shares = [rows.cut(pushed[rows.of]) for rows in exchange.pushes] + scalars
-            push = kind(**said, base=bases[i] or 0)
+        def first(i: int, plan: ShardPlan) -> Any:
+            shares = [rows.cut(pushed[rows.of]) for rows in plan.views[view].rows] + scalars
+            push = kind(**fields, base=bases[i] or 0)
             pull = [self._pull_of(who, bases[i])] if kind is Push else []
             return [push, *pull], shares, result if i == home else None
 
         failpoints.reached(Point.BEFORE_PUSH)
-        told = self.shards.say([first(i, exchange) for i, exchange in enumerate(self._exchanges)])
-        found = [(answers, arrays) for answers, arrays, _ in told]
-        refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
+        replies = self._shards.clients.say([first(i, plan) for i, plan in enumerate(self._plans)])
+        refused = [answers[0] for answers, _, _ in replies if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
             raise Abandoned
         if kind is Push:
-            self._take(0, found[0][0][1], found[0][1])
+            ((answers, arrays, _),) = replies
+            self._take(0, answers[1], arrays)
             return not refused
         if stages_only:  # each attempt begins with a pull
             return not refused
@@ -192,21 +194,25 @@ class Installed:
             self._pull(who)
             return False
         failpoints.reached(Point.AFTER_PUSH)
-        commit = Commit(**who.said, closures=(said["closure"],))
-        told = self.shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
-        for i, (answers, arrays, _) in enumerate(told):
+        commit = Commit(**who.said, closures=(fields["closure"],))
+        replies = self._shards.clients.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
+        for i, (answers, arrays, _) in enumerate(replies):
             if not isinstance(answers[0], Done):
                 raise Abandoned
             self._take(i, answers[1], arrays)
         failpoints.reached(Point.AFTER_COMMIT)
         return True
 
+    @property
+    def _view(self) -> int:
+        assert self.function.view is not None  # a function without one has no part in the state
+        return self.function.view
+
     def _pull_of(self, who: Sender, known: int | None) -> Pull:
-        assert self.function.view is not None  # a function without one pulls nothing
-        return Pull(**who.said, known=known, view=self.function.view)
+        return Pull(**who.said, known=known, view=self._view)
 
     def _pull_one_version(self, who: Sender) -> None:
-        """In synchronous mode: until all shards have the same version, which they have but for the moment of a commit."""
+        """Pulls until all shards have the same version, as they have but for the moment of a commit."""
         end = time.monotonic() + ONE_VERSION_S
         while True:
             self._pull(who)
@@ -220,52 +226,35 @@ class Installed:
             time.sleep(0.002)
 
     def _pull(self, who: Sender) -> None:
-        asked = list(self._versions)
-        found = self.shards.say([([self._pull_of(who, known)], None, None) for known in asked])
-        for i, (answers, arrays, _) in enumerate(found):
+        replies = self._shards.clients.say([([self._pull_of(who, known)], None, None) for known in self._versions])
+        for i, (answers, arrays, _) in enumerate(replies):
             self._take(i, answers[0], arrays)
 
     def _take(self, i: int, answer: Any, arrays: list[np.ndarray]) -> None:
-        """Takes over what a shard sent of the parameters."""
+        """Takes in the parameters that a shard sent."""
         if not isinstance(answer, Parameters):
             raise Abandoned
-        pulled, pulled_once, _ = self._exchanges[i]
-        first = self._versions[i] is None
-        sent = [*(pulled if answer.changed else ()), *(pulled_once if first else ())]
-        for rows, array in zip(sent, arrays, strict=True):
+        plan = self._plans[i]
+        sent = plan.sent(self._view, changed=answer.changed, first=self._versions[i] is None)
+        for rows, array in zip([plan.rows[k] for k in sent], arrays, strict=True):
             if rows.stop is None:
                 self._inputs[rows.of] = array
             else:
                 rows.put(self._inputs[rows.of], array)
         self._versions[i] = answer.version
-        self._all.newest[i] = max(self._all.newest[i], answer.version)
+        self._shards.newest[i] = max(self._shards.newest[i], answer.version)
 
 
-class _Exchange(NamedTuple):
-    """What a function exchanges with one shard: rows of its inputs, and of what it pushes, by their place among them."""
-
-    pulled: list[Rows]
-    pulled_once: list[Rows]
-    pushes: list[Rows]
-
-
-def _exchanges(function: FunctionPlan, shards: Together) -> list[_Exchange]:
-    assert function.view is not None  # a function without one has no part in the state
-    inputs, pushed = ({number: n for n, number in enumerate(of)} for of in (function.read, function.pushed))
-
-    def exchange(plan: ShardPlan, view: StepView) -> _Exchange:
-        pulled, pulled_once = ([plan.rows[k] for k in places] for places in (view.pulled, view.pulled_once))
-        return _Exchange(_in_place(pulled, inputs), _in_place(pulled_once, inputs), _in_place(view.rows, pushed))
-
+def _check_plans(function: FunctionPlan, plans: Sequence[ShardPlan]) -> None:
+    """Checks that shards send nothing but what a function reads, and take nothing but what it pushes."""
+    view = function.view or 0  # without one there are no plans
     try:
-        plans = [client.plan for client in shards.clients]
-        return [exchange(plan, plan.views[function.view]) for plan in plans]
-    except LookupError as exc:
-        raise WireError("a function of another state than the shards'") from exc
-
-
-def _in_place(rows: Sequence[Rows], places: dict[int, int]) -> list[Rows]:
-    return [dataclasses.replace(r, of=places[r.of]) for r in rows]
+        pulled = {plan.rows[k].of for plan in plans for k in plan.sent(view, changed=True, first=True)}
+        pushed = {rows.of for plan in plans for rows in plan.views[view].rows}
+    except IndexError as exc:
+        raise WireError("a shard's plan is broken: it sends rows that it does not keep") from exc
+    if not pulled <= {*function.read} or not pushed <= {*function.pushed}:
+        raise WireError("a function of another state than the shards'")
 
 
 class WorkerScale:

@@ -1,7 +1,6 @@
-"""A worker: computes closures that the coordinator sends, from parameters that it pulls.
+"""The server of a worker: computes the closures that the coordinator sends, from parameters that it pulls.
 
-It keeps nothing that matters: whatever it has can be computed again elsewhere. It holds no code of the user's either, only
-artifacts.
+Whatever it keeps can be computed again elsewhere. It holds no code of the user's either, only artifacts.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from jdist.ps.program.artifact import name_of, unpack
 from jdist.ps.program.function_plan import FUNCTION_PLAN, FunctionPlan
 from jdist.ps.program.shard_plan import SHARD_PLAN, program_spec
 from jdist.ps.protocol.wire import Spec, from_plain
-from jdist.ps.transport.interface import Channel, Header, Method, Untimely, check_files
+from jdist.ps.transport.interface import Channel, FailedPrecondition, Header, Method, check_files
 from jdist.ps.transport.routed import RoutedChannel, routes_in
-from jdist.ps.transport.shard_client import ShardClient, Together, unreached
-from jdist.ps.worker.data import Ended, WorkerData
+from jdist.ps.transport.shard_client import ShardClient, ShardClients, unreached
+from jdist.ps.worker.data import EndOfDataError, WorkerData
 from jdist.ps.worker.execute import Abandoned, Installed, Sender, Shards
 
 MOST_SHARDS = 4096
@@ -35,7 +34,7 @@ Compiled = Callable[[Sequence[Any]], list[jax.Array]]
 
 
 class WorkerServer:
-    """What a worker serves to the coordinator.
+    """Serves the coordinator.
 
     Args:
         connect: from a server's address to a channel.
@@ -61,7 +60,7 @@ class WorkerServer:
         self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._attached = 0  # how often the coordinator has connected
-        self._shards = Shards(Together([]))
+        self._shards = Shards(ShardClients([]))
         self._routed: Sequence[RoutedChannel] = ()  # where a shard has a backup
         self._functions: dict[str, Installed] = {}
         self._devices = devices or jax.local_device_count()
@@ -69,13 +68,13 @@ class WorkerServer:
         self._compiled: dict[str, Compiled] = {}
 
     def methods(self) -> dict[str, Method]:
-        """What a transport serves."""
+        """Returns what a transport serves."""
         return {
             "status": Method(self._status),
             **self._data.methods(),
             "attach": Method(self._attach),
             "unreached": Method(self._unreached),
-            "install": Method(self._install, self._expects_of_install),
+            "install": Method(self._install, lambda header: [program_spec(header.get("program"))]),
             "execute": Method(self._execute, self._expects_of_execute),
         }
 
@@ -84,7 +83,7 @@ class WorkerServer:
         self._shards.clients.close()
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Who it is. The coordinator tells with it where the shards are, in case one has moved."""
+        """Says who it is, and takes in where the shards are now, in case one has moved."""
         check_files()  # else it can do nothing, and is as good as silent
         routes, channels = routes_in(header), self._routed
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
@@ -93,40 +92,37 @@ class WorkerServer:
         return {"incarnation": self.incarnation, "devices": self._devices, "waiting_s": waiting_s}, []
 
     def _unreached(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Which of the servers do not answer it."""
+        """Says which of the servers do not answer it."""
         timeout_s = header.get("timeout_s")
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_REACH_S:
-            raise WireError("no time to wait")
+            raise WireError(f"`timeout_s` must be above 0 and at most {MOST_REACH_S:g}")
         return {"unreached": unreached(self._shards.clients.clients, timeout_s)}, []
 
     def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
         addresses, plans = header.get("addresses"), header.get("plans")
         if not isinstance(addresses, list) or not isinstance(plans, list) or len(addresses) != len(plans):
-            raise WireError("not a shard plan for each address")
+            raise WireError("`addresses` and `plans` must be two lists, with a shard plan for each address")
         if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
-            raise WireError("an address that is none")
-        found = [from_plain(SHARD_PLAN, plan) for plan in plans]
+            raise WireError(f"`addresses` must be at most {MOST_SHARDS} strings")
+        plans = [from_plain(SHARD_PLAN, plan) for plan in plans]
         routed = [RoutedChannel(self._connect, route) for route in routes_in(header)]
-        if routed and len(routed) != len(found):
-            raise WireError("not a route for each address")
+        if routed and len(routed) != len(plans):
+            raise WireError("`routes` must be one for each address")
         channels = routed or [self._connect(address) for address in addresses]
-        clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(channels, found, strict=True)]
+        clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(channels, plans, strict=True)]
         with self._lock:
-            before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
+            before, self._shards, self._functions = self._shards, Shards(ShardClients(clients)), {}
             self._attached += 1
             self._routed = routed
         before.clients.close()
         return {}, []
 
-    def _expects_of_install(self, header: Header) -> list[Spec]:
-        return [program_spec(header.get("program"))]
-
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Takes in a function; its name, by which closures call it."""
+        """Takes in a function, and returns the name by which closures call it."""
         function = from_plain(FUNCTION_PLAN, header.get("function"))
         if not isinstance(function, FunctionPlan) or type(header.get("number")) is not int:
-            raise WireError("no function")
+            raise WireError("`function` must be a function's plan, and `number` an int")
         artifact = arrays[0].tobytes()
         hashed = name_of(artifact)
         with self._lock:
@@ -143,14 +139,14 @@ class WorkerServer:
     def _expects_of_execute(self, header: Header) -> list[Spec]:
         closures, names = header.get("closures"), header.get("functions")
         if not isinstance(closures, list) or not isinstance(names, list) or len(names) != len(closures):
-            raise WireError("not a function for each closure")
+            raise WireError("`closures` and `functions` must be two lists, with a function for each closure")
         if len(names) > MOST_CLOSURES:
-            raise WireError("too many closures")
+            raise WireError(f"{len(names)} closures; there may be {MOST_CLOSURES} at a time")
         with self._lock:
-            found = [self._functions.get(str(name)) for name in names]
-        known = [installed.function for installed in found if installed is not None]
+            installed = [self._functions.get(str(name)) for name in names]
+        known = [each.function for each in installed if each is not None]
         if len(known) != len(names):
-            raise Untimely("closures of a function that is not installed")
+            raise FailedPrecondition("closures of a function that is not installed")
         return [spec for function in known for spec in function.arguments]
 
     def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
@@ -162,7 +158,7 @@ class WorkerServer:
         """
         numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]
         if any(type(n) is not int for n in numbers):
-            raise WireError("a number that is none")
+            raise WireError("`worker`, `epoch`, `generation`, `settled` and each of `closures` must be an int")
         worker, epoch, generation, settled, *closures = numbers
         who = Sender(worker=worker, epoch=epoch, generation=generation, settled=settled)
         with self._lock:
@@ -170,19 +166,19 @@ class WorkerServer:
             functions = [self._functions[name] for name in header["functions"]]
         batches = header.get("batches") or [None] * len(closures)
         if not isinstance(batches, list) or len(batches) != len(closures):
-            raise WireError("not a batch for each closure")
+            raise WireError("`batches` must be a list, with one for each closure")
         outcomes, outputs = list[Header](), []
-        given = iter(arrays)
+        given_arrays = iter(arrays)
         with self._running:  # what an earlier incarnation of the coordinator asked for ends first
             for closure, installed, batch in zip(closures, functions, batches, strict=True):
-                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # what took that away takes the rest as well
+                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # as are all after it
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue
-                arguments = list(itertools.islice(given, len(installed.function.arguments)))
+                arguments = list(itertools.islice(given_arrays, len(installed.function.arguments)))
                 if (read := installed.function.batch) is not None:
                     try:
                         arguments[read[0] : read[0]] = self._data.batch(batch)
-                    except Ended as exc:
+                    except EndOfDataError as exc:
                         outcomes.append({"closure": closure, "outcome": "declined", "batches": exc.count})
                         continue
                     except Exception:  # noqa: BLE001  # whatever a user's dataset raises
@@ -192,7 +188,7 @@ class WorkerServer:
                     if self._attached > attached:  # whoever asked for these is not there any more
                         raise Abandoned
                     computed = installed.compute(who, closure, arguments)
-                except jax.errors.JaxRuntimeError:  # out of memory, for example: the closure's fault, or this machine's
+                except jax.errors.JaxRuntimeError:  # out of memory, for example
                     outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
                     continue
                 except (Abandoned, ShardLostError):
@@ -200,7 +196,8 @@ class WorkerServer:
                     continue
                 failed = not computed.is_finite and installed.function.non_finite == "raise"
                 how = "void" if failed else "staged" if installed.function.stages_only else "done"
-                said = {"closure": closure, "outcome": how, "is_finite": computed.is_finite, "base": computed.base}
-                outcomes.append(said)
+                outcomes.append(
+                    {"closure": closure, "outcome": how, "is_finite": computed.is_finite, "base": computed.base}
+                )
                 outputs += computed.outputs
         return {"outcomes": outcomes}, outputs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdist.cluster import tpu
+from jdist.cluster import resolve, tpu
 from jdist.errors import ClusterConfigError
 from jdist.strategies import libtpu
 
@@ -39,6 +39,25 @@ def test_what_jdist_itself_sets_for_libtpu_is_no_cluster(monkeypatch, tmp_path):
     quiet = libtpu.quiet_environment({}, dev=tmp_path)
     assert quiet["TPU_WORKER_HOSTNAMES"] == "localhost"
     assert tpu(quiet) is None
+
+
+# What libtpu 0.0.42 sets in its own process, and so for its children, where it has compiled without a TPU.
+NOTE = (
+    "WARNING: could not determine TPU worker number, please set env var `TPU_WORKER_ID` manually, otherwise libtpu.so may "
+    "not properly initialize."
+)
+
+
+@pytest.mark.parametrize("hosts", [{}, {"TPU_WORKER_HOSTNAMES": "localhost"}])
+def test_libtpus_note_that_there_is_no_tpu_is_no_cluster(hosts):
+    environ = {**hosts, "TPU_WORKER_ID": NOTE, "CLOUD_TPU_TASK_ID": NOTE}
+    assert tpu(environ) is None
+    assert resolve(environ).num_processes == 1
+
+
+def test_libtpus_note_is_no_index():
+    with pytest.raises(ClusterConfigError, match="TPU_WORKER_ID is not set"):
+        tpu({**SLICE, "TPU_WORKER_ID": NOTE})
 
 
 def test_process_addresses_come_before_host_names():

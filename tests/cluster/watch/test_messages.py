@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.cluster.watch.messages import BadMessage, Connection, Reader, encode
+from jdist.cluster.watch.messages import BadMessage, Connection, decode, encode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -24,18 +24,20 @@ def cut(data, places):
 
 @given(MESSAGES, st.lists(st.integers(min_value=0), max_size=8))
 def test_messages_arrive_whole_however_they_are_cut(messages, places):
-    reader, found = Reader(), []
+    rest, found = b"", []
     for piece in cut(b"".join(map(encode, messages)), places):
-        found += reader.feed(piece)
+        whole, rest = decode(rest + piece)
+        found += whole
     assert found == messages
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(min_value=0), max_size=4))
 def test_any_bytes_are_messages_or_refused(data, places):
-    reader = Reader(most_bytes=200)
+    rest = b""
     try:
         for piece in cut(data, places):
-            for message in reader.feed(piece):
+            whole, rest = decode(rest + piece, 200)
+            for message in whole:
                 assert isinstance(message["type"], str)
     except BadMessage:
         pass
@@ -58,15 +60,14 @@ def test_any_bytes_are_messages_or_refused(data, places):
 )
 def test_what_is_no_message_is_refused(line):
     with pytest.raises(BadMessage):
-        Reader().feed(line + b"\n")
+        decode(line + b"\n")
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
 def test_a_line_that_is_too_long_is_refused_before_it_ends(end):
-    reader = Reader(most_bytes=100)
-    reader.feed(b"x" * 100)
+    assert decode(b"x" * 100, 100) == ([], b"x" * 100)
     with pytest.raises(BadMessage, match="longer than 100 bytes"):
-        reader.feed(b"x" + end)
+        decode(b"x" * 101 + end, 100)
 
 
 def test_a_message_is_one_line():

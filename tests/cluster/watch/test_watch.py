@@ -106,6 +106,20 @@ def until(condition, message):
 # ---- coming together
 
 
+def test_process_0_hears_last_as_it_may_stop_before_others_have_heard(job, monkeypatch):
+    order, send = [], WatchServer._send
+
+    def noted(self, peer, message):
+        if message["type"] == "welcome":
+            order.append(peer.process)
+        send(self, peer, message)
+
+    monkeypatch.setattr(WatchServer, "_send", noted)
+    job(3).start()
+    assert order[-1] == 0
+    assert sorted(order) == [0, 1, 2]
+
+
 def test_all_know_where_all_are(job):
     started = job(3).start()
     assert {watch.addresses for watch in started.watches.values()} == {("n0:1", "n1:1", "n2:1")}

@@ -18,7 +18,7 @@ from jdist.ps.coordinator import snapshots
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import FunctionPlan, plan_function
+from jdist.ps.program.function_plan import FunctionPlan, make_function, plan_function
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Restore
@@ -64,18 +64,10 @@ class Job:
         self.state = create(tx or optax.sgd(0.1, 0.9))
         self.parts, state, batches, others = apart(step, self.state, BATCH)
         self.leaves, self.arguments = raw(state), jax.tree.leaves((batches, others))
-        treedef = jax.tree.structure((batches, others))
         self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps), rules=rules)
         inputs = [self.leaves[i] for i in self.parts.read]
 
-        def worker(values):
-            pushed, scalars, finite, outputs = self.parts.worker(
-                values[: len(inputs)], *jax.tree.unflatten(treedef, values[len(inputs) :])
-            )
-            return [*pushed, *scalars, finite, *outputs]
-
-        outputs = jax.eval_shape(worker, [*inputs, *self.arguments])
-        outputs = outputs[len(self.parts.pushed) + len(self.parts.update.scalar_shapes) + 1 :]
+        function = make_function(self.parts)
         self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = {
             f"ps{s.server}": FakeServer(f"ps{s.server}", k.methods())
@@ -90,8 +82,8 @@ class Job:
         self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
         self.times = times
         self.programs = [[program(self.layout, shard)] for shard in self.layout.shards]
-        self.function = plan_function(self.layout, 0, self.arguments, outputs, "raise")
-        self.packed = pack(worker, [*inputs, *self.arguments])
+        self.function = plan_function(self.layout, 0, function)
+        self.packed = pack(function.run, [*inputs, *self.arguments])
         self.begin(generation=1)
 
     def begin(self, generation):
@@ -104,23 +96,22 @@ class Job:
         self.coordinator = Coordinator(
             [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
             self.clients,
-            addresses=addresses,
             times=self.times,
             depth=4,
         )
-        self.engine = self.coordinator.engine
+        self.queue = self.coordinator.queue
         self.coordinator.begin(self.layout.split_leaves(self.leaves), self.programs, generation=generation)
-        self.step = self.coordinator.add(self.function, self.packed)
+        self.step = self.queue.add(self.function, self.packed)
 
     def channel(self, server):
         """How the coordinator reaches a server."""
         return FakeChannel(server)
 
     def schedule(self, arguments=None):
-        return self.coordinator.schedule(self.step, self.arguments if arguments is None else arguments)
+        return self.queue.schedule(self.step, self.arguments if arguments is None else arguments)
 
     def whole(self):
-        return self.layout.join_leaves(self.coordinator.snapshot().kept, self.leaves)
+        return self.layout.join_leaves(self.coordinator.snapshots.take().kept, self.leaves)
 
     def __enter__(self):
         return self
@@ -142,7 +133,7 @@ def one_after_the_other(job, steps):
 def test_one_worker_does_what_one_device_does(num_ps):
     with Job(num_ps, 1) as job:
         pending = [job.schedule() for _ in range(10)]
-        job.coordinator.join(60)
+        job.queue.join(60)
         expected, losses = one_after_the_other(job, 10)
         for a, b in zip(job.whole(), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -169,7 +160,7 @@ def test_two_workers_count_every_closure_once_although_messages_are_lost(num_ps)
     with Job(num_ps, 2, fault=fault) as job:
         for _ in range(60):
             job.schedule()
-        job.coordinator.join(120)
+        job.queue.join(120)
         assert count(job) == [60] * num_ps
 
 
@@ -181,7 +172,7 @@ def test_a_worker_that_dies_and_one_that_takes_its_place(num_ps):
         job.worker_servers[0].stop()
         pending[20].wait(60)
         job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [40] * num_ps
         assert all(np.isfinite(p.wait(0)[0]) for p in pending)
 
@@ -191,30 +182,30 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
     with Job(num_ps, 2) as job:
         pending = [job.schedule() for _ in range(30)]
         pending[12].wait(60)
-        before = job.coordinator.snapshot()
+        before = job.coordinator.snapshots.take()
         pending[20].wait(60)
         job.keepers[-1] = ShardServer()
         name = list(job.servers)[-1]
         job.servers[name]._methods = job.keepers[-1].methods()
         pending += [job.schedule() for _ in range(10)]
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [40] * num_ps
         assert before.version >= 12
-        assert job.engine.generation == 2
+        assert job.queue.generation == 2
 
 
 def test_results_are_those_of_the_present_history():
     """What a rollback has discarded is computed again, and what was to be read of it is what comes then."""
     with Job(1, 1) as job:
         pending = [job.schedule() for _ in range(6)]
-        job.coordinator.join()
+        job.queue.join()
         before = [each.wait(20) for each in pending]
-        with job.engine.lock:  # nothing is computed meanwhile
-            job.engine.memory_lost(0)
+        with job.queue.lock:  # nothing is computed meanwhile
+            job.coordinator.memory_lost(0)
             assert not any(each.done for each in pending)
-            assert not job.engine.is_present(0, job.engine.epoch_of(0), job.engine.generation - 1)
-            assert job.engine.is_present(0, job.engine.epoch_of(0), job.engine.generation)
-        job.coordinator.join()
+            assert not job.queue.is_present(0, job.queue.epoch_of(0), job.queue.generation - 1)
+            assert job.queue.is_present(0, job.queue.epoch_of(0), job.queue.generation)
+        job.queue.join()
         again = [each.wait(20) for each in pending]
         assert not any(a is b for a, b in zip(again, before, strict=True))
         for a, b in zip(again, before, strict=True):
@@ -228,11 +219,11 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
         before = job.coordinator
         late = job.schedule()
         job.begin(generation=7)
-        assert before.engine.closed.wait(20)
+        assert before.queue.closed.wait(20)
         found = (
             f"another coordinator ({whose()}) has taken over the parameter servers: their history is number 7, and this"
         )
-        for call in (before.join, before.snapshot, lambda: before.schedule(0, job.arguments)):
+        for call in (before.queue.join, before.snapshots.take, lambda: before.queue.schedule(0, job.arguments)):
             with pytest.raises(JobReplacedError, match=re.escape(found)) as raised:
                 call()
         assert exit_status.of(raised.value) == exit_status.USAGE  # after which no launcher starts it again
@@ -241,21 +232,21 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
                 late.wait(20)
         for _ in range(20):
             job.schedule()
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [20] * num_ps
-        assert job.engine.generation == 7
+        assert job.queue.generation == 7
         before.close()
 
 
 def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypatch):
     with Job(1, 1) as job:
-        job.coordinator.join(20)
+        job.queue.join(20)
         monkeypatch.setattr("jdist.ps.transport.shard_client.whose", lambda: "process 1 of another")
         job.clients[0].restore(Restore(generation=2), job.layout.split_leaves(job.leaves)[0], job.programs[0])
-        job.engine.memory_lost(0)  # it begins history 2, too
-        assert job.engine.closed.wait(20)
+        job.coordinator.memory_lost(0)  # it begins history 2, too
+        assert job.queue.closed.wait(20)
         with pytest.raises(JobReplacedError, match=r"\(process 1 of another\)"):
-            job.coordinator.join(20)
+            job.queue.join(20)
 
 
 @pytest.mark.parametrize("num_ps", [1, 2])
@@ -263,12 +254,12 @@ def test_a_server_whose_update_fails_once_begins_anew_and_the_count_is_exact_all
     with Job(num_ps, 2) as job:
         pending = [job.schedule() for _ in range(10)]
         pending[4].wait(60)
-        job.coordinator.join(60)
+        job.queue.join(60)
         fail_at(job.keepers[-1], 3)
         pending += [job.schedule() for _ in range(20)]
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [30] * num_ps
-        assert job.engine.generation == 2
+        assert job.queue.generation == 2
         assert all(np.isfinite(p.wait(0)[0]) for p in pending)
 
 
@@ -282,10 +273,10 @@ def steps_of(job, kept):
 def test_snapshots_that_are_wanted_at_the_same_time_are_each_of_one_moment():
     with Job(2, 2) as job, ThreadPoolExecutor(3) as pool:
         pending = [job.schedule() for _ in range(60)]
-        found = [pool.submit(job.coordinator.snapshot) for _ in range(12)]
+        found = [pool.submit(job.coordinator.snapshots.take) for _ in range(12)]
         for snapshot in (f.result(60) for f in found):
             assert steps_of(job, snapshot.kept) == [snapshot.version] * 2
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert all(p.done for p in pending)
 
 
@@ -294,7 +285,7 @@ def test_a_snapshot_of_which_an_answer_is_lost_is_taken_again():
         job.schedule().wait(60)
         lost = iter(["lose the answer"])
         job.clients[1].channel._fault = lambda method, header: next(lost, None) if method == "read" else None
-        assert steps_of(job, job.coordinator.snapshot().kept) == [1, 1]
+        assert steps_of(job, job.coordinator.snapshots.take().kept) == [1, 1]
         assert next(lost, None) is None
 
 
@@ -305,11 +296,11 @@ def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
             job.worker_servers[0].stop()
             job.worker_servers[0] = FakeServer("worker0", job.workers[0].methods())
             job.schedule().wait(60)
-        assert job.engine.epoch_of(0) > 2
+        assert job.queue.epoch_of(0) > 2
         job.coordinator.close()
         job.begin(generation=2)
         job.schedule().wait(60)
-        assert job.engine.epoch_of(0) == 1
+        assert job.queue.epoch_of(0) == 1
 
 
 def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here(monkeypatch):
@@ -335,10 +326,10 @@ def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here
         job.worker_servers[0]._methods = {**job.worker_servers[0]._methods, "execute": Method(slow, execute.expects)}
         pending = job.schedule()
         assert has_run.wait(60)
-        snapshot = pool.submit(job.coordinator.snapshot)
+        snapshot = pool.submit(job.coordinator.snapshots.take)
         assert taken.wait(60)
         # Were a shard to forget everything now, nobody would compute the closure again, and nobody would have its result.
-        assert (snapshot.done(), job.engine.newest.version) == (False, 0)
+        assert (snapshot.done(), job.coordinator.snapshots.newest.version) == (False, 0)
         answers.set()
         assert snapshot.result(60).version == 2
         assert np.isfinite(pending.wait(60)[0])
@@ -355,16 +346,16 @@ class TestAShardThatIsGone:
             said = r"the parameter server ps1 has not answered for \d+ s: unavailable\. Start it again"
             for _ in range(2):
                 with pytest.raises(ShardLostError, match=said):
-                    job.coordinator.join(60)
+                    job.queue.join(60)
                 with pytest.raises(ShardLostError, match=said):
                     job.schedule()
             for p in pending:
                 with contextlib.suppress(ShardLostError, ClosureCancelledError):
                     p.wait(60)
             job.servers["ps1"].resume()
-            while not job.coordinator.done:
+            while not job.queue.done:
                 with contextlib.suppress(ShardLostError):
-                    job.coordinator.join(60)
+                    job.queue.join(60)
             cancelled = sum(isinstance(p.error, ClosureCancelledError) for p in pending)
             assert count(job) == [30 - cancelled] * 2
             assert all(p.done for p in pending)
@@ -384,7 +375,7 @@ def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):
         most = 0
         for _ in range(80):
             job.schedule().wait(60)
-            most = max(most, len(job.engine.closures))
+            most = max(most, len(job.queue.closures))
         assert most < 70  # of 80, without any snapshot; how soon one is through depends on the machine
 
 
@@ -395,12 +386,12 @@ def test_a_gradient_that_is_not_finite_fails_its_closure_and_cancels_the_queue()
         failed = job.schedule(bad)
         later = [job.schedule() for _ in range(200)]
         with pytest.raises(ClosureError, match=r"closure 1: a gradient is NaN or infinite"):
-            job.coordinator.join(60)
+            job.queue.join(60)
         assert isinstance(failed.error, ClosureError)
         cancelled = sum(isinstance(p.error, ClosureCancelledError) for p in later)
         assert cancelled > 100
         job.schedule()  # the error was told once
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [202 - cancelled]
 
 
@@ -418,7 +409,7 @@ def test_closing_ends_every_thread():
 
 @pytest.mark.parametrize("limit", ["MOST_QUEUED", "MOST_QUEUED_BYTES"])
 def test_a_full_queue_makes_the_next_call_wait(monkeypatch, limit):
-    where = "coordinator" if limit == "MOST_QUEUED" else "closures"
+    where = "closure_queue" if limit == "MOST_QUEUED" else "closures"
     monkeypatch.setattr(f"jdist.ps.coordinator.{where}.{limit}", 5 if limit == "MOST_QUEUED" else 1000)
     with Job(1, 1) as job:
         job.schedule().wait(60)
@@ -435,7 +426,7 @@ def test_a_full_queue_makes_the_next_call_wait(monkeypatch, limit):
         waits, there = scheduling.is_alive(), len(scheduled)
         job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
         scheduling.join(60)
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert (waits, there < 20, len(scheduled), count(job)) == (True, True, 20, [21])
 
 
@@ -446,7 +437,7 @@ def test_a_worker_that_refuses_all_it_is_asked_is_left_alone_and_the_user_hears_
         job.worker_servers[0]._methods = {**methods, "execute": Method(lambda header, arrays: 1 / 0)}
         pending = [job.schedule() for _ in range(3)]
         with pytest.raises(NoWorkersError, match=r"no worker is left: worker 0 at worker0 was lost 8 times.*refused"):
-            job.coordinator.join(60)
+            job.queue.join(60)
         assert all(p.done for p in pending)
         with pytest.raises(NoWorkersError):
             job.schedule()
@@ -458,7 +449,7 @@ def test_without_any_worker_for_long_the_job_fails_and_its_state_is_whole():
         job.worker_servers[0].stop()
         job.schedule()
         with pytest.raises(NoWorkersError, match="What the servers have is whole"):
-            job.coordinator.join(60)
+            job.queue.join(60)
         assert count(job) == [1, 1]
         assert len(job.whole()) == len(job.leaves)
 
@@ -473,10 +464,10 @@ def test_what_a_function_fails_with_on_a_worker_is_shown_and_cancels_the_queue(m
             patch.setattr("jdist.ps.worker.execute.Installed._called", fail)
             failed = job.schedule()
             with pytest.raises(ClosureError, match=r"(?s)closure 1: Traceback.*out of memory on this worker"):
-                job.coordinator.join(60)
+                job.queue.join(60)
         assert isinstance(failed.error, ClosureError)
         job.schedule()
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [2]
 
 
@@ -485,11 +476,11 @@ def test_a_long_chain_of_closures_whose_first_one_fails():
         first = Pending()
         value, values = RemoteValue([first], leaf(0)), []
         for _ in range(3000):
-            pending = job.coordinator.schedule(job.step, [value] * len(job.arguments))
+            pending = job.queue.schedule(job.step, [value] * len(job.arguments))
             value = RemoteValue([pending], leaf(0))
             values.append(pending)
         first.arrive([], ClosureError("the first"))
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert all(isinstance(p.error, ClosureCancelledError) for p in values)
 
 
@@ -498,23 +489,23 @@ def test_when_much_has_come_while_a_snapshot_was_taken_the_next_one_is_due(monke
     with Job(1, 2) as job:
         for _ in range(100):  # would wait for ever at twice that
             job.schedule()
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [100]
 
 
 def test_functions_without_a_state_leave_nothing_behind():
     worker = WorkerServer(lambda address: None)
     server = FakeServer("worker", worker.methods())
-    job = Coordinator([lambda: FakeChannel(server)], [], addresses=[], times=TIMES)
+    job = Coordinator([lambda: FakeChannel(server)], [], times=TIMES)
     job.begin([], [])
     try:
         spec = jax.ShapeDtypeStruct((), np.int32)
         function = FunctionPlan(arguments=(spec_of(spec),), outputs=(spec_of(spec),))
-        number = job.add(function, pack(lambda values: [values[0] + 1], [spec]))
-        found = [job.schedule(number, [np.int32(i)]) for i in range(1200)]  # more than make a snapshot due
-        job.join(60)
+        number = job.queue.add(function, pack(lambda values: [values[0] + 1], [spec]))
+        found = [job.queue.schedule(number, [np.int32(i)]) for i in range(1200)]  # more than make a snapshot due
+        job.queue.join(60)
         assert [int(p.wait(0)[0]) for p in found] == list(range(1, 1201))
-        assert (len(job.engine.closures), job.engine.closures._void) == (0, set())
+        assert (len(job.queue.closures), job.queue.closures._void) == (0, set())
     finally:
         job.close()
 
@@ -524,16 +515,16 @@ def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_i
         job.schedule().wait(60)
         job.worker_servers[0].stop()
         pending = [job.schedule() for _ in range(10)]
-        assert [job.engine.cancel([p]) for p in pending[7:]] == [True] * 3
-        assert not job.engine.cancel(pending[6:8])  # of which one is cancelled: all or none
+        assert [job.queue.cancel([p]) for p in pending[7:]] == [True] * 3
+        assert not job.queue.cancel(pending[6:8])  # of which one is cancelled: all or none
         job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert count(job) == [8]
         job.keepers[0] = ShardServer()
         job.servers["ps0"]._methods = job.keepers[0].methods()
         job.schedule().wait(60)
-        job.coordinator.join(60)
-        assert (count(job), job.engine.generation) == ([9], 2)
+        job.queue.join(60)
+        assert (count(job), job.queue.generation) == ([9], 2)
         assert [type(p.error) for p in pending[7:]] == [ClosureCancelledError] * 3
 
 
@@ -541,17 +532,17 @@ def test_a_server_lost_between_the_last_closure_and_the_snapshot_costs_the_fetch
     with Job(2, 2) as job:
         for _ in range(12):
             job.schedule()
-        take, losses = job.coordinator.snapshot, iter([True])
+        take, losses = job.coordinator.snapshots.take, iter([True])
 
         def losing():
             if next(losses, False):
                 job.keepers[-1] = ShardServer()
                 job.servers[list(job.servers)[-1]]._methods = job.keepers[-1].methods()
-                with job.engine.lock:
-                    assert job.engine.lock.wait_for(lambda: job.engine.generation == 2, 60)
+                with job.queue.lock:
+                    assert job.queue.lock.wait_for(lambda: job.queue.generation == 2, 60)
             return take()
 
-        job.coordinator.snapshot = losing
+        job.coordinator.snapshots.take = losing
         assert steps_of(job, job.coordinator.state().kept) == [12, 12]
         assert next(losses, None) is None
 
@@ -574,6 +565,6 @@ def test_it_is_said_once_for_whom_all_wait(caplog):
         release.set()
         for each in pending:
             each.wait(60)
-        job.coordinator.join(60)
+        job.queue.join(60)
         assert caplog.text.count("no closure has finished for") == 1
         assert "waiting for worker 0 at worker0, which has 3 closures, the first of them 1" in caplog.text

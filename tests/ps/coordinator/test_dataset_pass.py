@@ -3,7 +3,7 @@
 import pytest
 
 from jdist.errors import ClosureCancelledError, DatasetError
-from jdist.ps.coordinator.dataset_pass import AHEAD, DatasetPass
+from jdist.ps.coordinator.datasets import AHEAD, DatasetPass
 from jdist.ps.coordinator.remote_value import Pending
 
 

@@ -94,7 +94,7 @@ def test_what_waits_for_a_failed_one_is_cancelled(strategy):
     step, state = jdist.distribute(train_step, strategy), strategy.init(lambda: create(optax.sgd(0.1)))
     state, metrics = step(state, BATCH)
     assert np.isfinite(float(metrics["loss"]))
-    with strategy.coordinator._job._coordinator.engine.lock:  # so that nothing fails before what waits for it is there
+    with strategy.coordinator._job._coordinator.queue.lock:  # so that nothing fails before what waits for it is there
         _, metrics = step(state, bad)
         waits = strategy.coordinator.schedule(square, (metrics["loss"],))
     with pytest.raises(ClosureError, match="NaN or infinite"):

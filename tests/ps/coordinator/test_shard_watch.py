@@ -58,7 +58,9 @@ def watch():
     def start(then, ps_timeout_s):
         hub = Hub()
         hub.client = Client(then)
-        watching = ShardWatch(3, hub.client, hub, Times(ping_s=0.01, ps_timeout_s=ps_timeout_s))
+        times = Times(ping_s=0.01, ps_timeout_s=ps_timeout_s)
+        hears = {"on_status": hub.heard_of, "on_memory_lost": hub.memory_lost}
+        watching = ShardWatch(3, hub.client, hub, times, **hears)
         ended.append((hub, watching))
         watching.start()
         assert hub.told.wait(20)

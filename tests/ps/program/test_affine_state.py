@@ -12,8 +12,8 @@ import jdist
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
-from jdist.ps.program.split_step import take_apart
-from jdist.ps.program.sync import SyncParts
+from jdist.ps.program.split_step import split_step
+from jdist.ps.program.sync import make_sync_function
 from jdist.ps.protocol.messages import Cut, Done, Freeze, Restore, Snapshot
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
@@ -243,16 +243,18 @@ def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged
     _, state, batches, others = apart(step, state, BATCH)
     spec, signature = spec_of(step, jdist.one_device())
     call, *_ = signature.bind((state, BATCH), {})
-    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.watched, spec.name)
-    parts = take_apart(spec, state, batches, others, closures=2)
-    leaves, treedef = jax.tree.flatten((batches, others))
-    sync = SyncParts(parts, 2, treedef, leaves, len(jax.tree.leaves(batches)))
+    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
+    parts = split_step(spec, state, batches, others, closures=2)
+    sync = make_sync_function(parts, 2)
     old, (place,) = raw(state), [i for i, x in enumerate(jax.tree.leaves(state)) if x is state.extra[next(iter(first))]]
-    made = [jax.jit(sync.worker)([*(old[i] for i in parts.read), *share]) for share in sync.shares(leaves)]
+    made = [
+        jax.jit(sync.run)([*(old[i] for i in parts.read), *share])
+        for share in sync.cut(jax.tree.leaves((batches, others)))
+    ]
     layout = make_layout([parts], num_ps=1, partitioner=fixed_shards(1))
     n = len(parts.pushed)
     mean = [np.mean([np.asarray(each[j]) for each in made], 0) for j in range(n)]
-    scalars = sync.combine([each[n + 1 :] for each in made]).scalars
+    scalars, _, _ = sync.combine([each[n + 1 :] for each in made])
     (shard,) = layout.shards
     found = together(layout, old, [[layout.shares(shard, 0, mean, scalars)]])
     each = [rule(state.extra, {k: x[4 * i : 4 * i + 4] for k, x in BATCH.items()}) for i in range(2)]

@@ -8,10 +8,10 @@ import pytest
 
 import jdist
 from jdist.errors import BoundaryError
-from jdist.ps.program.split_step import take_apart
+from jdist.ps.program.split_step import split_step
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Signature
 from tests.ps.hidden_layer import BATCH, create, loss, train_step
 
@@ -29,7 +29,7 @@ def scaled(state, batch, scale, *, power):
 
 def spec_of(step, strategy, **options):
     options = make_options(**options)
-    return ProgramSpec(step, strategy, options, None, Traced(), FlagNames(), step.__name__), Signature(step, options)
+    return ProgramSpec(step, strategy, options, None, Traced(), [], step.__name__), Signature(step, options)
 
 
 def apart(step, state, *arguments, strategy=None, **keywords):
@@ -37,8 +37,8 @@ def apart(step, state, *arguments, strategy=None, **keywords):
     options = {"accumulate": keywords.pop("accumulate")} if "accumulate" in keywords else {}
     spec, signature = spec_of(step, strategy, **options)
     call, state, batches, others = signature.bind((state, *arguments), keywords)
-    spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.watched, spec.name)
-    return take_apart(spec, state, batches, others), state, batches, others
+    spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
+    return split_step(spec, state, batches, others), state, batches, others
 
 
 def together(parts, state, batches, others):

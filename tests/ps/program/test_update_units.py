@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jdist.jaxpr.elementwise import prepared
-from jdist.ps.program.update_units import sort_update
+from jdist.ps.program.update_units import Update
 from tests.by_default import some
 
 PARAMS = {
@@ -36,7 +36,7 @@ def traced(tx, step=None):
 
     arguments = [*leaves, *grads]
     closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, 1)
-    return sort_update(closed, len(leaves)), leaves, grads, jax.jit(update)(*arguments), treedef
+    return Update(closed, len(leaves)), leaves, grads, jax.jit(update)(*arguments), treedef
 
 
 def names(treedef, leaves):

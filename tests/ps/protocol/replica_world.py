@@ -1,9 +1,9 @@
 """A small world of one shard with two copies, in which the real machines meet every order of messages and losses.
 
-Who leads (`replicas`) and what a copy may do (`standing`) are jdist's. A copy's state is the list of closures that it has
-applied, since both copies run the same machine. What is under way is a set: any of it may arrive next; with a budget it
-may be lost, or arrive and stay under way. A killed process is another one with an empty memory at once: what it does not answer
-before is what is lost or late here.
+Which copy leads (`leadership`) and what it may do (`replica_role`) are jdist's. A copy's state is the list of closures
+that it has applied, since both copies run the same machine. What is under way is a set: any of it may arrive next; with
+a budget it may be lost, or arrive and stay under way. A killed process is another one with an empty memory at once: what
+it does not answer before is what is lost or late here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jdist.ps.protocol import leadership as coordinator
-from jdist.ps.protocol import replica_role as standings
-from jdist.ps.protocol.leadership import Cut, Forgotten, Heard, Lead, Leadership, Leads, Silent
+from jdist.ps.protocol import replica_role
+from jdist.ps.protocol.leadership import Announce, Heartbeat, HeartbeatLost, Lead, Leadership, LinkCut, StateLost
 from jdist.ps.protocol.replica_role import Role
 
 
@@ -24,7 +24,7 @@ class Copy:
 
     Attributes:
         born: which of its incarnations it is.
-        standing: jdist's.
+        role: jdist's.
         state: `(generation, closures applied)`; generation 0 is empty.
         copy_is_due, copied: as in `Forwarding`.
         calls: the call to the backup that has no answer yet.
@@ -34,7 +34,7 @@ class Copy:
     """
 
     born: int = 0
-    standing: Role = dataclasses.field(default_factory=Role)
+    role: Role = dataclasses.field(default_factory=Role)
     state: tuple[int, tuple[int, ...]] = (0, ())
     copy_is_due: bool = False
     copied: bool = False
@@ -97,7 +97,7 @@ def start(*, closures: int, budget: Budget) -> World:
 
 def begun(copies: tuple[Copy, Copy], *, closures: int, budget: Budget = Budget()) -> World:
     """A world in which a job begins over what an earlier one left, and nothing has arrived yet."""
-    replicas, commands = coordinator.begin(term=1 + max(copy.standing.term for copy in copies), heard=("0.0", "1.0"))
+    replicas, commands = coordinator.begin(term=1 + max(copy.role.term for copy in copies), alive=("0.0", "1.0"))
     generation = 1 + max(copy.state[0] for copy in copies)
     return _commanded(World(replicas, copies, closures=closures, generation=generation, budget=budget), commands)
 
@@ -122,10 +122,10 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
         told = all(("lead", c) in world.flying for c in commands) and commands
         if not asked and not told and (known != world.replicas or commands):
             yield f"is asked {i}", lambda heard=heard: _send(world, ("heard", heard))
-        if not asked and budget.suspicions and world.replicas.heard[i] is not None:
-            yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), Silent(copy=i))
-        if budget.cuts and copy.backup is not None and copy.standing.role == "leads":
-            cut = Cut(term=copy.standing.term)
+        if not asked and budget.suspicions and world.replicas.alive[i] is not None:
+            yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), HeartbeatLost(copy=i))
+        if budget.cuts and copy.backup is not None and copy.role.name == "leads":
+            cut = LinkCut(term=copy.role.term)
             yield f"is cut off {i}", lambda cut=cut: _happened(fewer("cuts"), cut)
         if budget.kills:
             yield f"is killed {i}", lambda i=i, n=copy.born + 1: _put(fewer("kills"), i, Copy(born=n))
@@ -134,7 +134,7 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
     for what in ["restore"] if "restore" not in world.acknowledged else range(world.closures):
         call = ("ask", world.generation, what)
         waits = any(w == call for copy in world.copies for _, w in copy.waiting)
-        leads = world.copies[world.route].standing.role == "leads"
+        leads = world.copies[world.route].role.name == "leads"
         if what not in world.acknowledged and not any(f[:3] == call for f in world.flying) and leads and not waits:
             yield f"asks {what}", lambda call=call: _send(world, (*call, world.route))
 
@@ -161,7 +161,7 @@ def _happened(world: World, event: Any) -> World:
     before = world.replicas
     replicas, commands = coordinator.handle(before, event)
     world = dataclasses.replace(world, replicas=replicas)
-    if Forgotten() in commands:
+    if StateLost() in commands:
         alive = [copy.incarnation(i) for i, copy in enumerate(world.copies)]
         assert not {x for x in before.holds if x is not None} & set(alive), "it went back although the state is there"
     return _commanded(world, commands)
@@ -172,9 +172,9 @@ def _commanded(world: World, commands: list[Any]) -> World:
         match command:
             case Lead():
                 world = _send(world, ("lead", command))
-            case Leads():
+            case Announce():
                 world = dataclasses.replace(world, route=command.copy)
-            case Forgotten():
+            case StateLost():
                 world = dataclasses.replace(
                     world,
                     generation=world.generation + 1,
@@ -197,17 +197,17 @@ def _arrive(world: World, flying: Any) -> World:
             return _answered(world, i, world.copies[1 - i], flying, "stranger")
         case ("install", i, term, number, _, state):
             copy = world.copies[1 - i]
-            found, took = standings.install(copy.standing, term=term, number=number)
+            found, took = replica_role.install(copy.role, term=term, number=number)
             if took == "taken":
-                copy = Copy(born=copy.born, standing=found, state=state)
+                copy = Copy(born=copy.born, role=found, state=state)
             return _answered(world, i, copy, flying, took)
         case ("forward", i, term, entries, _):
             copy, took = world.copies[1 - i], "again"
             for number, (generation, closure) in entries:
-                standing, took = standings.take(copy.standing, term=term, number=number)
+                role, took = replica_role.take(copy.role, term=term, number=number)
                 if took in ("gap", "term"):
                     break
-                copy = dataclasses.replace(copy, standing=standing)
+                copy = dataclasses.replace(copy, role=role)
                 if took == "taken":
                     assert copy.state[0] == generation
                     copy = dataclasses.replace(copy, state=(generation, (*copy.state[1], closure)))
@@ -232,11 +232,11 @@ def _led(world: World, command: Lead) -> World:
     copy = world.copies[command.copy]
     if copy.incarnation(command.copy) != command.incarnation:
         return world
-    found = standings.lead(copy.standing, term=command.term, backup=command.backup is not None, anew=command.anew)
-    if found == copy.standing:
+    found = replica_role.lead(copy.role, term=command.term, backup=command.backup is not None, anew=command.anew)
+    if found == copy.role:
         return world
     copy = dataclasses.replace(
-        copy, standing=found, copy_is_due=True, copied=False, calls=None, entries=(), backup=command.backup
+        copy, role=found, copy_is_due=True, copied=False, calls=None, entries=(), backup=command.backup
     )
     return _replied(_put(world, command.copy, copy), command.copy)
 
@@ -244,29 +244,29 @@ def _led(world: World, command: Lead) -> World:
 def _asked(world: World, i: int, generation: int, what: Any) -> World:
     """A caller asks a copy for an update, or to begin a history."""
     copy = world.copies[i]
-    if copy.standing.role != "leads":
+    if copy.role.name != "leads":
         return world
     if what == "restore":
         if generation > copy.state[0]:
-            changed = standings.changed(copy.standing)
-            copy = dataclasses.replace(copy, standing=changed, state=(generation, ()), copy_is_due=True)
+            changed = replica_role.add_entry(copy.role)
+            copy = dataclasses.replace(copy, role=changed, state=(generation, ()), copy_is_due=True)
     elif copy.state[0] != generation:
         return world
     elif what not in copy.state[1]:
-        changed = standings.changed(copy.standing)
+        changed = replica_role.add_entry(copy.role)
         entry = (changed.number, (generation, what))
         entries = (*copy.entries, entry) if copy.backup is not None else ()
-        copy = dataclasses.replace(copy, standing=changed, state=(generation, (*copy.state[1], what)), entries=entries)
-    waiting = (*copy.waiting, (copy.standing.number, ("ask", generation, what)))
+        copy = dataclasses.replace(copy, role=changed, state=(generation, (*copy.state[1], what)), entries=entries)
+    waiting = (*copy.waiting, (copy.role.number, ("ask", generation, what)))
     return _replied(_put(world, i, dataclasses.replace(copy, waiting=waiting)), i)
 
 
 def _replied(world: World, i: int) -> World:
     """Callers that may be told are told."""
     copy = world.copies[i]
-    if copy.standing.role != "leads":
+    if copy.role.name != "leads":
         return _put(world, i, dataclasses.replace(copy, waiting=()))
-    told = [w for w in copy.waiting if standings.may_answer(copy.standing, w[0])]
+    told = [w for w in copy.waiting if replica_role.may_answer(copy.role, w[0])]
     news = {what for _, (_, generation, what) in told if generation == world.generation}
     world = dataclasses.replace(world, acknowledged=world.acknowledged | news)
     return _put(world, i, dataclasses.replace(copy, waiting=tuple(w for w in copy.waiting if w not in told)))
@@ -275,9 +275,9 @@ def _replied(world: World, i: int) -> World:
 def _calls(world: World, i: int) -> World:
     """A leader calls its backup."""
     copy = world.copies[i]
-    term = copy.standing.term
+    term = copy.role.term
     if copy.copy_is_due:
-        call = ("install", i, term, copy.standing.number, copy.backup, copy.state)
+        call = ("install", i, term, copy.role.number, copy.backup, copy.state)
         made = dataclasses.replace(copy, copy_is_due=False, copied=False, entries=(), calls=call)
     else:
         call = ("forward", i, term, copy.entries, copy.backup)
@@ -288,18 +288,18 @@ def _calls(world: World, i: int) -> World:
 def _answered(world: World, i: int, copy: Copy, call: Any, took: str) -> World:
     """The backup of copy `i`, as it is now, answers it."""
     world = _replied(_put(world, 1 - i, copy), 1 - i)
-    return _send(world, ("took", i, world.copies[i].born, call, took, copy.standing.term))
+    return _send(world, ("took", i, world.copies[i].born, call, took, copy.role.term))
 
 
 def _took(world: World, i: int, born: int, call: Any, took: str, theirs: int) -> World:
     """An answer at the leader, if it still waits for it."""
     copy, term, whole = world.copies[i], call[2], call[0] == "install"
-    if copy.born != born or copy.calls != call or copy.standing.term != term:
+    if copy.born != born or copy.calls != call or copy.role.term != term:
         return world
     number, sent = (call[3], 0) if whole else (call[3][-1][0], len(call[3]))
     copy = dataclasses.replace(copy, calls=None)
     if took == "term":
-        copy = dataclasses.replace(copy, standing=standings.depose(copy.standing, term=theirs), backup=None, entries=())
+        copy = dataclasses.replace(copy, role=replica_role.depose(copy.role, term=theirs), backup=None, entries=())
     elif took == "stranger":
         copy = dataclasses.replace(copy, calls=call)  # nothing more is sent in this term
     elif took == "gap":
@@ -307,15 +307,15 @@ def _took(world: World, i: int, born: int, call: Any, took: str, theirs: int) ->
     else:
         entries = copy.entries[sent:]
         caught_up = not entries and not copy.copy_is_due
-        held = standings.holds(copy.standing, term=term, number=number, caught_up=caught_up)
-        copy = dataclasses.replace(copy, standing=held, entries=entries, copied=copy.copied or whole)
+        held = replica_role.acknowledge(copy.role, term=term, number=number, caught_up=caught_up)
+        copy = dataclasses.replace(copy, role=held, entries=entries, copied=copy.copied or whole)
     return _replied(_put(world, i, copy), i)
 
 
-def _status(i: int, copy: Copy) -> Heard:
-    leads = copy.standing.role == "leads"
-    in_sync = copy.backup if leads and copy.standing.backup == "in_sync" else None
-    return Heard(copy=i, incarnation=copy.incarnation(i), term=copy.standing.term, leads=leads, in_sync=in_sync)
+def _status(i: int, copy: Copy) -> Heartbeat:
+    leads = copy.role.name == "leads"
+    in_sync = copy.backup if leads and copy.role.backup == "in_sync" else None
+    return Heartbeat(copy=i, incarnation=copy.incarnation(i), term=copy.role.term, leads=leads, in_sync=in_sync)
 
 
 def _put(world: World, i: int, copy: Copy) -> World:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.ps.protocol.leadership import Forgotten, Heard, Lead, Leads, Silent, begin, handle
+from jdist.ps.protocol.leadership import Announce, Heartbeat, HeartbeatLost, Lead, StateLost, begin, handle
 from jdist.ps.protocol.replica_role import Role, depose, install, lead, take
 from tests.by_default import some
 from tests.ps.protocol.replica_world import Budget, Copy, World, begun, moves, problem, start
@@ -63,14 +63,14 @@ EXHAUSTIVE = {
     "the link is cut, and one is killed": (1, Budget(cuts=1, kills=1)),
     "the link is cut, and one is suspected": (1, Budget(cuts=1, suspicions=1)),
 }
-IN_PART = Copy(standing=Role(term=3, role="follows"), state=(1, (0,)))
+IN_PART = Copy(role=Role(term=3, name="follows"), state=(1, (0,)))
 LEFT = [
     IN_PART,
     Copy(),
-    Copy(standing=Role(term=3), state=(1, (0,))),
-    Copy(standing=Role(term=3, role="leads", number=1), state=(1, (0,))),
-    Copy(standing=Role(term=3, role="leads", number=1, backup="in_sync"), state=(1, (0,))),
-    Copy(standing=Role(term=2, role="follows", number=1, complete=True), state=(1, (0,))),
+    Copy(role=Role(term=3), state=(1, (0,))),
+    Copy(role=Role(term=3, name="leads", number=1), state=(1, (0,))),
+    Copy(role=Role(term=3, name="leads", number=1, backup="in_sync"), state=(1, (0,))),
+    Copy(role=Role(term=2, name="follows", number=1, complete=True), state=(1, (0,))),
 ]
 LARGE = {
     "two closures, one is suspected and one killed": (2, Budget(kills=1, suspicions=1)),
@@ -136,16 +136,14 @@ def test_the_loss_of_one_copy_never_costs_the_state(randomness):
 
 
 def test_a_leader_that_acknowledges_at_once_would_be_found(monkeypatch):
-    monkeypatch.setattr(
-        "jdist.ps.protocol.replica_role.may_answer", lambda standing, number: standing.role != "follows"
-    )
+    monkeypatch.setattr("jdist.ps.protocol.replica_role.may_answer", lambda role, number: role.name != "follows")
     with pytest.raises(AssertionError, match="counts as holding everything"):
         explore(start(closures=1, budget=Budget(kills=1)))
 
 
 def test_a_backup_that_heeds_a_lower_term_would_be_found(monkeypatch):
-    def heedless(standing, *, term, number):
-        return take(dataclasses.replace(standing, role="follows", complete=True, term=term), term=term, number=number)
+    def heedless(role, *, term, number):
+        return take(dataclasses.replace(role, name="follows", complete=True, term=term), term=term, number=number)
 
     monkeypatch.setattr("jdist.ps.protocol.replica_role.take", heedless)
     with pytest.raises(AssertionError, match=r"counts as holding everything|took effect twice|not in step|copies"):
@@ -153,33 +151,33 @@ def test_a_backup_that_heeds_a_lower_term_would_be_found(monkeypatch):
 
 
 def test_a_copy_of_the_state_that_comes_twice_takes_nothing_back():
-    standing, took = install(Role(), term=2, number=5)
+    role, took = install(Role(), term=2, number=5)
     assert took == "taken"
-    standing, took = take(standing, term=2, number=6)
+    role, took = take(role, term=2, number=6)
     assert took == "taken"
-    assert install(standing, term=2, number=5) == (standing, "again")
+    assert install(role, term=2, number=5) == (role, "again")
 
 
 def test_a_leader_of_a_lower_term_is_told_of_the_higher_one():
     leads = lead(Role(), term=3, backup=False)
     assert take(leads, term=2, number=1) == (leads, "term")
     assert install(leads, term=2, number=9) == (leads, "term")
-    assert depose(lead(Role(), term=2, backup=True), term=3) == Role(term=3, role="follows")
+    assert depose(lead(Role(), term=2, backup=True), term=3) == Role(term=3, name="follows")
     assert lead(leads, term=3, backup=True) == leads
-    assert lead(Role(term=3, role="follows"), term=4, backup=False).role == "follows"  # it has no state
+    assert lead(Role(term=3, name="follows"), term=4, backup=False).name == "follows"  # it has no state
 
 
 def test_who_is_promoted():
-    replicas, (first,) = begin(term=1, heard=("a", "b"))
+    replicas, (first,) = begin(term=1, alive=("a", "b"))
     assert first == Lead(copy=0, incarnation="a", term=1, backup="b", anew=True)
-    replicas, commands = handle(replicas, Heard(copy=0, incarnation="a", term=1, leads=True, in_sync="b"))
-    assert commands == [Leads(copy=0, term=1)]
-    promoted, commands = handle(replicas, Silent(copy=0))
+    replicas, commands = handle(replicas, Heartbeat(copy=0, incarnation="a", term=1, leads=True, in_sync="b"))
+    assert commands == [Announce(copy=0, term=1)]
+    promoted, commands = handle(replicas, HeartbeatLost(copy=0))
     assert commands == [Lead(copy=1, incarnation="b", term=2, backup=None)]
-    alone, commands = handle(replicas, Silent(copy=1))
+    alone, commands = handle(replicas, HeartbeatLost(copy=1))
     assert commands == [Lead(copy=0, incarnation="a", term=2, backup=None)]
-    waits, commands = handle(alone, Silent(copy=0))
+    waits, commands = handle(alone, HeartbeatLost(copy=0))
     assert (waits.term, commands) == (2, [])  # who has the state may only be slow
-    _, commands = handle(alone, Heard(copy=0, incarnation="c", term=0, leads=False))
-    assert commands == [Forgotten(), Lead(copy=0, incarnation="c", term=3, backup=None)]
+    _, commands = handle(alone, Heartbeat(copy=0, incarnation="c", term=0, leads=False))
+    assert commands == [StateLost(), Lead(copy=0, incarnation="c", term=3, backup=None)]
     assert promoted.holds == (None, "b")

@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps.coordinator.replica_watch import two_copies
 from jdist.ps.protocol.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
 from jdist.ps.protocol.replica_role import Role
 from jdist.ps.protocol.wire import to_plain
 from jdist.ps.server import replicated_shard, shard_server
 from jdist.ps.server.replicated_shard import ReplicatedShard, slots
-from jdist.ps.server.shard_transfer import State, expected, pack_shard, unpack_shard
+from jdist.ps.server.shard_transfer import ShardState, expected, pack_shard, unpack_shard
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, OutOfFilesError
-from jdist.ps.transport.routed import Route
+from jdist.ps.transport.routed import Route, two_copies
 from jdist.ps.transport.shard_client import ShardClient
-from tests.ps.server import test_shard_server as test_ps_keeper
-from tests.ps.server.test_shard_server import program, push
+from tests.ps.server.test_shard_server import Job, program, push
 
 
-class Pair(test_ps_keeper.Job):
+class Pair(Job):
     """A state of one shard, with a copy on each of two servers; calls between them meet `fault`."""
 
     def __init__(self, fault=lambda method, header: None, **rules):
@@ -46,8 +44,8 @@ class Pair(test_ps_keeper.Job):
     def lead(self, copy, term, *, backup):
         """Has a copy lead; what it says of itself."""
         address, slot = self.found.places[1 - copy]
-        told = [address, slot, self.both[1 - copy].incarnation] if backup else None
-        said = {"term": term, "incarnation": self.both[copy].incarnation, "backup": told}
+        told = [address, slot, self.both[1 - copy]._server.incarnation] if backup else None
+        said = {"term": term, "incarnation": self.both[copy]._server.incarnation, "backup": told}
         header, _ = self.found.connected(copy).call("lead", said, timeout_s=5)
         if header["leads"]:
             self.found.channel.move(self.found.route(copy, term))
@@ -56,7 +54,7 @@ class Pair(test_ps_keeper.Job):
     def until_in_sync(self, copy):
         leader = self.both[copy]
         with leader._lock:
-            assert leader._lock.wait_for(lambda: leader._standing.backup == "in_sync", 20)
+            assert leader._lock.wait_for(lambda: leader._role.backup == "in_sync", 20)
 
     def begun(self):
         """The first copy leads, the second is its backup, and both have the state."""
@@ -81,12 +79,12 @@ def same(a, b, *, but=()):
     """Whether two copies have the same state, down to the bit."""
     for name in ("generation", "version", "fences", "settled", "frozen", "counts"):
         if name not in but:
-            assert getattr(a._shard, name) == getattr(b._shard, name), name
-    assert [*a._shard.staged] == [*b._shard.staged]
-    assert [*a._shard.applied] == [*b._shard.applied]
-    for x, y in zip(a._kept, b._kept, strict=True):
+            assert getattr(a._server.shard, name) == getattr(b._server.shard, name), name
+    assert [*a._server.shard.staged] == [*b._server.shard.staged]
+    assert [*a._server.shard.applied] == [*b._server.shard.applied]
+    for x, y in zip(a._server._kept, b._server._kept, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-    assert sorted(map(str, a._held.values())) == sorted(map(str, b._held.values()))
+    assert sorted(map(str, a._server._held.values())) == sorted(map(str, b._server._held.values()))
 
 
 def test_what_is_acknowledged_the_backup_holds():
@@ -99,7 +97,7 @@ def test_what_is_acknowledged_the_backup_holds():
             assert (done, pulled) == (Done(version=closure + 1), Parameters(version=closure + 1, changed=True))
             same(*pair.both)
         header, _ = pair.found.connected(0).call("status", {}, timeout_s=5)
-        assert (header["leads"], header["in_sync"]) == (True, pair.both[1].incarnation)
+        assert (header["leads"], header["in_sync"]) == (True, pair.both[1]._server.incarnation)
 
 
 @pytest.mark.parametrize("then", ["begun anew", "led by another", "led by another for a while"])
@@ -119,23 +117,23 @@ def test_what_the_backup_does_not_hold_is_not_acknowledged_by_a_leader_that_lost
 
         def say():
             header = {"say": [to_plain(push(closure=0, base=0))], "result": 0, "led": True}
-            answers.append(leader._say(header, [*share, np.zeros(0, np.uint8)])[0])
+            answers.append(leader.methods()["say"].run(header, [*share, np.zeros(0, np.uint8)])[0])
 
         caller = threading.Thread(target=say)
         caller.start()
         with leader._lock:
-            assert leader._lock.wait_for(lambda: leader._shard.version == 1, 20)
-            term = leader._standing.term
+            assert leader._lock.wait_for(lambda: leader._server.shard.version == 1, 20)
+            term = leader._role.term
             if then == "begun anew":
-                leader._begin_anew()
+                leader._server._reset()
             else:
-                leader.deposed(term + 1)
+                leader._depose(term + 1)
             if then == "led by another for a while":
-                leader._standing = Role(term=term + 2, role="leads")
+                leader._role = Role(term=term + 2, name="leads")
         caller.join(20)
         held.set()
         assert [list(answer) for answer in answers] == [["moved"]]
-        assert backup._shard.version == 0
+        assert backup._server.shard.version == 0
 
 
 def test_faults_between_the_copies_change_nothing():
@@ -153,7 +151,7 @@ def test_faults_between_the_copies_change_nothing():
         pair.clients[0].say([Commit(generation=1, worker=0, epoch=1, closures=(1, 3, 5), settled=1)])
         pair.clients[0].say([Fence(generation=1, fenced=1, below=7)])
         same(*pair.both)
-        assert (pair.both[1]._shard.version, len(pair.both[1]._shard.staged)) == (9, 3)
+        assert (pair.both[1]._server.shard.version, len(pair.both[1]._server.shard.staged)) == (9, 3)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -182,7 +180,7 @@ def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing
         pair.clients[0].say([Fence(generation=1, fenced=1, below=7)])
         pair.until_in_sync(0)
         same(*pair.both)
-        assert (pair.both[1]._shard.version, len(pair.both[1]._shard.staged)) == (9, 3)
+        assert (pair.both[1]._server.shard.version, len(pair.both[1]._server.shard.staged)) == (9, 3)
     assert len(exhausted) > 3
 
 
@@ -194,7 +192,7 @@ def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
         put, tried = shard_server.ShardServer._put, threading.Event()
 
         def half(self, *state):
-            if self is backup:
+            if self is backup._server:
                 tried.set()
                 raise RuntimeError("out of memory")
             put(self, *state)
@@ -203,7 +201,7 @@ def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
         pair.lead(0, 2, backup=True)
         pair.clients[0].say([push(closure=0, base=0)], share)
         assert tried.wait(20)
-        assert not backup._standing.complete
+        assert not backup._role.complete
         monkeypatch.setattr(shard_server.ShardServer, "_put", put)
         pair.until_in_sync(0)
         same(leader, backup)
@@ -219,11 +217,11 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
         (answer,), _, _ = pair.clients[0].say([push(closure=0, base=0)], share)  # acknowledged again
         assert answer == Done(version=1)
         told = pair.both[0].methods()["say"]
-        header = {"say": [plain(push(closure=1, base=1))], "result": 0, "led": True}
+        header = {"say": [to_plain(push(closure=1, base=1))], "result": 0, "led": True}
         answer, _ = told.run(header, [*share, np.zeros(0, np.uint8)])  # it has not heard of it
         assert answer == {"moved": 2}
-        assert pair.both[0]._standing.role == "follows"
-        assert pair.both[1]._shard.version == 1
+        assert pair.both[0]._role.name == "follows"
+        assert pair.both[1]._server.shard.version == 1
         with pytest.raises(CallFailed, match="refused"):
             slept.call("say", {"say": 1}, timeout_s=5)
         old.say([push(closure=1, base=1)], share)
@@ -232,12 +230,6 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
         same(*pair.both)
         old.say([push(closure=2, base=2)], share)
         same(*pair.both)
-
-
-def plain(message):
-    from jdist.ps.protocol.wire import to_plain
-
-    return to_plain(message)
 
 
 def test_a_copy_that_comes_back_gets_what_is_staged_applied_and_returned():
@@ -255,7 +247,7 @@ def test_a_copy_that_comes_back_gets_what_is_staged_applied_and_returned():
         _, _, results = pair.clients[0].say([Fence(generation=1, fenced=0, below=2)])
         assert results == {0: b"zero", 1: b"one"}
         pair.clients[0].say([Commit(generation=1, closures=(1,))])
-        assert pair.both[1]._shard.version == 2
+        assert pair.both[1]._server.shard.version == 2
 
 
 def test_a_frozen_shard_and_what_waits_there_move_along():
@@ -266,14 +258,14 @@ def test_a_frozen_shard_and_what_waits_there_move_along():
         waiting.start()
         leader, backup = pair.both
         with backup._lock:
-            assert backup._lock.wait_for(lambda: len(backup._shard.waiting) == 1, 20)
+            assert backup._lock.wait_for(lambda: len(backup._server.shard.waiting) == 1, 20)
         pair.lead(1, 2, backup=False)
         with leader._lock:
-            leader.deposed(2)
+            leader._depose(2)
         client.say([Thaw(generation=1)])
         waiting.join(20)
         assert answers == [Done(version=1)]
-        assert backup._shard.version == 1
+        assert backup._server.shard.version == 1
 
 
 def test_a_restore_goes_to_the_backup():
@@ -283,7 +275,7 @@ def test_a_restore_goes_to_the_backup():
         pair.restore(generation=2)
         pair.clients[0].say([Pull(generation=2)])
         same(*pair.both)
-        assert (pair.both[1]._shard.generation, pair.both[1]._shard.version) == (2, 0)
+        assert (pair.both[1]._server.shard.generation, pair.both[1]._server.shard.version) == (2, 0)
 
 
 def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first():
@@ -292,13 +284,13 @@ def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first()
             "lead", {"term": 9, "incarnation": "another", "backup": None}, timeout_s=5
         )
         assert (header["leads"], header["term"]) == (False, 1)
-        sent, arrays = pack_shard(State(shard=pair.both[0]._shard))
+        sent, arrays = pack_shard(ShardState(shard=pair.both[0]._server.shard))
         said = {**sent, "term": 9, "number": 1, "to": "another"}
         header, _ = pair.found.connected(1).call("install", said, arrays, timeout_s=5)
         assert header == {"took": "stranger", "term": 1}
 
 
-def test_without_terms_it_is_a_keeper():
+def test_without_terms_it_is_a_shard_server():
     with Pair() as pair:
         one = ShardClient(FakeChannel(pair.servers["ps0"]), pair.plan, give_up_s=2)
         packed = [program(pair.layout, pair.layout.shards[0])]
@@ -312,14 +304,14 @@ def test_without_terms_it_is_a_keeper():
         pair.until_in_sync(0)
         one.restore(Restore(generation=2), kept, packed)  # a job without backups
         one.say([Pull(generation=2)])
-        assert pair.both[0]._standing.role == "free"
+        assert pair.both[0]._role.name == "free"
 
 
 def test_a_state_that_travels_is_checked():
     with Pair().begun() as pair:
         pair.clients[0].say([push(Stage, closure=0, base=0)], pair.computed()[0], b"r")
         with pair.both[0]._lock:
-            _, state = pair.both[0].state()
+            _, state = pair.both[0]._state()
         header, arrays = pack_shard(state)
         assert [(s.shape, s.dtype) for s in expected(header)] == [
             (x.shape, str(x.dtype)) for x in map(np.asarray, arrays)

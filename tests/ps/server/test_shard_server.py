@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps.coordinator.snapshot import take_snapshot
+from jdist.ps.coordinator.snapshots import take_snapshot
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
@@ -32,8 +32,8 @@ from jdist.ps.protocol.messages import (
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.interface import CallFailed, Untimely
-from jdist.ps.transport.shard_client import ShardClient, Together
+from jdist.ps.transport.interface import CallFailed, FailedPrecondition
+from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart
@@ -157,7 +157,7 @@ def test_of_callers_that_left_a_frozen_shard_nothing_is_kept():
     client.say([Thaw(generation=1)])
     (answer,), _, _ = client.say([push(base=0)], share, b"result")
     assert answer == Done(version=1)
-    assert (keeper._answers, keeper._left) == ({}, set())
+    assert (keeper._answers, keeper._abandoned) == ({}, set())
 
 
 @pytest.mark.parametrize("fault", ["lose the answer", "twice", "lose the call"])
@@ -227,8 +227,8 @@ def test_a_snapshot_contains_what_was_settled_since_it_was_asked_for():
         client.say([push(Stage, closure=0, base=0)], share)
         client.say([Commit(generation=1, closures=(0,))])
     job.clients[0].say([Pull(generation=1, settled=1)])  # one shard has heard of it, and one has not
-    together = Together(job.clients)
-    found = take_snapshot(together, number=1, generation=1, settled=0, is_wanted=lambda: True)
+    together = ShardClients(job.clients)
+    found, _ = take_snapshot(together, number=1, generation=1, settled=0, is_wanted=lambda: True)
     together.close()
     assert (found.settled, found.applied, found.version) == (1, frozenset(), 1)
 
@@ -249,13 +249,13 @@ def test_stale_gradients_may_count_less():
 def test_a_push_to_an_empty_shard_comes_too_early_and_two_at_once_make_no_sense():
     job = Job(1)
     said = {"result": 0, "say": [{"is": "Push", "view": 0}]}
-    with pytest.raises(Untimely, match="empty shard"):
+    with pytest.raises(FailedPrecondition, match="empty shard"):
         job.keepers[0].methods()["say"].expects(said)
     job.restore()
     assert job.keepers[0].methods()["say"].expects(said)
     with pytest.raises(WireError, match="of several") as info:
         job.keepers[0].methods()["say"].expects({**said, "say": 2 * said["say"]})
-    assert not isinstance(info.value, Untimely)
+    assert not isinstance(info.value, FailedPrecondition)
 
 
 def test_a_server_that_is_gone_is_named():
@@ -280,7 +280,7 @@ def test_whoever_has_closed_the_connection_does_not_try_again():
 
 def test_all_shards_are_asked_at_the_same_time():
     job = Job(2).restore()
-    together = Together(job.clients)
+    together = ShardClients(job.clients)
     barrier = threading.Barrier(2, timeout=30)
     assert together.each(lambda i, client: (barrier.wait(), i)[1]) == [0, 1]
     with pytest.raises(ZeroDivisionError):

@@ -258,7 +258,7 @@ def test_under_tls_both_sides_show_a_certificate_of_one_authority(serving):
 def said_as(security, data):
     """One call of somebody who has got hold of a ticket."""
     channel = bulk.BulkChannel("127.0.0.1:1", security=security, ask=None)
-    with contextlib.closing(channel._opened(data.port, data.ticket(), 20)) as connection:
+    with contextlib.closing(channel._open(data.port, data.ticket(), 20)) as connection:
         stream = Stream(connection)
         stream.send({"method": "double"}, [])
         stream.receive(lambda header: (), most_bytes=0, by=time.monotonic() + 20)

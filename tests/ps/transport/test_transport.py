@@ -19,7 +19,7 @@ from jdist.ps.protocol.wire import Spec, spec_of
 from jdist.ps.transport import grpc_transport
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer, Security
-from jdist.ps.transport.interface import CallFailed, Method, Untimely
+from jdist.ps.transport.interface import CallFailed, FailedPrecondition, Method
 
 
 def specs(header):
@@ -40,7 +40,7 @@ def fail(header, arrays):
 
 
 def too_early(header):
-    raise Untimely("a push to an empty shard")
+    raise FailedPrecondition("a push to an empty shard")
 
 
 METHODS = {"double": Method(double, specs), "fail": Method(fail), "push": Method(double, too_early)}

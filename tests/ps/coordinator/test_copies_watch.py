@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from jdist.ps.coordinator.replica_watch import ReplicaWatch, two_copies
+from jdist.ps.coordinator.shard_watch import CopiesWatch
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import Method
+from jdist.ps.transport.routed import two_copies
 
 
 class Hub:
@@ -80,7 +81,7 @@ def watched():
         hub, servers = Hub(), {a: Server(a, syncs=syncs) for a in ("a", "b")}
         (copies,) = two_copies(lambda address: FakeChannel(servers[address].fake), ["a"], ["a", "b"])
         times = Times(ping_s=0.01, lost_after_s=0.2, ps_timeout_s=ps_timeout_s)
-        watch = ReplicaWatch(3, copies, hub, times)
+        watch = CopiesWatch(3, copies, hub, times, on_status=hub.heard_of, on_memory_lost=hub.memory_lost)
         ended.append((hub, watch))
         watch.start()
         return watch, hub, servers, copies
@@ -95,7 +96,7 @@ def test_the_backup_of_a_lost_leader_leads(watched):
     watch, hub, servers, copies = watched()
     assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", "b-1"), 20)
     servers["a"].fake.stop()
-    assert watch.wait_for(lambda replicas: replicas.told and replicas.leader == 1, 20)
+    assert watch.wait_for(lambda replicas: replicas.confirmed and replicas.leader == 1, 20)
     assert (copies.channel.route.address, copies.channel.route.slot) == ("b", 1)
     assert (hub.lost, hub.errors) == ([], [])
 
@@ -106,31 +107,31 @@ def test_a_leader_that_does_not_reach_its_backup_goes_on_without_it_until_it_doe
     assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
     servers["a"].copies[0]["waiting_s"] = 60.0
     time.sleep(0.2)
-    assert watch._replicas.holds == both  # the way is there: it computes
+    assert watch._leadership.holds == both  # the way is there: it computes
     servers["a"].reaches = servers["a"].syncs = False
-    assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", None) and replicas.told, 20)
+    assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", None) and replicas.confirmed, 20)
     servers["a"].copies[0]["waiting_s"] = 0.0
     assert "the parameter servers a and b both answer, and the one does not reach the other: shard 3" in caplog.text
     assert "in step" not in caplog.text
     servers["a"].reaches = servers["a"].syncs = True
     servers["a"].copies[0]["in_sync"] = "b-1"
     assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
-    assert (hub.lost, hub.errors, watch._replicas.leader) == ([], [], 0)
+    assert (hub.lost, hub.errors, watch._leadership.leader) == ([], [], 0)
     assert caplog.text.count("shard 3 has two copies in step again") == 1
 
 
 def test_another_process_in_the_leaders_place_without_a_backup_has_lost_the_state(watched):
     watch, hub, servers, _ = watched(syncs=False)
-    assert watch.wait_for(lambda replicas: replicas.told, 20)
+    assert watch.wait_for(lambda replicas: replicas.confirmed, 20)
     servers["a"].copies[0] = {**servers["b"].copies[0], "incarnation": "new"}
     assert hub.told.wait(20)
     assert (hub.lost, hub.errors) == ([3], [])
-    assert watch.wait_for(lambda replicas: replicas.told and replicas.holds[0] == "new", 20)
+    assert watch.wait_for(lambda replicas: replicas.confirmed and replicas.holds[0] == "new", 20)
 
 
 def test_silence_of_both_is_told_after_its_time(watched):
     watch, hub, servers, _ = watched(ps_timeout_s=0.3)
-    assert watch.wait_for(lambda replicas: replicas.told, 20)
+    assert watch.wait_for(lambda replicas: replicas.confirmed, 20)
     for server in servers.values():
         server.fake.stop()
     assert hub.told.wait(20)

@@ -1,0 +1,182 @@
+"""Checks of NVIDIA GPUs, their driver and NCCL, by files and variables alone: nothing is started that could hang."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jdist.doctor.finding import Finding, failed, passed, warned
+from jdist.strategies import cuda
+
+# The oldest drivers that JAX's plugins start with, on Linux: https://docs.jax.dev/en/latest/installation.html.
+_LEAST_DRIVER = {"jax_plugins.xla_cuda12": (525,), "jax_plugins.xla_cuda13": (580,)}
+# Interfaces that lead to no other host.
+_LOCAL = ("lo", "docker", "veth", "virbr", "br-")
+
+
+def gpus(
+    environ: Mapping[str, str], *, root: Path = Path("/"), loads: Callable[[str], bool] | None = None
+) -> list[Finding]:
+    """Checks that JAX can use the GPUs that are here; says nothing where there are neither GPUs nor JAX's CUDA plugin.
+
+    Args:
+        environ: the environment.
+        root: where dev/ and proc/ are.
+        loads: whether a shared library can be loaded; None: asks the loader.
+    """
+    plugin, driver = cuda.installed_plugin(), cuda.has_driver(root / "dev")
+    if not driver:
+        if plugin is None:
+            return []
+        text = f"JAX's CUDA plugin {cuda.plugin_version(plugin)} without a driver: JAX goes on without GPUs"
+        return [passed("gpus", f"{text}; `jdist plan --topology h100:8` compiles for them"), *_versions(plugin)]
+    if plugin is None:
+        return [
+            warned("gpus", "there is an NVIDIA GPU here, but not JAX's CUDA plugin", "pip install 'jdist[cuda]'"),
+            *_visible(environ, root),
+        ]
+    findings = [*_versions(plugin), *_driver(plugin, root)]
+    if not (loads or _loads)("libcuda.so.1"):
+        findings.append(
+            failed(
+                "driver",
+                "libcuda.so.1, the driver's library, cannot be loaded, although the driver's devices are here",
+                "In a container, start it with the NVIDIA container toolkit (Docker: --gpus all); else reinstall the driver, "
+                "or add the folder of libcuda.so.1 to LD_LIBRARY_PATH.",
+            )
+        )
+    return [*findings, *_visible(environ, root), _flags(environ)]
+
+
+def _flags(environ: Mapping[str, str]) -> Finding:
+    """Shows the flag of XLA that changes how gradients are sent; docs/performance.md has what it changes."""
+    name = "--xla_gpu_all_reduce_combine_threshold_bytes"
+    value = re.search(rf"{name}=(\S+)", environ.get("XLA_FLAGS", ""))
+    if value:
+        return passed("xla flags", f"gradients are joined up to {value[1]} bytes for an all-reduce ({name})")
+    earlier = f"{name}=25000000, or all_reduce: bucketed, sends them earlier"
+    return passed("xla flags", f"gradients are joined up to XLA's 30 MB for an all-reduce; {earlier}")
+
+
+def nccl(environ: Mapping[str, str], *, hosts: int, root: Path = Path("/")) -> list[Finding]:
+    """Checks the way that gradients take between GPUs: peer access within a host, an interface between hosts.
+
+    Args:
+        environ: the environment.
+        hosts: of the job.
+        root: where dev/ and sys/ are.
+    """
+    if not cuda.has_driver(root / "dev"):
+        return []
+    findings = []
+    for name, value in {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "LOC"}.items():
+        if environ.get(name) == value:
+            text = f"{name}={value} turns peer access off: GPUs of a host exchange gradients through its memory"
+            findings.append(warned("nccl", text, f"Unset {name}, unless it works round a fault of this machine."))
+    if hosts > 1:
+        findings += _interfaces(environ, root)
+    return findings or [passed("nccl", "no variable stands in NCCL's way")]
+
+
+def _versions(plugin: str) -> list[Finding]:
+    try:
+        jaxlib = importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:
+        return []  # `machine.versions` says so
+    version = cuda.plugin_version(plugin)
+    if version in (None, jaxlib):
+        return []
+    return [
+        failed(
+            "gpus",
+            f"JAX's CUDA plugin is {version}, but jaxlib is {jaxlib}: they must be of one version",
+            f"pip install --upgrade 'jax[{plugin.rpartition('_')[2]}]=={jaxlib}'",
+        )
+    ]
+
+
+def _driver(plugin: str, root: Path) -> list[Finding]:
+    """Compares the driver's version with what the plugin needs."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return []  # within Windows, and on Jetson, there is no such file
+    match = re.search(r"Kernel Module.*?\b(\d+(?:\.\d+)+)", text)
+    if match is None:
+        return []
+    least = _LEAST_DRIVER[plugin]
+    if tuple(map(int, match[1].split("."))) < least:
+        wanted = ".".join(map(str, least))
+        older = (
+            ""
+            if plugin.endswith("12")
+            else ", or take JAX for CUDA 12, which older drivers serve: pip install 'jax[cuda12]'"
+        )
+        text = f"NVIDIA's driver is {match[1]}, older than {wanted}, which JAX's CUDA plugin needs"
+        return [failed("driver", text, f"Update the driver to {wanted} or newer{older}.")]
+    return [passed("driver", f"NVIDIA's driver {match[1]}")]
+
+
+def _visible(environ: Mapping[str, str], root: Path) -> list[Finding]:
+    """Checks CUDA_VISIBLE_DEVICES against the GPUs that the driver lists."""
+    count = len(list((root / "proc/driver/nvidia/gpus").glob("*"))) or None
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return [passed("gpus", f"{count} GPUs")] if count else []
+    named = [part.strip() for part in value.split(",") if part.strip()]
+    if not named or named[0] in ("-1", "NoDevFiles"):
+        text = f"CUDA_VISIBLE_DEVICES is {value!r}, which hides every GPU"
+        return [failed("gpus", text, "Unset it, or name GPUs by number: CUDA_VISIBLE_DEVICES=0,1.")]
+    # CUDA takes the numbers up to the first that is none of a GPU, and drops the rest without a word.
+    wrong = [part for part in named if not part.startswith(("GPU-", "MIG-")) and not _is_index(part, count)]
+    if wrong:
+        there = "0" if count == 1 else f"0 to {count - 1}" if count else "whole numbers"
+        text = (
+            f"CUDA_VISIBLE_DEVICES is {value!r}, but {wrong[0]!r} is no GPU of this machine; CUDA stops reading there"
+        )
+        return [failed("gpus", text, f"Name GPUs that are here ({there}), or unset it.")]
+    return [passed("gpus", f"{len(named)}{f' of {count}' if count else ''} GPUs, by CUDA_VISIBLE_DEVICES={value}")]
+
+
+def _is_index(text: str, count: int | None) -> bool:
+    return text.isdecimal() and (count is None or int(text) < count)
+
+
+def _interfaces(environ: Mapping[str, str], root: Path) -> list[Finding]:
+    """Checks that NCCL finds a network interface that leads to the other hosts."""
+    there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
+    usable = [name for name in there if not name.startswith(_LOCAL)]
+    wanted = environ.get("NCCL_SOCKET_IFNAME")
+    if wanted:
+        return _named_interfaces(wanted, there, usable)
+    if usable:
+        return []
+    text = f"NCCL finds no network interface to other hosts; there are: {', '.join(there) or 'none'}"
+    return [failed("nccl", text, "In a container, give it the host's network (Docker: --network=host).")]
+
+
+def _named_interfaces(wanted: str, there: list[str], usable: list[str]) -> list[Finding]:
+    """Checks the interfaces that NCCL_SOCKET_IFNAME chooses: prefixes, or after `=` whole names, or after `^` all others."""
+    names, exact = wanted.lstrip("^=").split(","), "=" in wanted[:2]
+    matches = [name for name in there if (name in names if exact else name.startswith(tuple(names)))]
+    chosen = [name for name in usable if name not in matches] if wanted.startswith("^") else matches
+    if any(not name.startswith(_LOCAL) for name in chosen):
+        return []
+    reached = (
+        f"has NCCL use {', '.join(chosen)}, which leads to no other host" if chosen else "names no network interface"
+    )
+    remedy = (
+        f"Set it to one of: {', '.join(usable)}; or unset it." if usable else "Give this host a network, and unset it."
+    )
+    return [failed("nccl", f"NCCL_SOCKET_IFNAME={wanted} {reached}; there are: {', '.join(there) or 'none'}", remedy)]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

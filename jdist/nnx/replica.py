@@ -1,0 +1,210 @@
+"""What a replica runs of a step over nnx objects: a pure function of their variables, and gradients over the replicas.
+
+The objects are split into a graph definition and a state before each call, the step runs as a pure function of that
+state, and the objects receive the new state after it. Three kinds of variables are not simply replicated:
+
+- random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
+- batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
+- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in
+  the step too. How the states of a metric of your own come together is given by `metrics={MyMetric: "max"}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdist.core import context
+from jdist.errors import StepError
+from jdist.replica import collectives, gradients
+
+PyTree = Any
+MetricOps = Mapping[type, collectives.ReduceOp]  # how the replicas' states of a class of metrics come together
+_KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
+
+
+class _Variables(NamedTuple):
+    """The state of a step's objects by kind; messages name leaves by it."""
+
+    keys: Any
+    metrics: Any
+    batch_stats: Any
+    others: Any
+
+
+def value_and_grad(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
+) -> Callable[..., Any]:
+    """Differentiates as `nnx.value_and_grad`, and averages value and gradient over the replicas.
+
+    Args:
+        f: a function of the model (and more) that returns a scalar loss, or `(loss, aux)`.
+        argnums: as in nnx.
+        has_aux: as in nnx; `aux` stays this replica's own.
+        op: "mean", or "sum" where the loss is already divided by the global batch.
+
+    Returns:
+        A function that returns `(value, grads)` or `((value, aux), grads)`.
+    """
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        trace = context.current_trace()
+        if trace is None or trace.precision is None:
+            return f(*args, **kwargs)
+        which = argnums if isinstance(argnums, Sequence) else (argnums,)
+        models = [args[i.argnum if isinstance(i, nnx.DiffState) else i] for i in which]
+        # Copies: the variables in `nnx.state` are the model's own.
+        wide = [jax.tree.map(lambda x: x, nnx.state(model, nnx.Param)) for model in models]
+        for model, params in zip(models, wide, strict=True):
+            nnx.update(model, trace.precision.cast_to_compute(params))
+        result = f(*args, **kwargs)
+        for model, params in zip(models, wide, strict=True):  # or nnx would take the cast for a change of the model
+            nnx.update(model, params)
+        return gradients.scale_loss(result, has_aux, trace.precision, trace.loss_scale)
+
+    local = nnx.value_and_grad(lowered, argnums=argnums, has_aux=has_aux)
+
+    def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
+        value, grads = local(*args, **kwargs)
+        loss, aux = value if has_aux else (value, None)
+        loss, grads = gradients.combine_gradients(loss, grads, op)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad_of_all
+
+
+def grad(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
+) -> Callable[..., Any]:
+    """Differentiates as `nnx.grad`, and averages over the replicas; see `value_and_grad` for the arguments."""
+    both = value_and_grad(f, argnums=argnums, has_aux=has_aux, op=op)
+
+    def grad_of_all(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_of_all
+
+
+def split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Splits a call's arguments: `((graph definition, which are objects), variables by kind, others, objects)`."""
+    which = tuple(map(holds_objects, args))
+    if not any(which[:1]):
+        raise StepError(
+            "jdist.nnx.distribute: the step's first argument holds no nnx object. It must be the model, the optimizer "
+            "or a tuple of them; for steps over pure states use `jdist.distribute`."
+        )
+    objects = tuple(arg for arg, is_object in zip(args, which, strict=True) if is_object)
+    rest = tuple(arg for arg, is_object in zip(args, which, strict=True) if not is_object)
+    graphdef, *state = nnx.split(objects, *_KINDS)
+    return (graphdef, which), _Variables(*state), rest, objects
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether an argument is an nnx object, or a tree with one."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
+
+
+def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., Any]:
+    """Makes of a step over objects one over their state: `(static, variables, *others) -> (variables, *results)`.
+
+    Args:
+        step: the user's step.
+        metric_ops: of the metrics' classes that are not nnx's own.
+    """
+
+    @functools.wraps(step)
+    def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
+        graphdef, which = static
+        keys, metrics, statistics, others = state
+        own_keys = jax.tree.map(collectives.replica_rng, keys)
+        bound = collectives.replica_axes() is not None or collectives.num_replicas() > 1
+        # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
+        copies = jax.tree.map(lambda x: x, (metrics, statistics, others))
+        objects = nnx.merge(graphdef, own_keys, *copies)
+        ops = _ops_by_path(objects, metric_ops) if bound else {}
+        if bound:
+            # What adds up: the first replica goes on from what was there, the others begin at zero, and all of it is summed.
+            is_first = collectives.replica_id() == 0
+            initial = _map_metrics(lambda op, x: jnp.where(is_first, x, 0) if op == "sum" else x, ops, metrics)
+            nnx.update(objects, initial)
+        mutable, others_of_step = iter(objects), iter(rest)
+        with _no_reading(objects) if collectives.num_replicas() > 1 else contextlib.nullcontext():
+            result = step(*(next(mutable if is_object else others_of_step) for is_object in which), **kwargs)
+        new_graphdef, _, new_metrics, new_statistics, new_others = nnx.split(objects, *_KINDS)
+        if new_graphdef != graphdef:
+            raise StepError(
+                "the step changed the structure of its nnx objects (a module, variable or static attribute was added, "
+                "removed or changed). Make such changes outside of the step."
+            )
+        if bound:
+            new_metrics = _map_metrics(lambda op, x: collectives.all_reduce(x, op).astype(x.dtype), ops, new_metrics)
+            new_statistics = collectives.all_reduce(new_statistics, "mean")
+        results = result if isinstance(result, tuple) else (result,)
+        return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
+
+    # Arguments are bound to the wrapper's own parameters, not to those of the step it wraps.
+    del pure.__wrapped__
+    return pure
+
+
+def _ops_by_path(objects: PyTree, metric_ops: MetricOps) -> dict[tuple[Any, ...], collectives.ReduceOp]:
+    """Finds how the replicas' versions of each metric come together, by path; raises StepError for an unknown class."""
+    ops: dict[tuple[Any, ...], collectives.ReduceOp] = {}
+    for path, node in nnx.iter_graph(objects):
+        if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):
+            continue
+        kind = type(node)
+        op = metric_ops.get(kind)
+        if op is None and kind in (nnx.metrics.Average, nnx.metrics.Accuracy):
+            op = "sum"
+        if op is None:
+            name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
+            raise StepError(
+                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not "
+                f'known of it. If they add up, say `jdist.nnx.distribute(..., metrics={{{name}: "sum"}})`, or "max", "min", '
+                '"mean"; else use nnx.metrics.Average, or return the values as metrics of the step.'
+            )
+        ops[path] = op
+    return ops
+
+
+def _map_metrics(
+    change: Callable[[collectives.ReduceOp, Any], Any], ops: dict[tuple[Any, ...], collectives.ReduceOp], metrics: Any
+) -> Any:
+    """Changes each array of the metrics' variables by `change(op of its metric, array)`."""
+
+    def one(path: tuple[Any, ...], variable: Any) -> Any:
+        op: collectives.ReduceOp = next(ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops)
+        return jax.tree.map(lambda x: change(op, x), variable)
+
+    flat = nnx.to_flat_state(metrics)
+    return nnx.from_flat_state([(path, one(path, variable)) for path, variable in flat])
+
+
+@contextlib.contextmanager
+def _no_reading(objects: PyTree) -> Iterator[None]:
+    """Refuses `compute()` of a metric inside the step, where it knows of one replica's rows alone."""
+
+    def refuse() -> Any:
+        raise StepError(
+            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it "
+            "outside of the step, where the rows of all replicas are in; a value for each step is a metric that the step "
+            "returns."
+        )
+
+    nodes = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Metric)]
+    for node in nodes:
+        object.__setattr__(node, "compute", refuse)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            object.__delattr__(node, "compute")

@@ -1,0 +1,419 @@
+"""The closures of one coordinator under one lock: who gets which, and whom results and errors reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdist.errors import (
+    ClosureCancelledError,
+    ClosureError,
+    DatasetError,
+    JDistError,
+    JobReplacedError,
+    NoWorkersError,
+    ShardLostError,
+)
+from jdist.ps.coordinator.closures import Closure, Closures, ClusterSnapshot
+from jdist.ps.coordinator.datasets import BatchName, RemoteBatch
+from jdist.ps.coordinator.interrupts import uninterrupted
+from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
+from jdist.ps.program.function_plan import Combine, FunctionPlan
+from jdist.ps.protocol import scheduler
+from jdist.ps.protocol.messages import Commit
+from jdist.ps.protocol.scheduler import Dispatch
+from jdist.ps.protocol.scheduler_events import (
+    Assign,
+    Cancelled,
+    Decided,
+    Event,
+    Finish,
+    Reported,
+    Rerun,
+    Rollback,
+    Scheduled,
+)
+from jdist.ps.protocol.sync_rounds import Rounds
+
+_LOG = logging.getLogger(__name__)
+MOST_QUEUED = 262_144  # as in tf.distribute
+
+
+class ClosureQueue:
+    """Takes closures in, hands them out as `scheduler.handle` decides, and delivers results and errors.
+
+    It has no connection and no thread of its own; every thread of the coordinator calls it.
+
+    Args:
+        num_shards: how many shards keep the state.
+        depth: closures that a worker gets at a time.
+        rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
+
+    Attributes:
+        lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
+            awaited.
+        mutex: of which `lock` is a condition.
+        closed: set once all is over; who only asks now and then waits for it, as every notice of `lock` would wake it.
+        dispatch: the scheduler's state.
+        closures: those that may have to be computed.
+        executors: what carries out a command of the scheduler, by the command's class.
+        snapshot_due: is called when a snapshot should be taken.
+        finished_at_s: when a closure was last done.
+        no_workers: what a call raises once no worker is left.
+        replaced_by: what every call raises once another coordinator has taken over.
+
+    Source: `_CoordinatedClosureQueue` of tf.distribute's cluster_coordinator.py.
+    """
+
+    def __init__(self, num_shards: int, *, depth: int, rounds: Rounds | None):
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)
+        self._is_awaited = False
+        self.closed = threading.Event()
+        self.dispatch = Dispatch(num_shards=num_shards, depth=depth if rounds is None else 1, rounds=rounds)
+        self.closures = Closures(have_a_state=num_shards > 0)
+        self.executors: dict[type, Callable[[Any], object]] = {
+            Finish: self._finish,
+            Rerun: lambda command: _LOG.warning("%d closures run again", command.count),
+        }
+        self.snapshot_due: Callable[[], None] = lambda: None
+        self.finished_at_s = time.monotonic()
+        self.no_workers: NoWorkersError | None = None
+        self.replaced_by: JobReplacedError | None = None
+        self._to_come = 0  # closures that wait for arguments
+        self._error: JDistError | None = None
+        self._lost: dict[int, ShardLostError] = {}  # given up, until they answer
+        self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of the update in progress
+        self._rounds_skipped = 0
+
+    def begin(self, first: int) -> None:
+        """Begins with a closure of this number."""
+        self.dispatch = dataclasses.replace(self.dispatch, scheduled=first, next=first)
+        self.closures.next_number = first
+
+    @property
+    def generation(self) -> int:
+        """The shards' present history."""
+        return self.dispatch.generation
+
+    @property
+    def num_skipped(self) -> int:
+        """How many updates were left out, as a gradient was not finite."""
+        return self._rounds_skipped + self.closures.num_skipped
+
+    @property
+    def scheduled(self) -> int:
+        """How many closures were scheduled; the number of the next."""
+        return self.dispatch.scheduled
+
+    @property
+    def done(self) -> bool:
+        """Whether every closure that was scheduled is done."""
+        with self.lock:
+            return self.dispatch.is_idle and not self._to_come
+
+    def add(self, plan: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
+        """Takes in a function, to be installed on each worker that gets a closure of it.
+
+        Args:
+            plan: what workers need to know of it.
+            program: the function, packed.
+            combine: makes of what the closures of an update returned what the update needs besides (synchronous mode).
+
+        Returns:
+            The number that `schedule` takes.
+        """
+        with self.lock:
+            return self.closures.add_function(plan, program, combine)
+
+    def schedule(self, function: int, arguments: Sequence[Any], reads: RemoteBatch | None = None) -> Pending:
+        """Puts a closure into the queue; waits while the queue is full.
+
+        Args:
+            function: the number that `add` returned.
+            arguments: the arrays of its call, to be cast to the dtypes of `FunctionPlan.arguments`; the closure waits for those
+                that are a `RemoteValue`, and the caller does not.
+            reads: the batch that the worker reads for it.
+
+        Returns:
+            Its results, when they are there.
+
+        Raises:
+            ClosureError: an earlier closure failed; what was in the queue is cancelled, and the error then forgotten.
+            ShardLostError: a shard has not answered for long.
+            DatasetError: another call has what it reads.
+        """
+        arguments = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # copies
+        pending = Pending(cancel=self.cancel)
+        with self.lock:
+            self._wait_for_room()
+        with uninterrupted():
+            with self.lock:
+                if reads is not None:
+                    reads.reads.use(reads, pending)
+                self._to_come += 1
+            when_all_arrived(
+                [p for x in arguments if isinstance(x, RemoteValue) for p in x.pending],
+                lambda: self._put(function, arguments, pending, reads),
+            )
+        return pending
+
+    def schedule_round(self, function: int, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
+        """Puts closures that make one update into the queue, all at once; as `schedule`."""
+        cast = [self.closures.function(function).cast([np.array(x) for x in each]) for each in arguments]
+        with self.lock:
+            self._wait_for_room()
+        with uninterrupted(), self.lock:
+            pending = [Pending() for _ in cast]
+            for each, result in zip(cast, pending, strict=True):
+                self.closures.put(function, each, result)
+            self.handle(Scheduled(count=len(pending)))
+        return pending
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until every closure is done.
+
+        Raises:
+            TimeoutError: they were not after `timeout_s`.
+            ClosureError: one of them failed.
+            ShardLostError: a shard has not answered for long.
+        """
+        with self.lock:
+            if not self.lock.wait_for(lambda: self.done or self.closed.is_set() or self.is_a_shard_lost, timeout_s):
+                left = self.dispatch.scheduled - self.dispatch.settled + self._to_come
+                raise TimeoutError(
+                    f"up to {left:,} closures are not done after {timeout_s:g} s; they go on. Wait longer, or without "
+                    "`timeout_s`."
+                )
+            self.raise_error()
+
+    def cancel(self, pending: Sequence[Pending]) -> bool:
+        """Cancels closures, all or none; returns False if a worker has had one of them, or they make an update together."""
+        with self.lock:
+            numbers = frozenset(p.number for p in pending if p.number is not None)
+            too_late = any(p.done for p in pending) or not all(map(self.dispatch.is_waiting, numbers))
+            if too_late or self.closed.is_set() or self.dispatch.rounds is not None:
+                return False
+            self._to_come -= sum(p.number is None for p in pending)
+            for each in pending:
+                each.arrive([], ClosureCancelledError("the program has cancelled it"))
+            self.handle(Cancelled(only=numbers))
+            self.lock.notify_all()
+            return True
+
+    def _wait_for_room(self) -> None:
+        self.raise_error()
+        while not self.closed.is_set() and (
+            self.dispatch.scheduled - self.dispatch.settled >= MOST_QUEUED or self.closures.is_too_large
+        ):
+            self.wait_for_event()
+            self.raise_error()
+        if self.closed.is_set():
+            raise ClosureCancelledError("the coordinator was closed")
+        if self.no_workers is not None:
+            raise self.no_workers
+
+    def _put(self, function: int, arguments: list[Any], pending: Pending, reads: RemoteBatch | None) -> None:
+        """Puts a closure whose arguments are there into the queue."""
+        failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
+        error: ClosureError | None = None
+        cast: list[np.ndarray] = []
+        if failed:
+            error = ClosureCancelledError(f"an argument of it failed: {failed[0]}")
+        else:
+            try:
+                cast = self.closures.function(function).cast(arguments)
+            except Exception as exc:  # noqa: BLE001  # it is this closure's
+                error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
+        with self.lock:
+            if pending.done:
+                return  # it was cancelled, and is not waited for any more
+            self._to_come -= 1
+            if self.closed.is_set():
+                error = ClosureCancelledError("the coordinator was closed")
+            if error is None:
+                self.closures.put(function, cast, pending, reads)
+                self.handle(Scheduled(count=1))
+            else:
+                self.lock.notify_all()
+        if error is not None:
+            pending.arrive([], error)
+
+    def handle(self, event: Event) -> None:
+        """Lets the scheduler decide, and carries out its commands."""
+        with self.lock:
+            if self.closed.is_set():
+                return
+            self._carry_out(event)
+            if self._error is not None and not isinstance(event, Cancelled):
+                self._cancel_waiting()  # what came back meanwhile, from a worker that was lost
+            if self.dispatch.is_idle or self._is_awaited:  # else waking others costs more than the event
+                self._is_awaited = False
+                self.lock.notify_all()
+
+    def _carry_out(self, event: Event) -> None:
+        self.dispatch, commands = scheduler.handle(self.dispatch, event)
+        for command in commands:
+            self.executors[type(command)](command)
+
+    def _finish(self, command: Finish) -> None:
+        self.finished_at_s = time.monotonic()
+        if self.closures.finish(command, self._error):
+            self.snapshot_due()
+
+    def _cancel_waiting(self) -> None:
+        dispatch = self.dispatch
+        if dispatch.next < dispatch.scheduled or dispatch.returned:
+            self._carry_out(Cancelled(spare=self.closures.arrived))
+
+    def fail(self, error: JDistError) -> None:
+        """Raises an error in the user's next call, and cancels what no worker has."""
+        with self.lock:
+            self._error = self._error or error
+            self._cancel_waiting()
+            self.lock.notify_all()
+
+    def raise_error(self) -> None:
+        """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
+        if self.replaced_by is not None:
+            raise self.replaced_by
+        if self._error is not None:
+            self.lock.wait_for(lambda: self.done or self.closed.is_set() or self.is_a_shard_lost)
+        for lost in self._lost.values():
+            raise ShardLostError(str(lost))
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait_for_event(self, timeout_s: float | None = None) -> None:
+        """Waits until something has happened, or so long; called with the lock held."""
+        self._is_awaited = True
+        self.lock.wait(timeout_s)
+
+    def end(self, error: JDistError) -> None:
+        """Begins nothing any more, and fails what is waited for."""
+        with self.lock:
+            self.closed.set()
+            waiting = self.closures.clear()
+            self.lock.notify_all()
+        for pending in waiting:
+            pending.arrive([], error)
+
+    def take(self, assigned: Assign, numbers: Sequence[int]) -> tuple[int, list[tuple[Closure, BatchName | None]]]:
+        """Chooses the closures that are sent to a worker; the scheduler hears of those that it cannot compute.
+
+        Args:
+            assigned: to whom, and in which history.
+            numbers: of the closures.
+
+        Returns:
+            `(settled, closures)`: the number below which all are done; those that are still wanted, each with the name of the
+            batch that the worker reads for it.
+        """
+        sender = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
+        taken = list[tuple[Closure, BatchName | None]]()
+        # All at once: what is another worker's to read may be this one's in a moment, if that is lost.
+        with self.lock:
+            lost = [w for w, known in self.dispatch.workers.items() if known.state != "ready"]
+            for closure in self.closures.of(numbers):
+                if (reads := closure.reads) is None:
+                    taken.append((closure, None))
+                    continue
+                try:
+                    name = reads.reads.take(reads, assigned.worker, lost)
+                except DatasetError as exc:
+                    reported = Reported(**sender, closure=closure.number, outcome="void")
+                    self.report(reported, [], ClosureError(f"closure {closure.number}: {exc}"))
+                    continue
+                if name is None:
+                    self.handle(Reported(**sender, closure=closure.number, outcome="declined"))
+                else:
+                    taken.append((closure, name))
+            return self.dispatch.settled, taken
+
+    def report(
+        self, reported: Reported, results: list[np.ndarray], error: ClosureError | None, *, is_skipped: bool = False
+    ) -> None:
+        """Takes in what a worker says of a closure, and hands its results or its error to those who wait for them.
+
+        Args:
+            reported: what became of it.
+            results: its arrays, if there are any.
+            error: why it failed.
+            is_skipped: whether its update was left out, as a gradient was not finite.
+        """
+        with self.lock:
+            if not self.is_present(reported.worker, reported.epoch, reported.generation):
+                return  # a rollback came between, or the worker counts as lost
+            for closure in self.closures.of([reported.closure]):
+                closure.pending.arrive(results, error)
+            if is_skipped:
+                self.closures.skip(reported.closure)
+            self.handle(reported)
+            if error is not None:
+                self.fail(error)
+
+    def is_present(self, worker: int, epoch: int, generation: int) -> bool:
+        """Whether a report is of a worker's present epoch and of the present history; called with the lock held."""
+        return (epoch, generation) == (self.epoch_of(worker), self.generation)
+
+    def epoch_of(self, worker: int) -> int:
+        """Returns a worker's present epoch; 0 before its first."""
+        known = self.dispatch.workers.get(worker)
+        return 0 if known is None else known.epoch
+
+    def decide(self, numbers: tuple[int, ...]) -> None:
+        """Decides whether staged closures become an update, and keeps what that needs besides the mean (synchronous mode)."""
+        with self.lock:
+            closures = self.closures.of(numbers)
+            if len(closures) < len(numbers):
+                return  # a rollback came between
+        commit, scalars, error = closures[0].function.decide(closures)
+        with self.lock:
+            self._scalars = {numbers: scalars}
+            self._rounds_skipped += not commit and error is None
+            if error is not None:
+                self.fail(error)
+            self.handle(Decided(closures=numbers, commit=commit))
+
+    def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]:
+        """Returns which step's an update is that is committed, and what it needs besides the mean."""
+        with self.lock:
+            first = self.closures.of(commit.closures[:1])
+            view = first[0].function.plan.view if first else 0
+            return view or 0, self._scalars.get(commit.closures) or None
+
+    def roll_back(self, snapshot: ClusterSnapshot) -> None:
+        """Goes back to a snapshot: what was done since runs again."""
+        with self.lock:
+            done = self.closures.go_back(snapshot)
+            self.handle(Rollback(settled=snapshot.settled, applied=done, version=snapshot.version))
+
+    def shard_lost(self, shard: int, error: ShardLostError) -> None:
+        """Gives a shard up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""
+        with self.lock:
+            if self.closed.is_set():
+                return
+            self._lost[shard] = error
+            self._cancel_waiting()
+            for pending in self.closures.pending:
+                pending.give_up(error)
+            self.lock.notify_all()
+
+    def shard_found(self, shard: int) -> None:
+        """Waits again for a shard that was given up: what was with a worker when it went will be done after all."""
+        with self.lock:
+            self._lost.pop(shard, None)
+            for pending in self.closures.pending if not self._lost else ():
+                pending.give_up(None)
+
+    @property
+    def is_a_shard_lost(self) -> bool:
+        """Whether a shard has been given up."""
+        return bool(self._lost)

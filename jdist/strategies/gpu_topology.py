@@ -1,0 +1,206 @@
+"""NVIDIA GPUs that need not be here, as XLA's GPU compiler takes them: the figures of a chip, and devices host by host."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from jdist.core.strategy import Device
+from jdist.errors import DeviceError
+from jdist.strategies import cuda
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What XLA's compiler has to know of a chip.
+
+    Attributes:
+        kind: JAX's name of the device.
+        capability: CUDA's compute capability, (major, minor).
+        cores: streaming multiprocessors.
+        fpus_per_core: float32 units of one.
+        shared_memory_bytes: of one core.
+        most_shared_bytes: of these, what one block of threads can have.
+        memory_bytes_per_s: bandwidth of the device's memory.
+        l2_bytes: its cache.
+        clock_ghz: of the cores.
+        memory_bytes: the device's memory, as the driver counts it.
+        gpus_per_host: the most that the maker's nodes join by NVLink.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    shared_memory_bytes: int
+    most_shared_bytes: int
+    memory_bytes_per_s: int
+    l2_bytes: int
+    clock_ghz: float
+    memory_bytes: int
+    gpus_per_host: int = 8
+
+
+# From XLA's own descriptions, https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, which has none
+# of L4 and T4.
+GPUS = {
+    "v100": Gpu(
+        kind="Tesla V100-SXM2-16GB",
+        capability=(7, 0),
+        cores=80,
+        fpus_per_core=64,
+        shared_memory_bytes=98_304,
+        most_shared_bytes=98_304,
+        memory_bytes_per_s=898_048_000_000,
+        l2_bytes=6_291_456,
+        clock_ghz=1.53,
+        memory_bytes=16_935_682_048,
+    ),
+    "a100-40gb": Gpu(
+        kind="NVIDIA A100-SXM4-40GB",
+        capability=(8, 0),
+        cores=108,
+        fpus_per_core=64,
+        shared_memory_bytes=167_936,
+        most_shared_bytes=166_912,
+        memory_bytes_per_s=1_555_200_000_000,
+        l2_bytes=41_943_040,
+        clock_ghz=1.41,
+        memory_bytes=42_331_013_120,
+        gpus_per_host=16,
+    ),
+    "a100-80gb": Gpu(
+        kind="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        cores=108,
+        fpus_per_core=64,
+        shared_memory_bytes=167_936,
+        most_shared_bytes=166_912,
+        memory_bytes_per_s=2_039_040_000_000,
+        l2_bytes=41_943_040,
+        clock_ghz=1.41,
+        memory_bytes=85_100_068_864,
+    ),
+    "h100": Gpu(
+        kind="NVIDIA H100 80GB HBM3",
+        capability=(9, 0),
+        cores=132,
+        fpus_per_core=128,
+        shared_memory_bytes=233_472,
+        most_shared_bytes=232_448,
+        memory_bytes_per_s=3_352_320_000_000,
+        l2_bytes=52_428_800,
+        clock_ghz=1.98,
+        memory_bytes=84_942_979_072,
+    ),
+    "h200": Gpu(
+        kind="NVIDIA H200 141GB HBM3e",
+        capability=(9, 0),
+        cores=132,
+        fpus_per_core=128,
+        shared_memory_bytes=233_472,
+        most_shared_bytes=232_448,
+        memory_bytes_per_s=4_800_000_000_000,
+        l2_bytes=52_428_800,
+        clock_ghz=1.98,
+        memory_bytes=151_397_597_184,
+    ),
+    "b200": Gpu(
+        kind="NVIDIA B200",
+        capability=(10, 0),
+        cores=148,
+        fpus_per_core=128,
+        shared_memory_bytes=233_472,
+        most_shared_bytes=232_448,
+        memory_bytes_per_s=7_672_320_000_000,
+        l2_bytes=132_644_864,
+        clock_ghz=1.965,
+        memory_bytes=191_514_411_008,
+    ),
+}
+
+
+def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]:
+    """Describes GPUs that are not here, those of each host together: devices to compile for, which hold nothing.
+
+    Args:
+        chip: a name in `GPUS`.
+        hosts: how many, one process each.
+        gpus_per_host: of each.
+
+    Raises:
+        DeviceError: JAX's CUDA plugin is missing, of another version than JAX, or cannot be loaded.
+    """
+    gpu = GPUS[chip]
+    if gpus_per_host > gpu.gpus_per_host:
+        several = f"{chip}:{-(-gpus_per_host // gpu.gpus_per_host)}x{gpu.gpus_per_host}"
+        warnings.warn(
+            f"{chip}:{gpus_per_host} is one host with {gpus_per_host} GPUs, but hosts with {chip} have at most "
+            f"{gpu.gpus_per_host}; for several hosts write {several}.",
+            stacklevel=2,
+        )
+    options = {"target_config": _target_config(gpu), "topology": f"1x{hosts}x{gpus_per_host}"}
+    _check_plugin(chip)
+    try:
+        try:
+            description = topologies.get_topology_desc("", "cuda", **options)
+        except NotImplementedError:  # the plugin was passed over when JAX started
+            cuda.load_plugin()
+            description = topologies.get_topology_desc("", "cuda", **options)
+    except (ImportError, NotImplementedError, RuntimeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise DeviceError(
+            f"JAX's CUDA plugin, which holds the GPU compiler, cannot be loaded: {reason}. Install it again: pip install "
+            "--force-reinstall 'jdist[plan-gpu]'."
+        ) from exc
+    return tuple(sorted(description.devices, key=lambda device: (device.process_index, device.id)))
+
+
+def _check_plugin(chip: str) -> None:
+    plugin = cuda.installed_plugin()
+    if plugin is None:
+        raise DeviceError(
+            f"compiling for {chip} GPUs, which are not here, needs JAX's CUDA plugin: pip install 'jdist[plan-gpu]'."
+        )
+    version = cuda.plugin_version(plugin)
+    if version not in (None, jax.__version__):
+        raise DeviceError(
+            f"JAX's CUDA plugin is {version} and JAX {jax.__version__}; they must be of one version: pip install "
+            "--upgrade 'jdist[plan-gpu]', which takes the plugin that belongs to the JAX that is there."
+        )
+
+
+def _target_config(gpu: Gpu) -> str:
+    """Writes a chip as XLA's GpuTargetConfigProto, in protobuf's text format."""
+    major, minor = gpu.capability
+    # From Hopper on, the instructions of the exact chip, such as its tensor cores' ("sm_90a").
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          shared_memory_per_block: 49152
+          shared_memory_per_core: {gpu.shared_memory_bytes}
+          shared_memory_per_block_optin: {gpu.most_shared_bytes}
+          threads_per_core_limit: 2048
+          core_count: {gpu.cores}
+          fpus_per_core: {gpu.fpus_per_core}
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          memory_bandwidth: {gpu.memory_bytes_per_s}
+          l2_cache_size: {gpu.l2_bytes}
+          clock_rate_ghz: {gpu.clock_ghz}
+          device_memory_size: {gpu.memory_bytes}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        runtime_version {{ major: 12 minor: 8 patch: 0 }}
+        device_description_str: "{gpu.kind}"
+    """

@@ -1,0 +1,135 @@
+"""`jdist plan` for GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdist
+from jdist.errors import ConfigError, JDistError
+from jdist.plan.collectives import Collective
+from jdist.plan.hlo import bytes_accessed, parse
+from jdist.plan.roofline import estimate, load_chips
+from jdist.strategies.gpu_topology import GPUS
+from tests.strategies.gpu_steps import needs_compiler
+
+CONFIG = "configs/digits.yaml"
+
+
+def plan(topology, *overrides):
+    return jdist.plan.plan_config(CONFIG, "task.options.width=4", *overrides, topology=topology)
+
+
+def test_every_described_chip_has_public_figures():
+    kinds = {kind: chip for chip in load_chips().values() for kind in chip.kinds}
+    for gpu in GPUS.values():
+        assert abs(kinds[gpu.kind].hbm_bytes / gpu.memory_bytes - 1) < 0.08
+        assert abs(kinds[gpu.kind].hbm_bytes_per_s / gpu.memory_bytes_per_s - 1) < 0.05
+
+
+class TestTheModel:
+    H100 = load_chips()["H100"]
+
+    def seconds(self, chips=32, **fields):
+        collective = dict(
+            kind="all-reduce", axes="replica", groups=1, group_size=32, count=1, bytes=10**9, certain=True
+        )
+        exchanged = [Collective(**(collective | fields))]
+        return estimate(self.H100, flops=0, memory_bytes=0, exchanged=exchanged, chips=chips, domain_chips=8).exchange_s
+
+    def test_what_stays_within_a_host_never_crosses(self):
+        within = 2 * 7 / 8 * 1e9 / self.H100.link_bytes_per_s
+        assert self.seconds(groups=4, group_size=8, per_domain=8) == pytest.approx(within)
+        assert self.seconds(groups=4, group_size=8, per_domain=8, chips=512) == pytest.approx(within)
+
+    def test_what_has_one_gpu_a_host_crosses_whole(self):
+        across = 2 * 3 / 4 * 1e9 / self.H100.network_bytes_per_s
+        assert self.seconds(groups=8, group_size=4, per_domain=1) == pytest.approx(across)
+
+    def test_what_goes_over_all_crosses_by_a_share_of_each_gpu(self):
+        within = 2 * 7 / 8 * 1e9 / self.H100.link_bytes_per_s
+        across = 2 * 3 / 4 * 1e9 / 8 / self.H100.network_bytes_per_s
+        assert self.seconds(per_domain=8) == pytest.approx(within + across)
+        assert self.seconds(per_domain=None) == pytest.approx(within + across)
+
+
+def test_bytes_accessed_are_near_the_compilers_own_count():
+    def step(x, w):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    compiled = jax.jit(jax.grad(step, argnums=1)).lower(*shapes).compile()
+    counted = bytes_accessed(parse(compiled.as_text()))
+    assert 0.5 < counted / compiled.cost_analysis()["bytes accessed"] < 2
+
+
+def test_of_an_array_that_a_loop_slices_the_slices_count():
+    def step(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x * w), None), x, ws)[0]
+
+    trips = 50
+    shapes = [jax.ShapeDtypeStruct((1000,), jnp.float32), jax.ShapeDtypeStruct((trips, 1000), jnp.float32)]
+    counted = bytes_accessed(parse(jax.jit(step).lower(*shapes).compile().as_text()))
+    assert trips * 4000 <= counted <= 12 * trips * 4000  # not trips * trips
+
+
+@needs_compiler
+class TestAPlan:
+    def test_of_one_host(self):
+        found = plan("h100:8")
+        assert (found.num_devices, found.device_kind, found.domain_chips) == (8, "NVIDIA H100 80GB HBM3", 8)
+        assert found.fits
+        assert found.capacity == int(0.75 * GPUS["h100"].memory_bytes)
+        text = jdist.plan.show(found)
+        assert "the 75% of a GPU that JAX takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION)" in text
+        assert "1 of 8 within a host" in text
+        assert "asynchronous: " in text
+        assert found.flops > 0
+        assert found.bytes_moved > 0
+
+    def test_of_several_hosts(self):
+        found = plan("h100:4x8")
+        assert {(c.kind, c.group_size, c.per_domain) for c in found.collectives} == {("all-reduce", 32, 8)}
+        assert "1 of 32 between 4 hosts" in jdist.plan.show(found)
+        seconds = {e.chips: e.exchange_s for e in found.estimates}
+        assert seconds[8] < seconds[32] < seconds[4096]  # beyond a host it crosses the network
+
+    def test_what_does_not_fit_is_refused(self, monkeypatch):
+        found = plan("h100:8")
+        small = dataclasses.replace(found, capacity=found.memory.total - 1)
+        assert (small.fits, small.verdict) == (False, "does not fit")
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+        assert plan("h100:8").capacity == int(0.9 * GPUS["h100"].memory_bytes)
+
+    @pytest.mark.parametrize("value", ["", "much", "0", "1.5"])
+    def test_a_share_that_is_none(self, monkeypatch, value):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", value)
+        with pytest.raises(ConfigError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION is '.*'; it must be a number above 0"):
+            plan("h100:1")
+
+    def test_a_sweep_finds_the_largest_batch(self, capsys, monkeypatch):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.00005")  # 4 MB
+        from jdist.cli.main import main
+
+        code = main(["plan", CONFIG, "--topology", "h100:2", "--sweep", "global_batch=64..16384"])
+        printed = capsys.readouterr().out
+        assert code == 0
+        assert "largest that fits: " in printed
+        assert "all that were tried fit" not in printed
+
+    @pytest.mark.parametrize(
+        ("strategy", "message"),
+        [("parameter_server", "takes no devices"), ("central_storage", "JAX describes NVIDIA H100 .* without any")],
+    )
+    def test_strategies_that_cannot_be_compiled_for(self, strategy, message):
+        with pytest.raises(JDistError, match=message):
+            plan("h100:8", f"strategy.name={strategy}")
+
+    def test_pmap_is_refused(self):
+        with pytest.raises(JDistError, match="JAX compiles only for devices that are here"):
+            plan("h100:8", "strategy.transform=pmap")

@@ -1,0 +1,62 @@
+"""What tests of steps compiled for GPUs that are not here share."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jdist
+from jdist.plan.collectives import collectives
+from jdist.plan.hlo import parse
+from jdist.strategies import cuda
+from tests.strategies.tpu_steps import batch_of
+
+needs_compiler = pytest.mark.skipif(
+    cuda.installed_plugin() is None, reason="the GPU compiler is not installed here: pip install 'jdist[plan-gpu]'"
+)
+LAYERS, WIDTH = 10, 1024
+
+
+def create():
+    params = {f"layer_{i}": jnp.zeros((WIDTH, WIDTH)) for i in range(LAYERS)}
+    return jdist.TrainState.create(params=params, tx=optax.adam(1e-3))
+
+
+def step(state, batch):
+    """A chain of products: the gradient of each layer is there before that of the layer below it."""
+
+    def loss_fn(params):
+        x = batch["x"]
+        for i in range(LAYERS):
+            x = jnp.tanh(x @ params[f"layer_{i}"])
+        return jdist.mean(jnp.sum(x**2, axis=1), batch["mask"])
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+STATE = jax.eval_shape(create)
+PARAMS_BYTES = LAYERS * WIDTH * WIDTH * 4
+
+
+class Compiled:
+    """A step compiled for a strategy whose devices are not here."""
+
+    def __init__(self, strategy, rows=16, **options):
+        steps = options.get("steps_per_call", 1)
+        batch = batch_of(rows * strategy.num_replicas, x=((WIDTH,), jnp.float32))
+        if steps > 1:
+            batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype), batch)
+        self.program = jdist.distribute(step, strategy, **options).lower(STATE, batch).compile()
+        self.text = self.program.as_text()
+        self.module = parse(self.text)
+        topology = jdist.strategies.topology.parse_topology(strategy.topology)
+        shape = dict(strategy.mesh.shape)
+        self.collectives = collectives(self.module, shape, domain=topology.domain_chips)
+        self.memory = self.program.memory_analysis()
+
+    @property
+    def aliases(self):
+        return len(re.findall(r"\((\d+), \{\}, m\w+-alias\)", self.module.header))

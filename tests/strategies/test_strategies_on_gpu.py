@@ -1,0 +1,159 @@
+"""Every strategy's step, compiled by XLA's GPU compiler for H100s that are not here."""
+
+import re
+
+import jax
+import pytest
+
+import jdist
+from jdist.plan.hlo import overlap
+from jdist.plan.target import find_target_devices, parse_target, strategy_on
+from tests.strategies.gpu_steps import PARAMS_BYTES, STATE, Compiled, needs_compiler
+
+pytestmark = needs_compiler
+SCALARS = 4 * 2  # the number of real rows, the loss
+
+
+def exchanged(compiled):
+    """Kind, number of groups, their size and how many of each a host has, of every kind of collective."""
+    return {(c.kind, c.groups, c.group_size, c.per_domain) for c in compiled.collectives}
+
+
+def total(compiled):
+    assert all(c.certain for c in compiled.collectives)
+    return sum(c.bytes for c in compiled.collectives)
+
+
+def check_asynchronous(compiled):
+    """Every all-reduce starts and ends apart."""
+    assert not re.search(r" all-reduce\(", compiled.text)
+    assert compiled.text.count(" all-reduce-start(") == compiled.text.count(" all-reduce-done(") > 0
+    assert "is_scheduled=true" in compiled.module.header
+
+
+@pytest.fixture(scope="module")
+def mirrored():
+    return Compiled(jdist.mirrored(topology="h100:8"))
+
+
+@pytest.mark.parametrize("name", ["default", "one_device"])
+def test_one_device_exchanges_nothing(name):
+    target = parse_target("h100:1")
+    devices = find_target_devices(target)
+    strategy = strategy_on(target, devices, "one_device") if name == "one_device" else jdist.mirrored(topology="h100:1")
+    compiled = Compiled(strategy)
+    assert compiled.collectives == ()
+    assert compiled.aliases == len(jax.tree.leaves(STATE))
+
+
+def test_mirrored_exchanges_each_gradient_once(mirrored):
+    assert exchanged(mirrored) == {("all-reduce", 1, 8, 8)}
+    assert total(mirrored) == PARAMS_BYTES + SCALARS
+    assert mirrored.aliases == len(jax.tree.leaves(STATE))  # the donated state is used again
+    check_asynchronous(mirrored)
+
+
+def test_the_global_view_exchanges_the_same(mirrored):
+    compiled = Compiled(jdist.mirrored(topology="h100:8", transform="jit"))
+    assert exchanged(compiled) == exchanged(mirrored)
+    assert PARAMS_BYTES <= total(compiled) <= PARAMS_BYTES + SCALARS
+    check_asynchronous(compiled)
+
+
+def test_multi_worker_crosses_the_network():
+    compiled = Compiled(jdist.multi_worker(topology="h100:4x8"))
+    assert exchanged(compiled) == {("all-reduce", 1, 32, 8)}
+    assert total(compiled) == PARAMS_BYTES + SCALARS
+    check_asynchronous(compiled)
+
+
+def test_hierarchical_reduces_within_each_host_first():
+    compiled = Compiled(jdist.multi_worker(topology="h100:4x8", all_reduce="hierarchical"))
+    found = {(kind, groups, size, per_host) for kind, groups, size, per_host in exchanged(compiled)}
+    assert ("reduce-scatter", 4, 8, 8) in found
+    assert ("all-gather", 4, 8, 8) in found
+    assert ("all-reduce", 8, 4, 1) in found  # between the hosts, an eighth each
+    between = sum(c.bytes for c in compiled.collectives if c.per_domain == 1)
+    assert PARAMS_BYTES / 8 <= between <= PARAMS_BYTES / 8 + 1e5
+
+
+@pytest.mark.parametrize(
+    ("reduction", "kinds"),
+    [
+        ({"name": "bucketed", "bytes_per_pack": 8_000_000}, {"all-reduce"}),
+        ("ring", {"collective-permute"}),
+        ({"name": "compressed", "dtype": "bf16"}, {"all-to-all", "all-gather", "all-reduce"}),
+        ({"name": "compressed", "dtype": "int8"}, {"all-to-all", "all-gather", "all-reduce"}),
+        ({"name": "hierarchical", "inner": 4, "outer": 2}, {"reduce-scatter", "all-reduce", "all-gather"}),
+        ("to_one_device", {"all-gather", "collective-permute", "all-reduce"}),
+    ],
+    ids=lambda value: value["name"] + value.get("dtype", "") if isinstance(value, dict) else None,
+)
+def test_every_reduction_is_compiled(reduction, kinds):
+    compiled = Compiled(jdist.mirrored(topology="h100:8", all_reduce=reduction))
+    found = {c.kind for c in compiled.collectives}
+    assert found <= kinds | {"all-reduce"}
+    assert found & kinds
+    assert total(compiled) > 0
+
+
+def test_microbatches_are_exchanged_once_an_update(mirrored):
+    compiled = Compiled(jdist.mirrored(topology="h100:8"), accumulate=4)
+    assert exchanged(compiled) == exchanged(mirrored)
+    assert total(compiled) == total(mirrored)
+
+
+def test_steps_of_a_call_exchange_each_their_own(mirrored):
+    compiled = Compiled(jdist.mirrored(topology="h100:8"), steps_per_call=3)
+    assert exchanged(compiled) == exchanged(mirrored)
+    assert total(compiled) == 3 * total(mirrored)
+    assert compiled.aliases == len(jax.tree.leaves(STATE))
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", "bf16"), ("fp16", "f16")])
+def test_products_in_16_bits_take_operands_of_16_bits(precision, kind, mirrored):
+    compiled = Compiled(jdist.mirrored(topology="h100:8"), precision=jdist.precision(precision))
+    operands = {shape.partition("[")[0] for shape in dot_operands(compiled.module)}
+    assert operands == {kind}
+    assert {shape.partition("[")[0] for shape in dot_operands(mirrored.module)} == {"f32"}
+
+
+def dot_operands(module):
+    """The shapes of what matrix products read, in fusions and in calls of cuBLAS."""
+    shapes = []
+    for known in module.computations.values():
+        for instruction in known.values():
+            if instruction.opcode == "dot" or '"__cublas' in instruction.attributes:
+                shapes += [known[name].shape for name in instruction.operands[:2] if name in known]
+    return shapes
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "apply"])
+def test_the_guard_exchanges_no_more(policy, mirrored):
+    compiled = Compiled(jdist.mirrored(topology="h100:8"), non_finite=policy)
+    assert exchanged(compiled) == exchanged(mirrored)
+    assert total(compiled) == total(mirrored)
+
+
+def test_a_state_of_160_mb_takes_its_memory_once(mirrored):
+    memory = mirrored.memory
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(STATE))
+    assert 120e6 < state < 165e6
+    assert state <= memory.argument_size_in_bytes <= state + 1e6
+    assert memory.alias_size_in_bytes >= state
+    assert memory.temp_size_in_bytes <= 2 * PARAMS_BYTES  # the gradients, and what sums them
+
+
+def test_packs_are_in_flight_while_lower_layers_compute(mirrored):
+    """What `bucketed` is for: a pack of gradients is sent while those of the layers below are computed."""
+    packed = Compiled(jdist.mirrored(topology="h100:8", all_reduce={"name": "bucketed", "bytes_per_pack": 8_000_000}))
+    total_bytes, beside = overlap(packed.module)
+    assert total_bytes == PARAMS_BYTES + SCALARS
+    assert beside >= 0.7 * total_bytes
+    # One all-reduce of the whole tree, which the compiler cuts by size alone, mostly starts when all products are done.
+    whole, whole_beside = overlap(mirrored.module)
+    assert whole == PARAMS_BYTES + SCALARS
+    assert whole_beside <= 0.5 * whole
+    assert (
+        packed.memory.temp_size_in_bytes < 0.8 * mirrored.memory.temp_size_in_bytes
+    )  # a pack's sum is used as it comes

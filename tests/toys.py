@@ -12,17 +12,18 @@ TRANSFORMS = {
     "jit": jdist.mirrored(DEVICES, transform="jit"),
 }
 EVERY = {"default": jdist.default(), "one_device": jdist.one_device("cpu:2"), **TRANSFORMS}
-EVERY_OF_ONE_PROCESS = {
-    **EVERY,
-    "multi_worker": jdist.multi_worker(),
-    "central_storage": jdist.central_storage(DEVICES),
-}
 ON_ALL_DEVICES = [
     jdist.default(),
     jdist.one_device(),
     *(jdist.mirrored(transform=t) for t in TRANSFORMS),
     jdist.central_storage(),
 ]
+
+
+def every_of_one_process():
+    """Two that ask the environment or put the state elsewhere as well."""
+    return {**EVERY, "multi_worker": jdist.multi_worker(), "central_storage": jdist.central_storage(DEVICES)}
+
 
 BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
 

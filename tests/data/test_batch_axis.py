@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec
 import jdist
 from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place
 from jdist.errors import BatchError, DatasetError, StepError
-from tests.toys import EVERY_OF_ONE_PROCESS, TWO
+from tests.toys import TWO, every_of_one_process
 
+EVERY = every_of_one_process()
 AXES = {"x": 1, "y": 0}
 RNG = np.random.default_rng(0)
 BATCHES = [  # x is [time, rows, features]; the last batch is short
@@ -47,9 +48,9 @@ def check(w, found):
         np.testing.assert_allclose(np.asarray(sums), expected_sums, rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(params=EVERY_OF_ONE_PROCESS)
+@pytest.fixture(params=EVERY)
 def strategy(request):
-    return EVERY_OF_ONE_PROCESS[request.param]
+    return EVERY[request.param]
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)

@@ -9,8 +9,9 @@ import pytest
 import jdist
 from jdist.errors import DonatedStateError, NonFiniteError, ReplicaDivergenceError, StepError
 from jdist.train import Checkpointer
-from tests.toys import DEVICES, EVERY_OF_ONE_PROCESS, TWO
+from tests.toys import DEVICES, TWO, every_of_one_process
 
+EVERY = every_of_one_process()
 TX = optax.adam(0.1)
 SEVERAL = {"args": ("state", "state", "batch")}
 RNG = np.random.default_rng(0)
@@ -53,9 +54,9 @@ def near(found, expected, tolerance=1e-4):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=EVERY_OF_ONE_PROCESS)
+@pytest.fixture(params=EVERY)
 def strategy(request):
-    return EVERY_OF_ONE_PROCESS[request.param]
+    return EVERY[request.param]
 
 
 class TestEveryStrategy:

@@ -178,7 +178,7 @@ class ShardServer:
         return [*(view.scalars if kind == "Commit" else view.pushes), result]
 
     def say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Takes several messages of one sender in turn: a commit, a push and the next pull are one call."""
+        """Takes several messages of one sender in turn: a push or a commit comes in one call with the next pull."""
         plain = header.get("say")
         if not isinstance(plain, list) or len(plain) > MOST_MESSAGES:
             raise WireError(f"`say` must be a list of at most {MOST_MESSAGES:,} messages")

@@ -46,7 +46,8 @@ class Window:
     Args:
         strategy: the step's strategy; `wait_for(strategy)` drains all its windows.
         limit: how many calls may be in flight.
-        inspect: called with a token's value, int32[2], and its lineage once it is known; raises where the step went wrong.
+        inspect: called with a token's value (see `non_finite`) and its lineage, once it is known; raises where the step went
+            wrong.
         newest_state: returns the state that the step's newest call made.
 
     Attributes:

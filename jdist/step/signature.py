@@ -194,7 +194,7 @@ class Signature:
         """Sorts the arguments of one call.
 
         Returns:
-            `(call, state, batches, (replicated arguments, keyword arguments))`; several states are one tuple.
+            `(call, state, batches, others)`; several states are one tuple.
 
         Raises:
             StepError: a state or batch is missing, a static argument cannot be hashed, or an argument that has no role

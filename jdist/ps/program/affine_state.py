@@ -57,7 +57,7 @@ class CarriedLeaves:
     def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, parts: Gradients) -> list[Any]:
         """Computes what can be pushed: the new values, keys as their data, then offsets, then slopes.
 
-        Traced on the worker, behind the phases.
+        Traced on the worker, after the phases.
 
         Args:
             plan: the step.
@@ -67,8 +67,8 @@ class CarriedLeaves:
             parts: the results of the phases.
         """
         traced, old = plan.parts.traced, jax.tree.leaves(state)
-        behind = traced.piece([traced.new_state[i] for i in self.leaves])
-        new = behind(state, others, parts.combined, parts.carried)
+        after_phases = traced.piece([traced.new_state[i] for i in self.leaves])
+        new = after_phases(state, others, parts.combined, parts.carried)
         computed = self._computed_slopes(plan, state, batches, others, parts.combined)
         offsets = []
         for update, slope in zip(self.affine, self._slopes(computed), strict=True):

@@ -83,8 +83,8 @@ class SplitStep:
     def read(self) -> tuple[int, ...]:
         """Numbers of the state's leaves that the worker reads."""
         traced = self.plan.parts.traced
-        behind = [traced.outputs[i] for i in self.here] + [traced.new_state[i] for i in self.carried.leaves]
-        return tuple(sorted({*self.plan.parts.read, *traced.read_by(behind)}))
+        after_phases = [traced.outputs[i] for i in self.here] + [traced.new_state[i] for i in self.carried.leaves]
+        return tuple(sorted({*self.plan.parts.read, *traced.read_by(after_phases)}))
 
     @functools.cached_property
     def pushed(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class SplitStep:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Places of the outputs that the worker computes behind the phases."""
+        """Places of the outputs that the worker computes after the phases."""
         early = self.plan.parts.early
         return tuple(i for i in range(len(early)) if not early[i] and i not in self.late)
 

@@ -57,7 +57,7 @@ class _Round:
 
     Attributes:
         arguments: shapes of a closure's arguments: its rows, the other arguments, its number, the counts of all closures.
-        reported: shapes of what a closure returns behind its flag.
+        reported: shapes of what a closure returns after its flag.
     """
 
     def __init__(self, step: SplitStep, closures: int):
@@ -211,14 +211,14 @@ class _Round:
             i: jnp.concatenate(values) if kinds[i] == LOCAL else _joined(kinds[i], values)
             for i, values in zip(early, of_closures, strict=False)
         }
-        behind = len(early) + len(here)
-        needed = dict(zip(update.read_by_scalars, of_closures[behind:], strict=True))
+        num_results = len(early) + len(here)
+        needed = dict(zip(update.read_by_scalars, of_closures[num_results:], strict=True))
         pushed = [
             self._of_all(j, needed[j]) if j in needed else jnp.zeros(shape.shape, shape.dtype)
             for j, shape in enumerate(update.pushed_shapes)
         ]
-        # What the worker computes behind the phases is the same for all; a per-replica result of it that of each.
-        same = dict(zip(here, reported[0][len(early) : behind], strict=True))
+        # What the worker computes after the phases is the same for all closures, a per-replica result too: each gets it.
+        same = dict(zip(here, reported[0][len(early) : num_results], strict=True))
         same |= dict(zip(step.late, update.late(pushed, range(len(step.late))), strict=True))
         results |= {
             i: jnp.broadcast_to(x, (self._plan.k, *jnp.shape(x))) if kinds[i] == LOCAL else x for i, x in same.items()

@@ -299,7 +299,7 @@ class ShardServer:
             each = [equal if i in plan.views[view].unweighted else weights for i in range(len(pushes))]
             pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
         program = self._programs[view]
-        assert program is not None  # `_expects_of_say` refuses a push of a step that updates nothing
+        assert program is not None  # `expects_of_say` refuses a push of a step that updates nothing
         new = program([*self._kept, *pushes, *scalars])
         n = plan.changing
         self._kept[:n] = new[:n]

@@ -156,7 +156,7 @@ class ClosureQueue:
         with uninterrupted():
             with self.lock:
                 if reads is not None:
-                    reads.reads.use(reads, pending)
+                    reads.of_pass.use(reads, pending)
                 self._to_come += 1
             when_all_arrived(
                 [p for x in arguments if isinstance(x, RemoteValue) for p in x.pending],
@@ -326,7 +326,7 @@ class ClosureQueue:
                     taken.append((closure, None))
                     continue
                 try:
-                    name = reads.reads.take(reads, assigned.worker, lost)
+                    name = reads.of_pass.take(reads, assigned.worker, lost)
                 except DatasetError as exc:
                     reported = Reported(**sender, closure=closure.number, outcome="void")
                     self.report(reported, [], ClosureError(f"closure {closure.number}: {exc}"))

@@ -322,7 +322,7 @@ class WorkerLink:
                 self._names[closure.function.number] = self._install(channel, closure.function)
             if batch is not None and closure.reads is not None and batch[0] not in self._opened:
                 self._opened.add(batch[0])
-                self._open(channel, closure.reads.reads.header)
+                self._open(channel, closure.reads.of_pass.header)
         sender = {"worker": self.number, "epoch": newest.epoch, "generation": newest.generation}
         header: Header = {
             **sender,
@@ -354,7 +354,7 @@ class WorkerLink:
             if how == "abandoned":
                 continue
             if how == "declined" and batch is not None and closure.reads is not None:
-                closure.reads.reads.ended(batch[2], outcome["batches"])
+                closure.reads.of_pass.ended(batch[2], outcome["batches"])
                 again.append(closure.number)
                 continue
             leaves = [next(arrays) for _ in closure.function.plan.outputs] if how in WITH_OUTPUTS else []

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jdist import ps as ps
     from jdist import reduction as reduction
     from jdist import scaling as scaling
+    from jdist import train as train
     from jdist.checkpoint.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
     from jdist.core.context import has_strategy as has_strategy
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from jdist.strategies.parameter_server import parameter_server as parameter_server
     from jdist.strategies.tpu import tpu as tpu
 
-_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling")
+_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling", "train")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "History": "jdist.report.history",

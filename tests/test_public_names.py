@@ -61,6 +61,7 @@ NAMES = [
     "scaling",
     "set_strategy",
     "tpu",
+    "train",
     "train_and_evaluate",
     "value_and_grad",
     "verify",

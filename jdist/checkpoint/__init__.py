@@ -3,7 +3,7 @@
 Start at `checkpointer.Checkpointer`. `save` writes in the background; `folder` is what a checkpoint is on disk;
 `pieces` are the parts of leaves that no process has whole; `evaluator` reads while another job writes.
 
-May import: core, ps' remote states, cluster and what is below them.
+May import: core and what is below it. (States on parameter servers are `core.remote.RemoteTree`s to it.)
 """
 
 from jdist.checkpoint.checkpointer import Checkpointer as Checkpointer

@@ -4,7 +4,7 @@ Start at `spec.ClusterSpec`, which `resolvers` read from the environment, and at
 process's part in the job. `watch` knows which processes are alive and where they are; `stop` ends all after
 the same step; `exit_status` is what a launcher reads.
 
-May import: support, errors.
+May import: support, errors. (`launch` lives in the launcher's room, and is imported when it is asked for.)
 """
 
 from __future__ import annotations

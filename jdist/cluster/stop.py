@@ -30,14 +30,13 @@ class Preemption:
     def __init__(
         self,
         cluster: Runtime,
-        watcher: Callable[[], bool] | None,
         grace_s: float,
         save: Callable[[int], object] | None,
         exit_code: int | None,
         poll_s: float,
         second: Literal["end", "raise"],
     ):
-        self._cluster, self._watcher, self._grace_s, self._save = cluster, watcher, grace_s, save
+        self._cluster, self._grace_s, self._save = cluster, grace_s, save
         self._exit_code, self._poll_s, self._second = exit_code, poll_s, second
         self._interrupts = False
         self._first: tuple[int, float] | None = None  # the first signal, and when it came
@@ -193,7 +192,7 @@ def preemption(
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
     # Of a process alone a wish to stop ends with this block: its strategy may train again.
     runtime = alone() if cluster is None or cluster.is_alone else cluster
-    stop = Preemption(runtime, watcher, grace_s, save, exit_code, poll_s, second)
+    stop = Preemption(runtime, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()

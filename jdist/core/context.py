@@ -1,6 +1,6 @@
 """The current strategy, and what is known while a step is traced under it.
 
-Two kinds of context, and nothing else in jdist keeps any:
+Two kinds of context; no other part of a step depends on where it is called:
 
 - the *current strategy*, which `strategy.scope()` and `set_strategy` choose and which library code may ask for;
 - the *replica trace*: while a transform traces a step, the collectives of `jdist.replica` find here the strategy, and which

@@ -18,7 +18,7 @@ Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """The plain functions behind the methods of a kind of strategy; each takes the strategy first.
+    """The plain functions behind the methods of a kind of strategy, which take the strategy first, and its coordinator.
 
     Attributes:
         init: `(strategy, fn, args) -> state` laid out as the strategy wants it.

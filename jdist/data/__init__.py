@@ -1,8 +1,8 @@
 """Sources of batches, and the dataset that feeds them to the replicas.
 
-Start at `dataset.distributed_dataset`, which makes a `DistributedDataset`. A batch goes: a source (`sources`), its
-`readers`, `batching` (the last one filled up, with a mask), `pipeline` and `prefetch`, the devices. `lockstep` keeps several
-processes together.
+Start at `dataset.distributed_dataset`, which makes a `DistributedDataset`. A batch passes through a source (`sources`), its
+`readers`, `batching` (which fills up a short one, with a mask), `pipeline` and `prefetch`, on to the devices. `lockstep` keeps
+several processes together.
 
 May import: cluster, support, errors.
 """

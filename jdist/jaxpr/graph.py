@@ -41,10 +41,11 @@ def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
 
 
 def forwarded(closed: Any, *, collectives: bool = False) -> Any:
-    """Rewrites a function to read what an equation forwards unchanged from where that equation had it.
+    """Rewrites a function so that results which an equation returns unchanged are replaced by its operands.
 
-    A scan over layers that returns their parameters beside its result, as `nnx.scan` does, makes nothing of them: they
-    depend on no more than before it. With `collectives=True` a collective of one replica, the identity, is such an equation.
+    A scan over layers that returns their parameters beside its result, as `nnx.scan` does, computes nothing from them, and
+    what reads them must not seem to depend on the scan. With `collectives=True` the collectives of a single replica, which
+    are the identity, are bypassed as well.
     """
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
@@ -115,7 +116,7 @@ def operands_of_results(eqn: Any) -> list[int | None]:
 
 
 def number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
-    """Counts the variables of a scan that are whole in its body; of the others it has a row. JAX versions differ in the way."""
+    """Counts the variables of a scan that its body sees whole, not row by row: by rank, as names differ by JAX version."""
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
 

@@ -96,17 +96,17 @@ class StepJaxpr:
     carried: tuple[Any, ...]
 
     def piece(self, wanted: Sequence[Any]) -> Callable[..., list[jax.Array]]:
-        """Computes variables behind the phases: `(state, others, combined, carried) -> values`, of flat lists or trees."""
-        run = graph.subfunction(self.closed, self._behind_phases, list(wanted))
+        """Computes variables after the phases: `(state, others, combined, carried) -> values`, of flat lists or trees."""
+        run = graph.subfunction(self.closed, self._after_phases, list(wanted))
         return lambda *values: run(jax.tree.leaves(values))
 
     def read_by(self, wanted: Sequence[Any]) -> tuple[int, ...]:
         """Finds the numbers of the state's leaves that `piece(wanted)` reads."""
-        _, reads = graph.needed(self.closed, wanted, set(self._behind_phases))
+        _, reads = graph.needed(self.closed, wanted, set(self._after_phases))
         return tuple(i for i, v in enumerate(self.state) if v in reads)
 
     @property
-    def _behind_phases(self) -> list[Any]:
+    def _after_phases(self) -> list[Any]:
         """The variables that are known once all phases have run."""
         return [*self.state, *self.others, *self.combined, *self.carried]
 
@@ -188,7 +188,7 @@ def schedule(
         The phases, in the order of execution.
     """
     equations = graph.body_of(closed).eqns
-    cuts = {place: eqn for place, eqn in enumerate(equations) if _is_cut(eqn, own)}
+    cuts = {place: eqn for place, eqn in enumerate(equations) if is_cut(eqn, own)}
     levels = _levels(equations, set(cuts))
 
     def level_of(variables: Sequence[Var]) -> int:
@@ -229,7 +229,7 @@ def schedule(
 
 
 def _levels(equations: Sequence[Any], cuts: AbstractSet[int]) -> dict[Var, int]:
-    """Counts for each variable the cuts, one behind the other, that come before it; `cuts` are places of equations."""
+    """Counts for each variable the cuts in sequence that come before it; `cuts` are places of equations."""
     levels: dict[Var, int] = {}
     for place, eqn in enumerate(equations):
         level = max((levels.get(v, 0) for v in eqn.invars if not graph.is_literal(v)), default=0)
@@ -237,7 +237,8 @@ def _levels(equations: Sequence[Any], cuts: AbstractSet[int]) -> dict[Var, int]:
     return levels
 
 
-def _is_cut(eqn: Any, own: AbstractSet[Var]) -> bool:
+def is_cut(eqn: Any, own: AbstractSet[Var]) -> bool:
+    """Whether an equation is a collective that reads one of these variables, which are a microbatch's own."""
     return collective_of(eqn) is not None and any(graph.is_in(v, own) for v in eqn.invars)
 
 

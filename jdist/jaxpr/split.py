@@ -23,7 +23,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import BoundaryError
 from jdist.jaxpr import graph, variation
 from jdist.jaxpr.affine import AffineRule
-from jdist.jaxpr.phases import Carried, Cut, Phase, PhaseContents, Split, StepJaxpr, schedule
+from jdist.jaxpr.phases import Carried, Cut, Phase, PhaseContents, Split, StepJaxpr, is_cut, schedule
 from jdist.replica import collectives
 
 PyTree = Any
@@ -117,7 +117,7 @@ class _Analysis:
         return graph.is_in(v, self.own)
 
     def _is_cut(self, eqn: Any) -> bool:
-        return collective_of(eqn) is not None and any(map(self._is_own, eqn.invars))
+        return is_cut(eqn, self.own)
 
     def _check_nested(self) -> None:
         if self.sizes[1] == 1:
@@ -133,9 +133,10 @@ class _Analysis:
                 )
 
     def _sort_effects(self) -> tuple[list[Any], list[Any]]:
-        """Equations that print or call the host, of the update part and of the microbatches.
+        """Sorts the equations that print or call the host into those of the update part and those of each microbatch.
 
-        A print is one of each microbatch, as of each replica; one of the update part where what it shows is combined.
+        A print runs once for each microbatch, as it does for each replica; but once, in the update part, where all that it
+        shows is combined.
         """
         late, early = [], []
         of_cuts = graph.dependents(self.closed, [v for eqn in self.equations if self._is_cut(eqn) for v in eqn.outvars])
@@ -269,7 +270,7 @@ class _Analysis:
         return update
 
     def _carried(self, i: int) -> Carried:
-        """Finds how microbatches share a leaf that each computes for itself."""
+        """Decides how the values that microbatches compute of a leaf become one: added up, or averaged."""
         old, new = self.state[i], self.new_state[i]
         dtype = old.aval.dtype
         if self.sizes[1] == 1:

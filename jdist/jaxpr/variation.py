@@ -10,7 +10,7 @@ from jdist.jaxpr import graph
 
 Var = graph.Var
 
-# JAX's collectives that give every replica the same, and those that give each replica its own of equal values.
+# JAX's collectives whose result is the same on every replica, and primitives whose result differs even for equal operands.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 
@@ -37,7 +37,7 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
 def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
     """Finds the variables that differ from replica to replica if the arguments `sources` do.
 
-    One too many where a nested function cannot be looked into.
+    Where a nested function cannot be analysed, all its results count as different.
     """
     variables = set(sources)
     _propagate(graph.body_of(closed), variables)

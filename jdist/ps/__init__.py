@@ -1,8 +1,8 @@
 """The parameter server: workers compute, servers keep the state, the program schedules.
 
-Start at `step.PsStep`, what `jdist.distribute` gives under it. Each folder runs in one process: `coordinator`,
-`worker`, `server`; `protocol` is what they say, `program` what they compute, `transport` how it travels.
-`serve` is `jdist serve`.
+Start at `step.PsStep`, what `jdist.distribute` gives under it. Three folders are a kind of process each: `coordinator`
+(in the user's program), `worker`, `server`. They share the other three: `protocol` is what they say, `program` what they
+compute, `transport` how it travels. `serve` is `jdist serve`.
 
 May import: step and what is below it.
 """

@@ -85,7 +85,9 @@ class PsStep(Distributed):
         self._job, self._step = job, with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._functions: dict[Any, StepFunction] = {}
-        self._adopted: tuple[PyTree, RemoteState] | None = None  # what was joined or brought there, and its handle
+        self._adopted: tuple[PyTree, RemoteState] | None = (
+            None  # the state or states passed in, and the handle made for them
+        )
 
     @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +95,7 @@ class PsStep(Distributed):
         call, state, passed, others = self._signature.bind(args, kwargs)
         check_not_traced((state, passed, others))
         self._signature.check_not_donated(call, passed, others)
-        turn = functools.partial(rows_first, axes=call.batch_axes, lead=int(self.options.steps_per_call > 1))
+        turn = functools.partial(rows_first, axes=call.batch_axes, lead=self.options.num_step_axes)
         batches, others = without_keys((turn(passed), others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
             others = others._replace(loss_scale=self.options.loss_scaling.begin().scale)
@@ -128,7 +130,7 @@ class PsStep(Distributed):
         if not parts:
             if len(states) == 1:
                 return self.adopt(states[0]), None
-            return self._join(states), tuple(range(len(states)))
+            return self._merge(states), tuple(range(len(states)))
         wholes = {id(part.whole) for part in parts}
         places = tuple(part.index for part in parts)
         if len(parts) < len(states) or len(wholes) > 1 or len(set(places)) < len(places):
@@ -140,8 +142,8 @@ class PsStep(Distributed):
             )
         return self.adopt(parts[0].whole), places
 
-    def _join(self, states: tuple[PyTree, ...]) -> RemoteState:
-        """Joins states that were made each by itself into one on the servers; their handles are parts of it from now on."""
+    def _merge(self, states: tuple[PyTree, ...]) -> RemoteState:
+        """Merges states that were made separately into one on the servers; from now on their handles are parts of it."""
         if self._adopted is None or not is_same_state(self._adopted[0], states):
             remote = [id(x) for x in states if isinstance(x, RemoteState)]
             if len(set(remote)) < len(remote):
@@ -196,7 +198,7 @@ class PsStep(Distributed):
         return self._job.num_skipped() if self.options.non_finite == "skip" else 0
 
     def count_left_out(self, state: PyTree) -> RemoteValue | None:
-        """See `Distributed`: which steps of the newest call were left out, from the third entry on; the count is not told."""
+        """See `Distributed`; which steps of the newest call were left out, from the third entry on. The count itself is 0."""
         return self._left_out
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

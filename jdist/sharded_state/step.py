@@ -100,11 +100,11 @@ class _SplitStep:
 
         def run(state: PyTree, others: PyTree, combined: list[jax.Array], carried: list[jax.Array]) -> Any:
             with tracing(ReplicaTrace(self.strategy)):
-                leaves, late = plan.parts.update(state, others, combined, carried)
+                leaves, late = plan.split.update(state, others, combined, carried)
             late = [None if x is None else jnp.asarray(x) for x in late]
             if "state" not in self.spec.traced.returns:
                 return state, late[:num_outputs], FiniteFlags([], [], hidden=False)
-            new = check_same_state(state, jax.tree.unflatten(plan.parts.state_treedef, leaves))
+            new = check_same_state(state, jax.tree.unflatten(plan.split.state_treedef, leaves))
             finite = [x for x in late[num_outputs:] if x is not None]
             assert len(finite) == len(flags.names)  # each waits for a combined gradient
             return new, late[:num_outputs], FiniteFlags(flags.names, finite, hidden=False)
@@ -144,7 +144,7 @@ class _SplitStep:
         late = jax.tree.unflatten(jax.tree.structure(self.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        carried_leaves = [cut.leaf for cut in self.plan.parts.carried]
+        carried_leaves = [cut.leaf for cut in self.plan.split.carried]
         hashes_by_path = {paths[i]: x for i, x in zip(carried_leaves, hashes, strict=False)}
         if self.options.check_replicas:
             hashes_by_path |= {paths[i - 1]: x for i, x in late_hashes.items()}
@@ -158,10 +158,10 @@ class _SplitStep:
         """
         plan, layout, axes = self.plan, self.layout, self.strategy.axes
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-        read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.parts.read}
+        read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.split.read}
         copies = {i: jax.device_put(x.stored, layout.device) for i, x in read.items()}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
-        cut_shapes = [shape.shape for cut in plan.parts.cuts for shape in cut.shapes]
+        cut_shapes = [shape.shape for cut in plan.split.cuts for shape in cut.shapes]
         carried_shapes: list[tuple[int, ...]] = []  # known once the body is traced
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
@@ -250,7 +250,7 @@ class _SplitStep:
         """Merges the step's outputs: `late` those that waited for the update, `early` the others."""
         num_flags = len(self.plan.kinds) - len(late)
         leaves = [before if after is None else after for before, after in zip(early, late, strict=False)]
-        *outputs, _ = jax.tree.unflatten(self.plan.parts.outputs_treedef, [*leaves, *[None] * num_flags])
+        *outputs, _ = jax.tree.unflatten(self.plan.split.outputs_treedef, [*leaves, *[None] * num_flags])
         return tuple(
             PerReplica(tree) if role == "per_replica" else tree
             for role, tree in zip(self.spec.traced.output_roles, outputs, strict=True)

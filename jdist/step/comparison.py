@@ -116,7 +116,7 @@ class Verification:
 
 
 class NotComparableError(Exception):
-    """Nothing can be compared; its text says why, behind "the step"."""
+    """Nothing can be compared; its text says why, to be read after "the step"."""
 
 
 class Comparison:

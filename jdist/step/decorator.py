@@ -106,11 +106,11 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
 def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
     distributed = strategy.operations.distribute(strategy, step, options)
     if isinstance(distributed, DistributedStep):
-        distributed.verifier = _verify_first
+        distributed.verifier = _verify
     return distributed
 
 
-def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
+def _verify(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
     from jdist.step.verify import verify_first  # imported late, as it makes steps itself
 
     return verify_first(step, *args, **kwargs)

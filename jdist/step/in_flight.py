@@ -44,9 +44,10 @@ class Window:
     """The tokens of the last calls of one step, at most `limit` of them not waited for.
 
     Args:
-        strategy: the step's strategy; `wait_for(strategy)` drains all its windows.
+        strategy: the step's strategy; `wait_for(strategy, state)` waits for all its windows.
         limit: how many calls may be in flight.
-        inspect: called with a token's value, int32[2], and its lineage once it is known; raises where the step went wrong.
+        inspect: called with a token's value (see `non_finite`) and its lineage, once it is known; raises where the step went
+            wrong.
         newest_state: returns the state that the step's newest call made.
 
     Attributes:
@@ -113,11 +114,11 @@ class Window:
             self._read(each)
 
     def go_on_from(self, state: Any) -> None:
-        """Makes that lineage the present one which made a state, or a new one; called with the lock held.
+        """Switches to the lineage that made a state, or to a new one; called with the lock held.
 
         Raises:
-            whatever `inspect` does: nobody knows whether a state of unknown origin was made of the newest one, so the calls
-                that made that have to be right.
+            whatever `inspect` does: a state of unknown origin may have been made of the newest one, so the calls that made the
+                newest are waited for and inspected first.
         """
         if is_newest(self.newest_state(), state):
             return
@@ -226,9 +227,10 @@ def wait_for(strategy: Strategy, state: Any) -> None:
 
 
 def doubt_newest_states() -> None:
-    """Has every step look whether its newest state is there, as one takes in a state that may hold arrays of it.
+    """Has every step check at its next call that its newest state was not donated; called when a step adopts a state.
 
-    Without a look JAX 0.10 ends the process when it is given the buffers of a consumed state on several devices.
+    That state may hold arrays of another step's newest one. JAX 0.10 ends the process when it is given donated buffers on
+    several devices, so the check has to come first.
     """
     for window in list(_windows):
         window.is_doubted = True

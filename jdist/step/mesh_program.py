@@ -29,8 +29,8 @@ class Program:
     """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays.
 
     Args:
-        function: computes that of batches whose rows are first; traced and compiled at the first call.
-        spec: the parts that it is made of.
+        function: the same, for batches whose rows are on the first axis; traced and compiled at the first call.
+        spec: what the program is made of.
     """
 
     def __init__(self, function: Function, spec: ProgramSpec):
@@ -154,7 +154,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
 
 
 def _sort(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[list[PyTree], list[PyTree], list[PyTree]]:
-    """Outputs by how they leave the mesh: the same on all replicas, each replica's own, rows to be joined."""
+    """Sorts outputs by how they leave the mesh: the same on all replicas, each replica's own, rows to be joined."""
     same, own, rows = [], [], []
     for role, tree in zip(traced.output_roles, outputs, strict=True):
         if role == "examples":

@@ -34,25 +34,25 @@ class Plan:
     Attributes:
         strategy: what it runs under.
         k: the number of microbatches.
-        parts: the step, as one microbatch sees it.
+        split: the step's phases and its update part, as one microbatch sees them.
         kinds: how each output comes together from the replicas.
     """
 
     strategy: Strategy
     k: int
-    parts: Split
+    split: Split
     kinds: list[OutputKind]
 
     def check_averages_combined(self) -> None:
         """Raises ReplicaDivergenceError for replicas that would keep moving averages of their own rows."""
-        traced = self.parts.traced
-        state = jax.tree.unflatten(self.parts.state_treedef, traced.new_state)
+        traced = self.split.traced
+        state = jax.tree.unflatten(self.split.state_treedef, traced.new_state)
         sizes = self.strategy.num_replicas, self.k
         check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, sizes)
 
 
 @dataclass(frozen=True)
-class Gradients:
+class PhaseResults:
     """The results of the phases, over all microbatches and replicas.
 
     Attributes:
@@ -83,12 +83,12 @@ def microbatched(spec: ProgramSpec) -> RunFn:
         if spec.compares_replicas:
             plan.check_averages_combined()
         with tracing(ReplicaTrace(strategy, sum_gradient=feedback.sum if feedback else None)):
-            parts = gradient_part(plan, state, batches, others, all_reduced(strategy))
-            leaves, late = plan.parts.update(state, others, parts.combined, parts.carried)
+            of_phases = gradient_part(plan, state, batches, others, all_reduced(strategy))
+            leaves, late = plan.split.update(state, others, of_phases.combined, of_phases.carried)
             late = finish_late(plan, late)
-        outputs = [early if after is None else after for early, after in zip(parts.outputs, late, strict=True)]
-        *outputs, finite = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
-        new = jax.tree.unflatten(plan.parts.state_treedef, leaves)
+        outputs = [early if after is None else after for early, after in zip(of_phases.outputs, late, strict=True)]
+        *outputs, finite = jax.tree.unflatten(plan.split.outputs_treedef, outputs)
+        new = jax.tree.unflatten(plan.split.state_treedef, leaves)
         flags = FiniteFlags(seen[-1].names, finite, seen[-1].hidden)
         return (feedback.close(new) if feedback else new), tuple(outputs), flags
 
@@ -118,7 +118,7 @@ def make_plan(
         return new_state, outputs
 
     shapes = jax.eval_shape(lambda x: jax.tree.map(lambda leaf: leaf[0], microbatches(strategy, x, k)), batches)
-    parts = split(
+    step = split(
         strategy,
         without_kinds,
         state,
@@ -127,9 +127,9 @@ def make_plan(
         num_microbatches=k,
         otherwise=otherwise,
     )
-    averaged = [v and kind == METRIC for v, kind in zip(parts.varies, kinds, strict=True)]
-    check_means(jax.tree.unflatten(parts.outputs_treedef, parts.output_shapes), averaged, rows_of(shapes))
-    return Plan(strategy, k, parts, kinds)
+    averaged = [v and kind == METRIC for v, kind in zip(step.varies, kinds, strict=True)]
+    check_means(jax.tree.unflatten(step.outputs_treedef, step.output_shapes), averaged, rows_of(shapes))
+    return Plan(strategy, k, step, kinds)
 
 
 def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
@@ -149,7 +149,7 @@ def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
     return jax.tree.map(cut, batches)
 
 
-def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine) -> Gradients:
+def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine) -> PhaseResults:
     """Runs the phases over all microbatches and combines what the replicas computed; called under a trace.
 
     Args:
@@ -159,14 +159,14 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
         others: further arguments.
         combine: brings a cut's arrays together from the replicas.
     """
-    parts, micro = plan.parts, microbatches(plan.strategy, batches, plan.k)
+    step, micro = plan.split, microbatches(plan.strategy, batches, plan.k)
     old = jax.tree.leaves(state)
     combined: list[jax.Array] = []
     carried: dict[int, jax.Array] = {}
     outputs: dict[int, jax.Array] = {}
-    for phase in parts.phases:
+    for phase in step.phases:
         prepared = phase.prepare(state, others, combined)
-        initial = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
+        initial = {n: old[step.carried[n].leaf] for n in phase.carried if step.carried[n].adds_up}
         operands, leaves, results = _over_microbatches(plan, phase, prepared, initial, micro)
         carried.update(leaves)
         outputs.update(results)
@@ -176,8 +176,8 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
         *sums, averages = combine([*phase.cuts, metrics], [*operands, [outputs[i] for i in means]])
         combined += [x for arrays in sums for x in arrays]
         outputs.update(zip(means, averages, strict=True))
-    return Gradients(
-        combined, [carried[n] for n in range(len(parts.carried))], [outputs.get(i) for i in range(len(plan.kinds))]
+    return PhaseResults(
+        combined, [carried[n] for n in range(len(step.carried))], [outputs.get(i) for i in range(len(plan.kinds))]
     )
 
 
@@ -222,7 +222,7 @@ def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
 
 def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | None]:
     """Averages metrics of the update part that replicas compute of their own number; gives per-replica results their axis."""
-    places = [i for i, x in enumerate(late) if x is not None and plan.parts.varies[i] and plan.kinds[i] == METRIC]
+    places = [i for i, x in enumerate(late) if x is not None and plan.split.varies[i] and plan.kinds[i] == METRIC]
     averaged = collectives.all_reduce([late[i] for i in places], "mean") if places else []
     results = {**dict(enumerate(late)), **dict(zip(places, averaged, strict=True))}
     return [

@@ -66,7 +66,7 @@ def add_names(flag_names: list[str], names: list[str]) -> int:
 
 
 def step_done(token: jax.Array) -> jax.Array:
-    """Counts a step with nothing to report in the token: one that is merely passed on could not be waited for."""
+    """Counts a step that has nothing to report: a token passed through unchanged would be ready before the step is."""
     return token + jnp.array([0, 1], jnp.int32)
 
 

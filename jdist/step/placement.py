@@ -280,7 +280,7 @@ class DonationGuard:
         self._known: dict[int, weakref.ref[jax.Array]] = {}
 
     def forget(self) -> None:
-        """Looks at every array again: the state does not come from the one before."""
+        """Forgets which arrays were found to share nothing: the next state does not come from the one before."""
         self._known.clear()
 
     def of(self, tree: PyTree, state: PyTree) -> PyTree:

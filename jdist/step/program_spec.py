@@ -60,7 +60,7 @@ class ProgramSpec:
         options: the decorator's options.
         call: how the arguments of a call are laid out.
         traced: filled in while tracing.
-        flag_names: names of the values that the step's programs look at; a token's code is a place in it, from 1.
+        flag_names: names of the values that the step's programs check; a token's code is an index into it, from 1.
         name: the step's, under which a state keeps its residuals.
     """
 
@@ -115,7 +115,7 @@ class ProgramSpec:
         return others.loss_scale if loss_scale is None else loss_scale.scale
 
     def splittable(self, seen: list[FiniteFlags]) -> Pure:
-        """Makes the step that `microbatches.make_plan` takes, with flags behind the outputs; appends them to `seen`, too."""
+        """Makes the step that `microbatches.make_plan` takes, with flags after the outputs; appends them to `seen`, too."""
 
         def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)

@@ -99,7 +99,10 @@ def state_checked(spec: ProgramSpec, run: RunFn) -> RunFn:
 
 
 def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
-    """Has a state without this step's residuals run once, unguarded: it is traced alone, for the shapes that they take."""
+    """Wraps a program so that it can be traced for the shapes of this step's residuals, with a state that has none yet.
+
+    Such a state goes through one unguarded step, which is traced and never run.
+    """
 
     def either(token: jax.Array, state: PyTree, batches: PyTree, others: Others) -> Any:
         if spec.name in residuals_of(state):

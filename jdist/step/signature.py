@@ -48,7 +48,7 @@ class Call:
         static: values of the static positional arguments, in order.
         static_kwargs: static keyword arguments.
         static_types: types of both, as 1, 1.0 and True are equal.
-        batch_names: keyword arguments that are batches; they come behind those by position.
+        batch_names: keyword arguments that are batches; they come after those by position.
         batch_axes: of each leaf of the batches, the axis that its rows are on; empty: the first of all.
         parts: which parts of the state that is handed to `apply` the step takes; None: all of it, as it is.
     """
@@ -145,8 +145,8 @@ def _own_entry(argument: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(own, argument)
 
 
-def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """Unwraps results of a step with "per_replica" arguments, which returns values as it takes them: [replicas, ...]."""
+def unwrap_per_replica(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """Unwraps the `PerReplica` results of a step with "per_replica" arguments, to arrays [replicas, ...] like these."""
     return tuple(x.value if is_per_replica(x) else x for x in outputs)
 
 
@@ -165,7 +165,7 @@ class Signature:
         self.positional = [p.name for p in parameters if p.kind in by_position]
         by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
-        # Roles are listed in the order of the parameters; behind `*args` they would be those of further arguments.
+        # Roles are listed in the order of the parameters; after `*args` they would be those of further arguments.
         names = self.positional if any_number else [*self.positional, *by_name]
         self.role_of = {
             name: "static" if name in options.static_argnames else role
@@ -194,7 +194,7 @@ class Signature:
         """Sorts the arguments of one call.
 
         Returns:
-            `(call, state, batches, (replicated arguments, keyword arguments))`; several states are one tuple.
+            `(call, state, batches, others)`; several states are one tuple.
 
         Raises:
             StepError: a state or batch is missing, a static argument cannot be hashed, or an argument that has no role
@@ -301,9 +301,9 @@ def check_no_batch(
 ) -> None:
     """Refuses arguments without a declared role that look like batches: every replica would get all rows of them.
 
-    One that `distribute_dataset` has made looks so, by how it lies on the devices, and one of whose arrays each has as many
-    rows as the batch. With one row a replica such an argument would broadcast against the replica's rows, and nothing else
-    would tell. The shape counts under every strategy, so that a step which runs on one device runs on many.
+    An argument looks like a batch if `distribute_dataset` has made it, which its sharding shows, or if each of its arrays has
+    as many rows as the batch. With one row a replica such an argument would broadcast against the replica's rows, and the
+    mistake would go unnoticed. Shapes are checked under every strategy, so that a step which runs on one device runs on many.
 
     Args:
         name: the step's.

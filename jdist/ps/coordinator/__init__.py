@@ -4,5 +4,5 @@ Start at `api.ClusterCoordinator`, which users see. `session` has the state's la
 closures, under one lock with the machine of `ps.protocol.scheduler`; `coordinator` connects them: `worker_link` to
 workers, `snapshots` and `shard_watch` to shards.
 
-May import: ps.worker, ps.transport, ps.program, ps.protocol, step.
+May import: ps.worker and what is below it; no server.
 """

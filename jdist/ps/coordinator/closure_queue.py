@@ -59,12 +59,12 @@ class ClosureQueue:
         lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
             awaited.
         mutex: of which `lock` is a condition.
-        closed: set once all is over; who only asks now and then waits for it, as every notice of `lock` would wake it.
+        closed: set once all is over. A thread that acts at intervals waits for this, as `lock` would wake it at every event.
         dispatch: the scheduler's state.
         closures: those that may have to be computed.
         executors: what carries out a command of the scheduler, by the command's class.
         snapshot_due: is called when a snapshot should be taken.
-        finished_at_s: when a closure was last done.
+        finished_at_s: when the newest result came, by the monotonic clock.
         no_workers: what a call raises once no worker is left.
         replaced_by: what every call raises once another coordinator has taken over.
 
@@ -156,7 +156,7 @@ class ClosureQueue:
         with uninterrupted():
             with self.lock:
                 if reads is not None:
-                    reads.reads.use(reads, pending)
+                    reads.of_pass.use(reads, pending)
                 self._to_come += 1
             when_all_arrived(
                 [p for x in arguments if isinstance(x, RemoteValue) for p in x.pending],
@@ -326,7 +326,7 @@ class ClosureQueue:
                     taken.append((closure, None))
                     continue
                 try:
-                    name = reads.reads.take(reads, assigned.worker, lost)
+                    name = reads.of_pass.take(reads, assigned.worker, lost)
                 except DatasetError as exc:
                     reported = Reported(**sender, closure=closure.number, outcome="void")
                     self.report(reported, [], ClosureError(f"closure {closure.number}: {exc}"))

@@ -242,20 +242,20 @@ class RemoteBatch:
     """A batch that a worker will read; stands for the whole tree of it.
 
     Attributes:
-        reads: the pass that it is of.
+        of_pass: the pass over a dataset that it belongs to.
         name: which one, once a worker had it; it stays the same if another computes it again.
         pending: the results of the call that it was given to; None before.
     """
 
-    def __init__(self, reads: DatasetPass):
-        self.reads = reads
+    def __init__(self, of_pass: DatasetPass):
+        self.of_pass = of_pass
         self.name: BatchName | None = None
         self.pending: Pending | None = None
 
     @property
     def spec(self) -> PyTree:
         """Shapes and dtypes, as a tree of `jax.ShapeDtypeStruct`."""
-        return self.reads.spec
+        return self.of_pass.spec
 
     @property
     def is_wanted(self) -> bool:
@@ -263,7 +263,7 @@ class RemoteBatch:
         return self.name is None and self.pending is not None and not self.pending.done
 
     def __repr__(self) -> str:
-        return f"RemoteBatch({self.reads.header['name']})"
+        return f"RemoteBatch({self.of_pass.header['name']})"
 
 
 def name_of_function(fn: Any) -> str:

@@ -58,8 +58,8 @@ class Session:
     """Lays states out over servers, and schedules steps and functions of one strategy.
 
     Args:
-        servers: where it runs, or what starts that when it is first needed.
-        options: how.
+        servers: the workers and parameter servers, or a function that starts them when they are first needed.
+        options: how states are laid out, travel and are updated.
     """
 
     def __init__(self, servers: Servers | Callable[[], Servers], options: PsOptions):
@@ -73,7 +73,7 @@ class Session:
         self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
         self._is_closed = False
         self._skipped_before = 0  # by coordinators before this one
-        self._mixed: set[int] = set()  # the steps that were scheduled since all was done
+        self._since_parting: set[int] = set()  # steps with closures scheduled since the last `Coordinator.part`
 
     @property
     def servers(self) -> Servers:
@@ -127,8 +127,9 @@ class Session:
     ) -> list[Pending]:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
-        A step that reads waits for those that update, and the other way round: what it reads is the state after all steps
-        before it. So do steps that update, on several servers, what these have a copy of each, in different ways.
+        A step that only reads waits for those that update, and they for it: it reads the state after all steps before it. Over
+        several servers two steps wait for each other, too, if they update in different ways a leaf of which every server has a
+        copy (`colocation.in_turn`).
 
         Returns:
             The closures' results, when they are there.
@@ -142,10 +143,10 @@ class Session:
             step = identities.index(function.step.identity)
             number = self._number(function, lambda: self._plan(function, step))
             assert self._layout is not None  # the state has been placed
-            if any((step, other) in self._layout.in_turn for other in self._mixed):
+            if any((step, other) in self._layout.in_turn for other in self._since_parting):
                 self.coordinator.part()
-                self._mixed.clear()
-            self._mixed.add(step)
+                self._since_parting.clear()
+            self._since_parting.add(step)
             if function.cut is not None:
                 return self.coordinator.queue.schedule_round(number, function.cut(arguments))
             return [self.coordinator.queue.schedule(number, arguments, reads)]
@@ -243,7 +244,7 @@ class Session:
             self._coordinator.close()
         self._coordinator = self._layout = self._state = None
         self._functions.clear()
-        self._mixed.clear()
+        self._since_parting.clear()
 
     def _place(self, state: RemoteState, steps: Sequence[SplitStep]) -> None:
         """Lays a state out for these steps. Another state that is on the servers is brought here first."""

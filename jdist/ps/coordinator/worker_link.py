@@ -79,7 +79,7 @@ class Workers:
                 self._queue.fail(error)
 
     def check(self) -> None:
-        """Fails what is scheduled if there has been no worker for long; says for whom all wait if no closure finishes."""
+        """Fails what is scheduled if there has been no worker for long; warns of what all wait for if no closure finishes."""
         with self._queue.lock:
             now_s, queue = time.monotonic(), self._queue
             is_idle, workers = queue.done, queue.dispatch.workers
@@ -98,7 +98,7 @@ class Workers:
                 )
 
     def _warn_of_standstill(self, now_s: float) -> None:
-        """Says once for whom all wait, if no closure has finished for long."""
+        """Warns once, naming whom everything waits for, if no closure has finished for long."""
         finished_at_s = max(self._idle_at_s, self._queue.finished_at_s)
         if self._warned_at_s > finished_at_s or now_s - finished_at_s < self._times.standstill_s:
             return
@@ -322,7 +322,7 @@ class WorkerLink:
                 self._names[closure.function.number] = self._install(channel, closure.function)
             if batch is not None and closure.reads is not None and batch[0] not in self._opened:
                 self._opened.add(batch[0])
-                self._open(channel, closure.reads.reads.header)
+                self._open(channel, closure.reads.of_pass.header)
         sender = {"worker": self.number, "epoch": newest.epoch, "generation": newest.generation}
         header: Header = {
             **sender,
@@ -354,7 +354,7 @@ class WorkerLink:
             if how == "abandoned":
                 continue
             if how == "declined" and batch is not None and closure.reads is not None:
-                closure.reads.reads.ended(batch[2], outcome["batches"])
+                closure.reads.of_pass.ended(batch[2], outcome["batches"])
                 again.append(closure.number)
                 continue
             leaves = [next(arrays) for _ in closure.function.plan.outputs] if how in WITH_OUTPUTS else []

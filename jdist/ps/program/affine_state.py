@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jdist.jaxpr.affine import AffineRule, Slope, wide
 from jdist.jaxpr.phases import Split
-from jdist.step.microbatches import Gradients, Plan, microbatches
+from jdist.step.microbatches import PhaseResults, Plan, microbatches
 from jdist.support.arrays import is_key
 
 PyTree = Any
@@ -54,22 +54,22 @@ class CarriedLeaves:
     affine: tuple[AffineUpdate, ...]
     known: tuple[Any, ...]
 
-    def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, parts: Gradients) -> list[Any]:
+    def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, of_phases: PhaseResults) -> list[Any]:
         """Computes what can be pushed: the new values, keys as their data, then offsets, then slopes.
 
-        Traced on the worker, behind the phases.
+        Traced on the worker, after the phases.
 
         Args:
             plan: the step.
             state: the old state.
             batches: one replica's rows.
             others: further arguments.
-            parts: the results of the phases.
+            of_phases: the results of the phases.
         """
-        traced, old = plan.parts.traced, jax.tree.leaves(state)
-        behind = traced.piece([traced.new_state[i] for i in self.leaves])
-        new = behind(state, others, parts.combined, parts.carried)
-        computed = self._computed_slopes(plan, state, batches, others, parts.combined)
+        traced, old = plan.split.traced, jax.tree.leaves(state)
+        after_phases = traced.piece([traced.new_state[i] for i in self.leaves])
+        new = after_phases(state, others, of_phases.combined, of_phases.carried)
+        computed = self._computed_slopes(plan, state, batches, others, of_phases.combined)
         offsets = []
         for update, slope in zip(self.affine, self._slopes(computed), strict=True):
             kept, value = _times(slope, old[update.leaf]), wide(new[self.leaves.index(update.leaf)])
@@ -114,7 +114,7 @@ class CarriedLeaves:
         wanted = [(rule, shape) for rule, shape in wanted if isinstance(shape, jax.ShapeDtypeStruct)]
         if not wanted:
             return []
-        by_variable = dict(zip(plan.parts.traced.combined, combined, strict=True))
+        by_variable = dict(zip(plan.split.traced.combined, combined, strict=True))
         rest = [by_variable[v] for v in self.known if v in by_variable]
 
         def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:

@@ -71,7 +71,7 @@ class Layout:
 
         Returns:
             From its arrays and those pushed, in whatever precision these came, to those of its arrays that change;
-            behind them come rounded copies of those that are `rounded`.
+            after them come rounded copies of those that are `rounded`.
         """
         update, share = self.steps[step].update, shard.views[step]
 

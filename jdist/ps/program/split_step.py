@@ -82,9 +82,9 @@ class SplitStep:
     @functools.cached_property
     def read(self) -> tuple[int, ...]:
         """Numbers of the state's leaves that the worker reads."""
-        traced = self.plan.parts.traced
-        behind = [traced.outputs[i] for i in self.here] + [traced.new_state[i] for i in self.carried.leaves]
-        return tuple(sorted({*self.plan.parts.read, *traced.read_by(behind)}))
+        traced = self.plan.split.traced
+        after_phases = [traced.outputs[i] for i in self.here] + [traced.new_state[i] for i in self.carried.leaves]
+        return tuple(sorted({*self.plan.split.read, *traced.read_by(after_phases)}))
 
     @functools.cached_property
     def pushed(self) -> tuple[int, ...]:
@@ -93,14 +93,14 @@ class SplitStep:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Places of the outputs that the worker computes behind the phases."""
-        early = self.plan.parts.early
+        """Places of the outputs that the worker computes after the phases."""
+        early = self.plan.split.early
         return tuple(i for i in range(len(early)) if not early[i] and i not in self.late)
 
     @functools.cached_property
     def outputs_treedef(self) -> Any:
         """The tree of what the step returns beside the state. `plan` has its leaves first, then the flags."""
-        treedef = self.plan.parts.outputs_treedef
+        treedef = self.plan.split.outputs_treedef
         return jax.tree.structure(tuple(jax.tree.unflatten(treedef, [0] * treedef.num_leaves)[:-1]))
 
     @property
@@ -111,7 +111,7 @@ class SplitStep:
     @property
     def gradients(self) -> tuple[int, ...]:
         """Numbers of the gradients, and of losses, among the arrays that the update part can read."""
-        of_cuts = [cut.collective.kind == "gradient" for cut in self.plan.parts.cuts for _ in cut.shapes]
+        of_cuts = [cut.collective.kind == "gradient" for cut in self.plan.split.cuts for _ in cut.shapes]
         first = len(jax.tree.leaves(self.arguments[1]))
         return tuple(first + i for i, is_gradient in enumerate(of_cuts) if is_gradient)
 
@@ -135,24 +135,26 @@ class SplitStep:
             `(pushed arrays, scalars, whether all gradients are finite, leaves of the outputs)`.
         """
         plan, strategy = self.plan, self.spec.strategy
-        traced, kinds, num_outputs = plan.parts.traced, plan.kinds, self.outputs_treedef.num_leaves
+        traced, kinds, num_outputs = plan.split.traced, plan.kinds, self.outputs_treedef.num_leaves
 
         def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
             state = self.filled(dict(zip(self.read, read, strict=True)))
             with tracing(ReplicaTrace(strategy)):
-                parts = gradient_part(plan, state, batches, others, all_reduced(strategy))
-                carried = self.carried.pushed(plan, state, batches, others, parts)
-            pushed = [*jax.tree.leaves(others), *parts.combined, *carried]
-            here = traced.piece([traced.outputs[i] for i in self.here])(state, others, parts.combined, parts.carried)
+                of_phases = gradient_part(plan, state, batches, others, all_reduced(strategy))
+                carried = self.carried.pushed(plan, state, batches, others, of_phases)
+            pushed = [*jax.tree.leaves(others), *of_phases.combined, *carried]
+            here = traced.piece([traced.outputs[i] for i in self.here])(
+                state, others, of_phases.combined, of_phases.carried
+            )
             late = self.update.late(pushed, range(len(self.late)))
-            results: dict[int, Any] = dict(enumerate(parts.outputs))
+            results: dict[int, Any] = dict(enumerate(of_phases.outputs))
             results |= dict(zip((*self.here, *self.late), (*here, *late), strict=True))
             flags = [jnp.asarray(results.pop(i)) for i in range(num_outputs, len(kinds))]
             finite = jnp.stack(flags).all() if flags else jnp.bool_(True)
             own = {i: x for i, x in results.items() if kinds[i] in (LOCAL, ROWS)}
             # A replica's own result that is the same for its microbatches is that of each of them.
             by_rows = {
-                i: x if plan.parts.early[i] or kinds[i] == ROWS else jnp.broadcast_to(x, (plan.k, *jnp.shape(x)))
+                i: x if plan.split.early[i] or kinds[i] == ROWS else jnp.broadcast_to(x, (plan.k, *jnp.shape(x)))
                 for i, x in own.items()
             }
             shared = {i: x for i, x in results.items() if i not in own}
@@ -233,19 +235,19 @@ def _trace(
         others,
         otherwise="use `jdist.mirrored()`, which does not split a step",
     )
-    parts, traced = plan.parts, plan.parts.traced
+    split, traced = plan.split, plan.split.traced
     # What of a batch's influence goes by no gradient, the step carries; asynchronous workers combine it by themselves.
-    of_gradients = traced.depends(_combined_by(parts, gradients_alone=True))
-    elsewhere = of_gradients if closures == 1 else traced.depends(_combined_by(parts, gradients_alone=False))
+    of_gradients = traced.depends(_combined_by(split, gradients_alone=True))
+    elsewhere = of_gradients if closures == 1 else traced.depends(_combined_by(split, gradients_alone=False))
     of_batch = traced.depends([*traced.batch, traced.microbatch])
     carries = [i for i, v in enumerate(traced.new_state) if graph.is_in(v, of_batch) and v not in of_gradients]
-    _check_carried(parts, state, carries, of_gradients)
+    _check_carried(split, state, carries, of_gradients)
     # In synchronous mode the servers hold the old state that every worker has read, and apply the step's own rule to it.
     by_slope = carries if closures == 1 else []
-    carried = find_carried(parts, carries, by_slope, (strategy.num_replicas, plan.k))
+    carried = find_carried(split, carries, by_slope, (strategy.num_replicas, plan.k))
     leaves, treedef = jax.tree.flatten(state)
     impls = tuple(jax.random.key_impl(x) if is_key(x) else None for x in leaves)
-    late = [i for i, v in enumerate(traced.outputs) if not parts.early[i] and graph.is_in(v, elsewhere)]
+    late = [i for i, v in enumerate(traced.outputs) if not split.early[i] and graph.is_in(v, elsewhere)]
     others_leaves, others_treedef = jax.tree.flatten(others)
 
     def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
@@ -263,8 +265,8 @@ def _trace(
         with tracing(ReplicaTrace(strategy)):
             of_cuts = [next(rest) for _ in combined]
             pushed = list(rest)
-            new, results = parts.update(state, others, of_cuts, carried.written_by_phases(parts, pushed, impls))
-        new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(parts.state_treedef, new)))
+            new, results = split.update(state, others, of_cuts, carried.written_by_phases(split, pushed, impls))
+        new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(split.state_treedef, new)))
         new = carried.applied(old, new, pushed)
         kept = [before if x is typed else x for x, typed, before in zip(new, old, values, strict=False)]
         return [jax.random.key_data(x) if is_key(x) else x for x in kept] + [results[i] for i in late]
@@ -277,24 +279,24 @@ def _trace(
     return make, closed
 
 
-def _check_carried(parts: Split, state: PyTree, carries: Sequence[int], of_gradients: set[Any]) -> None:
+def _check_carried(split: Split, state: PyTree, carries: Sequence[int], of_gradients: set[Any]) -> None:
     """Refuses leaves of the state that a worker would write over what others have written meanwhile.
 
     Args:
-        parts: the step.
+        split: the step.
         state: its state.
         carries: numbers of the leaves that it computes from the batch by way of no gradient.
         of_gradients: the variables that depend on a gradient.
     """
     paths = [jax.tree_util.keystr(path) or "it" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    both = [paths[c.leaf] for c in parts.carried if parts.traced.new_state[c.leaf] in of_gradients]
+    both = [paths[c.leaf] for c in split.carried if split.traced.new_state[c.leaf] in of_gradients]
     if both:
         raise BoundaryError(
             f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a "
             "parameter server the update is made elsewhere and later: compute it from the rows alone, or from the "
             "gradients alone; or use `jdist.mirrored()`."
         )
-    if carries and not any(cut.collective.kind == "gradient" for cut in parts.cuts):
+    if carries and not any(cut.collective.kind == "gradient" for cut in split.cuts):
         raise BoundaryError(
             f"the step computes {', '.join(paths[i] for i in carries)} from the batch without "
             "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others "
@@ -303,11 +305,11 @@ def _check_carried(parts: Split, state: PyTree, carries: Sequence[int], of_gradi
         )
 
 
-def _combined_by(parts: Split, *, gradients_alone: bool) -> list[Any]:
+def _combined_by(split: Split, *, gradients_alone: bool) -> list[Any]:
     """The variables of a step's combined arrays; of the gradients, or of all cuts of the last phase."""
-    variables = iter(parts.traced.combined)
-    last = parts.phases[-1].cuts if parts.phases else ()
-    of_cut = [(cut, next(variables)) for cut in parts.cuts for _ in cut.shapes]
+    variables = iter(split.traced.combined)
+    last = split.phases[-1].cuts if split.phases else ()
+    of_cut = [(cut, next(variables)) for cut in split.cuts for _ in cut.shapes]
     return [
         v
         for cut, v in of_cut

@@ -24,7 +24,7 @@ from jdist.ps.program.function_plan import StepFunction
 from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.wire import mean_of_integers
 from jdist.replica.gradients import all_finite
-from jdist.step.microbatches import Gradients, axis_of_rows
+from jdist.step.microbatches import PhaseResults, axis_of_rows
 from jdist.step.outputs import LOCAL, METRIC, OutputKind
 
 PyTree = Any
@@ -57,7 +57,7 @@ class _Round:
 
     Attributes:
         arguments: shapes of a closure's arguments: its rows, the other arguments, its number, the counts of all closures.
-        reported: shapes of what a closure returns behind its flag.
+        reported: shapes of what a closure returns after its flag.
     """
 
     def __init__(self, step: SplitStep, closures: int):
@@ -66,7 +66,7 @@ class _Round:
         self._num_rows = step.num_batch_leaves
         leaves, self._treedef = jax.tree.flatten(step.arguments)
         self._num_leaves = len(leaves)
-        *self._before, self._main = self._plan.parts.phases
+        *self._before, self._main = self._plan.split.phases
         first = len(leaves) - self._num_rows + sum(len(cut.shapes) for phase in self._before for cut in phase.cuts)
         # The operation and the whole shape of each array that the main phase pushes, by its number.
         self._cuts = dict(enumerate(_arrays_of_cuts(self._main), start=first))
@@ -115,7 +115,7 @@ class _Round:
             )
 
     def _on_replica(self, values: list[Any]) -> list[Any]:
-        step, parts, traced = self._step, self._plan.parts, self._plan.parts.traced
+        step, split, traced = self._step, self._plan.split, self._plan.split.traced
         n, a = len(step.read), self._accumulate
         leaves, (number, *counts) = values[n : n + self._num_leaves], values[n + self._num_leaves :]
         state = step.filled(dict(zip(step.read, values[:n], strict=True)))
@@ -128,12 +128,12 @@ class _Round:
             _together(op, values, whole, self._n)
             for (op, whole), values in zip(self._cuts.values(), operands, strict=True)
         ]
-        begun = [old[parts.carried[i].leaf] if parts.carried[i].adds_up else None for i in self._main.carried]
+        begun = [old[split.carried[i].leaf] if split.carried[i].adds_up else None for i in self._main.carried]
         carried = [
             _together("mean", values, (), 1) if start is None else start + self._n * sum(x - start for x in values)
             for start, values in zip(begun, carried, strict=True)
         ]
-        of_phases = Gradients([*counts, *cuts], carried, [])
+        of_phases = PhaseResults([*counts, *cuts], carried, [])
         pushed = [
             *jax.tree.leaves(others),
             *of_phases.combined,
@@ -211,14 +211,14 @@ class _Round:
             i: jnp.concatenate(values) if kinds[i] == LOCAL else _joined(kinds[i], values)
             for i, values in zip(early, of_closures, strict=False)
         }
-        behind = len(early) + len(here)
-        needed = dict(zip(update.read_by_scalars, of_closures[behind:], strict=True))
+        num_results = len(early) + len(here)
+        needed = dict(zip(update.read_by_scalars, of_closures[num_results:], strict=True))
         pushed = [
             self._of_all(j, needed[j]) if j in needed else jnp.zeros(shape.shape, shape.dtype)
             for j, shape in enumerate(update.pushed_shapes)
         ]
-        # What the worker computes behind the phases is the same for all; a per-replica result of it that of each.
-        same = dict(zip(here, reported[0][len(early) : behind], strict=True))
+        # What the worker computes after the phases is the same for all closures, a per-replica result too: each gets it.
+        same = dict(zip(here, reported[0][len(early) : num_results], strict=True))
         same |= dict(zip(step.late, update.late(pushed, range(len(step.late))), strict=True))
         results |= {
             i: jnp.broadcast_to(x, (self._plan.k, *jnp.shape(x))) if kinds[i] == LOCAL else x for i, x in same.items()
@@ -252,7 +252,7 @@ def _check_keys(step: SplitStep) -> None:
 
 
 def _check_phases(step: SplitStep) -> None:
-    phases = step.plan.parts.phases
+    phases = step.plan.split.phases
     gradient = [n for n, p in enumerate(phases) if any(cut.collective.kind == "gradient" for cut in p.cuts)]
     if gradient and gradient[0] != len(phases) - 1:
         raise BoundaryError(

@@ -123,7 +123,7 @@ class Update:
         return _places(self._pushed, reads)
 
     def worker_scalars(self, pushed: Sequence[Any]) -> list[Any]:
-        """Computes the scalars from what a worker computed; traced on the worker, behind the gradient part."""
+        """Computes the scalars from what a worker computed; traced on the worker, after the gradient part."""
         return graph.subfunction(self.closed, self._pushed, self._scalars)(pushed)
 
     def late(self, pushed: Sequence[Any], which: Sequence[int]) -> list[Any]:

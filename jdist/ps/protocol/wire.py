@@ -210,7 +210,7 @@ def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES
 
 
 def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
-    """Returns a header, and the bytes behind it.
+    """Returns a header, and the bytes after it.
 
     Raises:
         WireError: it is no header, or larger than allowed.

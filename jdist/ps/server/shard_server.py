@@ -178,7 +178,7 @@ class ShardServer:
         return [*(view.scalars if kind == "Commit" else view.pushes), result]
 
     def say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Takes several messages of one sender in turn: a commit, a push and the next pull are one call."""
+        """Takes several messages of one sender in turn: a push or a commit comes in one call with the next pull."""
         plain = header.get("say")
         if not isinstance(plain, list) or len(plain) > MOST_MESSAGES:
             raise WireError(f"`say` must be a list of at most {MOST_MESSAGES:,} messages")
@@ -299,7 +299,7 @@ class ShardServer:
             each = [equal if i in plan.views[view].unweighted else weights for i in range(len(pushes))]
             pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
         program = self._programs[view]
-        assert program is not None  # `_expects_of_say` refuses a push of a step that updates nothing
+        assert program is not None  # `expects_of_say` refuses a push of a step that updates nothing
         new = program([*self._kept, *pushes, *scalars])
         n = plan.changing
         self._kept[:n] = new[:n]

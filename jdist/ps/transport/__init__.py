@@ -2,5 +2,5 @@
 
 Start at `interface`; `shard_client` repeats a call until it is answered; `routed` asks whoever leads.
 
-May import: ps.protocol, ps.program's plans.
+May import: ps.protocol, ps.program's plans, cluster, errors.
 """

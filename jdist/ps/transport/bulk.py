@@ -46,8 +46,8 @@ class BulkServer:
 
         Args:
             host: an address of this machine.
-            answer: `(stream, make_room) -> (header, arrays)`: receives one call from a stream and carries it out; of the calls
-                that make room before they take in what they bring, no more than `MOST_LARGE` are under way at once.
+            answer: `(stream, make_room) -> (header, arrays)`: receives one call from a stream and carries it out. A call with
+                many bytes calls `make_room` before it receives them; no more than `MOST_LARGE` such are under way at once.
             security: whom it lets in, besides the ticket.
             port: 0 takes a free one.
 
@@ -152,7 +152,7 @@ class BulkServer:
                 connection.do_handshake()
             shown = bytearray(_TICKET_BYTES)
             stream = Stream(connection)
-            stream._into(memoryview(shown), time.monotonic() + TICKET_S)
+            stream.read_into(memoryview(shown), time.monotonic() + TICKET_S)
             if not self._admit(stream, bytes(shown)):
                 return
             while stream.wait_for_more():

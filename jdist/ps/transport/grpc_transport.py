@@ -54,9 +54,7 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-
-
-_OF_SERVERS = [
+_SERVER_OPTIONS = [
     # A caller that has gone without a word keeps no connection: a cut link sends no end. A bound on
     # idle connections would take those that are wanted as well, and 1.5 % of every small call.
     ("grpc.keepalive_time_ms", 60_000),
@@ -103,7 +101,7 @@ class RpcServer:
         self._data: BulkServer | None = None
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"),
-            options=[*_OPTIONS, *_OF_SERVERS],
+            options=[*_OPTIONS, *_SERVER_OPTIONS],
         )
         handlers = {
             "Call": grpc.unary_unary_rpc_method_handler(self._call),
@@ -150,7 +148,7 @@ class RpcServer:
         return next(iter(self._answer(iter([request]), context)))
 
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answers the frames of a call; whatever is wrong with it, the caller learns one word."""
+        """Answers the frames of a call. Of what is wrong with it the caller learns one word; the log here has the rest."""
         self._check_token(context)
         # Without a deadline a call could hold a thread for ever.
         if (context.time_remaining() or math.inf) > MOST_S:
@@ -227,7 +225,7 @@ class RpcServer:
 
 
 def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
-    """Header and arrays as messages; what is small goes with the header."""
+    """Yields header and arrays as gRPC messages; small arrays go with the header."""
     frame = encode(header)
     if sum(np.asarray(x).nbytes for x in arrays) <= CHUNK_BYTES:
         yield frame + b"".join(chunks(arrays))

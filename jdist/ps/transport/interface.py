@@ -25,9 +25,10 @@ class CallFailed(ConnectionError):
 
     Attributes:
         peer: the server's address.
-        reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, "exhausted" where
-            it has no file descriptor left, which may pass, or "closed" where this side has ended the connection, so that no
-            other call will do better.
+        reason: "unavailable"; "deadline" where no answer came in time; "unauthenticated"; "refused" where the peer found the
+            call wrong; "exhausted" where it has no file descriptor left, which may pass; "closed" where this side has ended the
+            connection, so that no other call will do better; "moved" where the copy of a shard that was asked does not lead,
+            so that the same call goes to the leader next.
         why: the same, and what else is known.
     """
 

@@ -187,7 +187,7 @@ class ShardClient:
 
 
 def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
-    """Asks each shard who it is, past all questions without an answer; returns the addresses of those that do not say."""
+    """Asks each shard for its status, beside all calls under way; returns the addresses of those that do not answer."""
 
     def answers(client: ShardClient) -> bool:
         try:

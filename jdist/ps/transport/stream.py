@@ -24,12 +24,12 @@ class Stream:
     def __init__(self, connection: socket.socket):
         self._socket = connection
         self._read_ahead = memoryview(bytearray(_SMALL_BYTES))
-        self._there = memoryview(b"")
-        self._timeout_s: float | None = -1.0  # as it was set last
+        self._unread = memoryview(b"")
+        self._timeout_s: float | None = -1.0  # the socket's, as it was set last; -1 before that
 
     def wait_for_more(self) -> bool:
         """Waits, as long as it takes, until something comes; False if the other side has ended."""
-        if self._there:
+        if self._unread:
             return True
         self._timeout_s = None
         self._socket.settimeout(None)
@@ -66,10 +66,10 @@ class Stream:
             EOFError: the other side has ended.
         """
         first = bytearray(_SIZE.size + PREFIX_BYTES)
-        self._into(memoryview(first), by)
+        self.read_into(memoryview(first), by)
         (size,), prefix = _SIZE.unpack_from(first), bytes(first[_SIZE.size :])
         body = bytearray(body_size(prefix))
-        self._into(memoryview(body), by)
+        self.read_into(memoryview(body), by)
         try:
             header, _ = decode(prefix + body)
             buffers = Buffers(expects(header), most_bytes=most_bytes)
@@ -79,14 +79,14 @@ class Stream:
             self._skip(min(size, most_bytes), by)  # so that the other side reads why
             raise
         for view in buffers.views:
-            self._into(view, by)
+            self.read_into(view, by)
         return header, buffers.filled()
 
     def _skip(self, size: int, by: float | None) -> None:
         nowhere = memoryview(bytearray(min(size, _SMALL_BYTES)))
         while size:
             n = min(size, len(nowhere))
-            self._into(nowhere[:n], by)
+            self.read_into(nowhere[:n], by)
             size -= n
 
     def close(self) -> None:
@@ -107,20 +107,20 @@ class Stream:
 
     def _fill(self) -> bool:
         got = self._socket.recv_into(self._read_ahead)
-        self._there = self._read_ahead[:got]
+        self._unread = self._read_ahead[:got]
         return got > 0
 
-    def _into(self, view: memoryview, by: float | None) -> None:
-        """Fills a place, at first with what was read ahead; what is large is received where it stays."""
+    def read_into(self, view: memoryview, by: float | None) -> None:
+        """Fills a view: from what was read ahead first, then from the socket; what is large without a copy in between."""
         while len(view):
-            if not self._there and len(view) < _SMALL_BYTES:
+            if not self._unread and len(view) < _SMALL_BYTES:
                 self._limit(by)
                 if not self._fill():
                     raise EOFError
-            if self._there:
-                n = min(len(view), len(self._there))
-                view[:n] = self._there[:n]
-                self._there, view = self._there[n:], view[n:]
+            if self._unread:
+                n = min(len(view), len(self._unread))
+                view[:n] = self._unread[:n]
+                self._unread, view = self._unread[n:], view[n:]
                 continue
             self._limit(by)
             got = self._socket.recv_into(view)

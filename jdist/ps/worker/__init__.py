@@ -2,5 +2,5 @@
 
 Start at `server`; `execute` pulls, computes and pushes; `data` reads a worker's own dataset.
 
-May import: ps.transport, ps.program, ps.protocol, data.
+May import: ps.transport and what is below it; no server.
 """

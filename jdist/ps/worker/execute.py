@@ -53,15 +53,15 @@ class Shards:
 
     def __init__(self, clients: ShardClients):
         self.clients = clients
-        self._history: tuple[int, int] | None = None
+        self._epoch_and_generation: tuple[int, int] | None = None
         self.newest: list[int] = []  # version that any function has seen of each
 
-    def of(self, who: Sender) -> tuple[int, int]:
-        """The history that a closure belongs to: its epoch and generation. In a new one versions begin anew."""
-        history = who.epoch, who.generation
-        if self._history != history:
-            self._history, self.newest = history, [0] * len(self.clients.clients)
-        return history
+    def enter(self, who: Sender) -> tuple[int, int]:
+        """Returns a closure's epoch and generation; where one of them is another than before, versions are counted anew."""
+        now = who.epoch, who.generation
+        if self._epoch_and_generation != now:
+            self._epoch_and_generation, self.newest = now, [0] * len(self.clients.clients)
+        return now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Installed:
             raise WireError(f"a function of {len(function.inputs)} inputs that reads {len(function.read)} leaves")
         self.function, self._shards, self._run = function, shards, run
         self._scale: WorkerScale | None = None
-        self._history: tuple[int, int] | None = None  # of what was pulled
+        self._epoch_and_generation: tuple[int, int] | None = None  # of what was pulled
         self._plans = [] if function.view is None else [client.plan for client in shards.clients.clients]
         _check_plans(function, self._plans)
         self._versions: list[int | None] = [None] * len(self._plans)
@@ -120,9 +120,9 @@ class Installed:
         function = self.function
         if function.view is None:
             return Computed(self._called([np.int32(who.worker), *arguments] if function.takes_index else arguments))
-        history = self._shards.of(who)
-        if self._history != history:
-            self._history, self._versions = history, [None] * len(self._versions)
+        now = self._shards.enter(who)
+        if self._epoch_and_generation != now:
+            self._epoch_and_generation, self._versions = now, [None] * len(self._versions)
         if not function.updates:
             self._pull(who)
             return Computed(self._called(arguments))

@@ -29,7 +29,7 @@ def every(one_pass):
 
 def scheduled(batch):
     pending = Pending()
-    batch.reads.use(batch, pending)
+    batch.of_pass.use(batch, pending)
     return pending
 
 

@@ -57,11 +57,12 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
         if option not in known:
             has = f"It has: {', '.join(known)}." if known else "It has none."
             raise StrategyError(f"`all_reduce` {name!r} has no option {option!r}.{did_you_mean(option, known)} {has}")
-    missing = [option for option in known if option not in options]
+    required = [option for option, of in known.items() if of.default is of.empty]
+    missing = [option for option in required if option not in options]
     if missing:
         raise StrategyError(
             f"`all_reduce` {name!r} needs {' and '.join(f'`{option}`' for option in missing)}: write "
-            f"`jdist.reduction.{name}({', '.join(f'{option}=...' for option in known)})`, or a mapping with these keys "
+            f"`jdist.reduction.{name}({', '.join(f'{option}=...' for option in required)})`, or a mapping with these keys "
             "beside its name."
         )
     return REDUCTIONS[name](**options)

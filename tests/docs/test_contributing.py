@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
+from tests.reduction import test_exact
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -39,8 +40,12 @@ def test_a_strategy():
     assert trained(strategy) == pytest.approx((0.4, 4.0))
 
 
-def test_a_reduction():
-    assert trained(jdist.mirrored(all_reduce=function("gathered")())) == pytest.approx((0.4, 4.0))
+def test_a_reduction(monkeypatch: pytest.MonkeyPatch):
+    gathered = function("gathered")
+    assert trained(jdist.mirrored(all_reduce=gathered())) == pytest.approx((0.4, 4.0))
+    monkeypatch.setitem(test_exact.ALGORITHMS, "gathered", lambda n: gathered())
+    for n in (1, 8):  # the test that the page's table names
+        test_exact.test_sums_every_leaf_and_gives_all_replicas_the_same_bits("gathered", n)
 
 
 def test_a_resolver():

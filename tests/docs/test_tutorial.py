@@ -46,8 +46,23 @@ def test_each_strategy_has_a_page_with_a_drawing():
     from jdist.strategies.by_name import STRATEGIES
 
     pages = {path.stem: path.read_text() for path in (DOCS / "strategies").glob("*.md")}
-    assert set(pages) == {*STRATEGIES, "index"}
+    without = sorted(STRATEGIES.keys() - pages.keys())
+    assert not without, f"write docs/strategies/NAME.md, with a drawing and an example, for {', '.join(without)}"
+    assert pages.keys() - STRATEGIES.keys() == {"index"}, "a page of no strategy"
     for name in STRATEGIES:
-        (drawing,) = re.findall(r"!\[.+\]\((.+\.svg)\)", pages[name])
-        assert (DOCS / "strategies" / drawing).exists()
-    assert len(EXAMPLES) == len(STRATEGIES) - 2 + 1, "all but tpu and parameter_server, and the all-reduce's own"
+        drawings = re.findall(r"!\[.+\]\((.+\.svg)\)", pages[name])
+        assert len(drawings) == 1, f"docs/strategies/{name}.md has {len(drawings)} drawings; it must have one"
+        assert (DOCS / "strategies" / drawings[0]).exists()
+    # Theirs need a TPU, or start processes.
+    wanted = {f"strategies/{name}.md" for name in STRATEGIES.keys() - {"tpu", "parameter_server"}} | {"all_reduce.md"}
+    shown = [str(example.id) for example in EXAMPLES]
+    assert sorted(shown) == sorted(wanted), "each has one example: python, and below it the text that it prints"
+
+
+def test_each_strategy_is_on_the_pages_that_list_all():
+    from jdist.strategies.by_name import STRATEGIES
+
+    for path in ("docs/strategies/index.md", "mkdocs.yml"):
+        text = (DOCS.parent / path).read_text()
+        missing = [name for name in STRATEGIES if f"{name}.md" not in text]
+        assert not missing, f"add to {path}: {', '.join(missing)}"

@@ -9,6 +9,7 @@ import pytest
 import jdist
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction, make_reduction, psum
+from jdist.reduction.by_name import REDUCTIONS
 
 
 def test_by_name_or_given():
@@ -53,6 +54,17 @@ def test_what_is_no_algorithm_is_refused_with_what_is(value):
 def test_a_wrong_name_or_option_is_refused_with_the_remedy(value, text):
     with pytest.raises(StrategyError, match=re.escape(text)):
         make_reduction(value)
+
+
+def test_an_option_with_a_default_may_be_left_out(monkeypatch):
+    def parts(count, size=2):
+        return psum()._replace(name=f"parts({count}, {size})")
+
+    monkeypatch.setitem(REDUCTIONS, "parts", parts)
+    assert make_reduction({"name": "parts", "count": 1}).name == "parts(1, 2)"
+    assert make_reduction({"name": "parts", "count": 1, "size": 3}).name == "parts(1, 3)"
+    with pytest.raises(StrategyError, match=re.escape("needs `count`: write `jdist.reduction.parts(count=...)`")):
+        make_reduction("parts")
 
 
 @pytest.mark.parametrize("value", ["ring", {"name": "compressed", "dtype": "bf16"}, psum()._replace(name="mine")])

@@ -68,9 +68,9 @@ def parse(text: str) -> Module:
 
     Example:
         >>> import jax
-        >>> text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
-        >>> [i.opcode for i in parse(text).roots.values()][-1]
-        'fusion'
+        >>> module = parse(jax.jit(lambda x: x + 1).lower(1.0).compile().as_text())
+        >>> [i.shape for i in module.computations[module.entry].values() if i.opcode == "parameter"]
+        ['f32[]']
     """
     module, current = Module(), ""
     for line in text.splitlines():

@@ -88,7 +88,7 @@ class TestAPlan:
         text = jdist.plan.show(found)
         assert "the 75% of a GPU that JAX takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION)" in text
         assert "1 of 8 within a host" in text
-        assert "asynchronous: " in text
+        assert ("asynchronous: " in text) == (found.in_flight_bytes > 0)  # JAX 0.12 has such small ones wait
         assert found.flops > 0
         assert found.bytes_moved > 0
 

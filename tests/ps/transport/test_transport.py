@@ -184,7 +184,7 @@ sys.stdin.read()
 
 def test_a_caller_that_has_gone_without_a_word_keeps_no_connection(monkeypatch):
     quick = {"grpc.keepalive_time_ms": 500, "grpc.http2.ping_timeout_ms": 500}
-    monkeypatch.setattr(grpc_transport, "_OF_SERVERS", list((dict(grpc_transport._OF_SERVERS) | quick).items()))
+    monkeypatch.setattr(grpc_transport, "_SERVER_OPTIONS", list((dict(grpc_transport._SERVER_OPTIONS) | quick).items()))
     server = RpcServer("127.0.0.1:0", METHODS)
     command = [sys.executable, "-c", CALLER, f"127.0.0.1:{server.port}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as caller:

@@ -57,7 +57,7 @@ def _flags(environ: Mapping[str, str]) -> Finding:
     value = re.search(rf"{name}=(\S+)", environ.get("XLA_FLAGS", ""))
     if value:
         return passed("xla flags", f"gradients are joined up to {value[1]} bytes for an all-reduce ({name})")
-    earlier = f"{name}=25000000, or all_reduce: bucketed, sends them earlier"
+    earlier = f"{name}=4000000, or all_reduce: bucketed, sends them earlier"
     return passed("xla flags", f"gradients are joined up to XLA's 30 MB for an all-reduce; {earlier}")
 
 

@@ -281,9 +281,11 @@ def _together(op: str, values: Sequence[Any], whole: tuple[int, ...], times: int
     if op in ("max", "min"):
         return functools.reduce(jnp.maximum if op == "max" else jnp.minimum, values)
     total = sum(values[1:], values[0])
-    return total / len(values) if op == "mean" else total * times
+    if op == "mean":
+        return total / len(values) if len(values) > 1 else total  # an integer stays one: it travels as its bytes
+    return total * times
 
 
 def _joined(kind: OutputKind, values: Sequence[Any]) -> Any:
     """Combines a result of microbatches or closures: a mean, or rows in the order of the call's."""
-    return sum(values[1:], values[0]) / len(values) if kind == METRIC else jnp.concatenate(values)
+    return _together("mean", values, (), 1) if kind == METRIC else jnp.concatenate(values)

@@ -264,6 +264,22 @@ def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged
     np.testing.assert_allclose(found[place], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("closures", [1, 2])
+def test_what_a_closure_pushes_has_the_types_that_servers_expect(closures):
+    """Arrays travel as their bytes: an integer that became a float would be read as another integer."""
+    state = started()
+    _, state, batches, others = apart(counting, state, BATCH)
+    spec, signature = spec_of(counting, jdist.one_device())
+    call, *_ = signature.bind((state, BATCH), {})
+    spec = type(spec)(counting, spec.strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
+    parts = split_step(spec, state, batches, others, closures=closures)
+    sync, old = make_sync_function(parts, closures), raw(state)
+    for share in sync.cut(jax.tree.leaves((batches, others))):
+        made = jax.eval_shape(sync.run, [*(old[i] for i in parts.read), *share])
+        found = [x.dtype for x in made[: len(parts.pushed)]]
+        assert found == [parts.update.pushed_shapes[j].dtype for j in parts.pushed]
+
+
 def counting(state, batch):
     value, grads = jdist.value_and_grad(loss)(state.params, batch)
     return state.apply_gradients(

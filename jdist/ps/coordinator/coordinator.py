@@ -105,8 +105,9 @@ class Coordinator:
         Raises:
             ShardLostError: a shard does not answer.
         """
-        timeout_s = self._times.lost_after_s
-        statuses = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
+        times = self._times
+        of_copies = [copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s) for copies in self._copies]
+        statuses = [status for each in of_copies for status in each if status is not None]
         statuses = statuses or [client.status() for client in self._shards.clients]
         return max((status["generation"] for status in statuses), default=0)
 

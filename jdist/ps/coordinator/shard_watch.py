@@ -129,7 +129,8 @@ class CopiesWatch:
         Raises:
             ShardLostError: neither answers.
         """
-        first, second = self._copies.statuses(self._times.lost_after_s)
+        times = self._times
+        first, second = self._copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s)
         self._channels = [self._copies.connected(copy) for copy in (0, 1)]
         term = 1 + max(status["term"] for status in (first, second) if status is not None)
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
@@ -162,28 +163,43 @@ class Copies:
         address, slot = self.places[copy]
         return SlotChannel(self._connect(address), slot)
 
-    def statuses(self, timeout_s: float) -> list[dict[str, Any] | None]:
-        """Asks both copies who they are; None stands for one that does not answer.
+    def statuses(self, timeout_s: float, *, give_up_s: float) -> list[dict[str, Any] | None]:
+        """Asks both copies who they are, again and again until one answers; None stands for one that does not.
+
+        Args:
+            timeout_s: how long each question waits for its answer.
+            give_up_s: after which neither is waited for any more.
 
         Raises:
-            ShardLostError: neither does.
+            ShardLostError: neither answers, or one refuses this process.
         """
+        end, pause_s = time.monotonic() + give_up_s, 0.05
 
-        def ask(channel: Channel) -> dict[str, Any] | None:
+        def ask(channel: Channel) -> dict[str, Any] | CallFailed:
             try:
                 return channel.call("status", {}, timeout_s=timeout_s)[0]
             except CallFailed as exc:
-                _LOG.warning("%s does not answer: %s", channel.peer, exc.reason)
-                return None
+                return exc
             finally:
                 channel.close()
 
         with ThreadPoolExecutor(2) as pool:
-            statuses = list(pool.map(ask, [self.connected(copy) for copy in (0, 1)]))
-        if statuses == [None, None]:
+            while True:
+                answers = list(pool.map(ask, [self.connected(copy) for copy in (0, 1)]))
+                failures = [x for x in answers if isinstance(x, CallFailed)]
+                refuses = any(exc.reason in ("refused", "unauthenticated", "closed") for exc in failures)
+                if len(failures) < len(answers) or refuses or time.monotonic() + pause_s > end:
+                    break
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+        for exc in failures:
+            _LOG.warning("%s does not answer: %s", exc.peer, exc.reason)
+        if len(failures) == len(answers):
             first, second = (address for address, _ in self.places)
-            raise ShardLostError(f"neither {first} nor {second} answers, which have the two copies of a shard")
-        return statuses
+            raise ShardLostError(
+                f"neither {first} nor {second} answers, which have the two copies of a shard: {failures[0].why}"
+            )
+        return [None if isinstance(x, CallFailed) else x for x in answers]
 
 
 def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:

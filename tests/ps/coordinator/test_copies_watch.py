@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from jdist.errors import ShardLostError
 from jdist.ps.coordinator.shard_watch import CopiesWatch
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.interface import Method
+from jdist.ps.transport.interface import CallFailed, Method
 from jdist.ps.transport.routed import two_copies
 
 
@@ -146,3 +147,34 @@ def test_a_shard_that_gets_no_backup_is_told_of_once(watched, caplog):
         "shard 3 has had no backup for 0 s: is one of a and b gone, or does one not reach the other?"
     ]
     assert hub.errors == []
+
+
+@pytest.fixture
+def copies():
+    """A shard's copies on two servers: `(copies, servers)`."""
+    servers = {address: Server(address).fake for address in ("a", "b")}
+    (made,) = two_copies(lambda address: FakeChannel(servers[address]), ["a"], ["a", "b"])
+    return made, servers
+
+
+def test_both_copies_are_waited_for_at_the_start(copies):
+    made, servers = copies
+    for server in servers.values():
+        server.stop()
+    with pytest.raises(ShardLostError, match="neither a nor b answers, .*: unavailable"):
+        made.statuses(0.2, give_up_s=0.3)
+    timer = threading.Timer(0.3, servers["b"].resume)
+    timer.start()
+    assert [status and status["incarnation"] for status in made.statuses(0.2, give_up_s=20)] == [None, "b-1"]
+    timer.join()
+
+
+def test_copies_that_refuse_are_not_waited_for(copies, monkeypatch):
+    made, _ = copies
+
+    def refuse(*_, **__):
+        raise CallFailed("a", "unauthenticated")
+
+    monkeypatch.setattr(FakeChannel, "call", refuse)
+    with pytest.raises(ShardLostError, match="unauthenticated"):
+        made.statuses(0.2, give_up_s=3600)

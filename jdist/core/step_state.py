@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -79,11 +78,23 @@ class StepState:
         if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while the object is being made
             raise AttributeError(name)
         value = getattr(self.user, name)
-        is_method = (inspect.ismethod(value) or inspect.isbuiltin(value)) and value.__self__ is self.user
-        return _rewrapping(self, value) if is_method else value
+        return _rewrapping(self, value) if _is_method_of(self.user, value) else value
 
     def __getitem__(self, key: Any) -> Any:
         return self.user[key]
+
+    def __iter__(self) -> Iterator[Any]:  # else Python asks for items 0, 1, ..., of a dict as well
+        return iter(self.user)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.user
+
+
+def _is_method_of(user: PyTree, value: Any) -> bool:
+    """Whether what an attribute gives is a method of the state: Python's own, Equinox's, or a partial one."""
+    if isinstance(value, functools.partial):  # of `functools.partialmethod`
+        value = value.func
+    return callable(value) and getattr(value, "__self__", None) is user
 
 
 def _rewrapping(state: StepState, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,11 @@
 """What steps keep beside a state stays there when the state is changed outside of a step."""
 
 import dataclasses
+import functools
 import warnings
 from typing import NamedTuple
 
+import equinox as eqx
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,18 @@ class Own:
     def counted(self):
         return self.replace(n=self.n + 1), int(self.n)
 
+    count_by = functools.partialmethod(lambda self, n: self.replace(n=self.n + n), 2)
+
     def size(self):
         return sum(x.size for x in jax.tree.leaves(self.params))
+
+
+class Module(eqx.Module):
+    params: dict
+    n: jax.Array
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)
 
 
 def params():
@@ -52,6 +64,7 @@ STATES = {
         params=params(), tx=optax.sgd(0.1), apply_fn=lambda v, x: x @ v["params"]["w"]
     ),
     "own": lambda: Own(params(), jnp.int32(0)),
+    "equinox": lambda: Module(params(), jnp.int32(0)),
     "named tuple": lambda: Named(params(), jnp.int32(0)),
 }
 
@@ -106,6 +119,8 @@ def test_methods_keep_what_is_around(name, kind):
         assert jax.tree.all(same_around(counted, state))
         assert (int(counted.n), n) == (1, 0)
         assert (state.size(), state.name) == (8, "own")
+        assert jax.tree.all(same_around(state.count_by(), state))
+        assert int(state.count_by().n) == 2
     if kind == "both":
         assert float(state.loss_scale.scale) == float(doubled.loss_scale.scale) == 16
     with warnings.catch_warnings():
@@ -115,7 +130,9 @@ def test_methods_keep_what_is_around(name, kind):
 
 def test_a_dict(kind):
     train_step, state = trained(lambda: {"params": params(), "n": jnp.int32(0)}, kind)
-    assert sorted(state.keys()) == ["n", "params"]
+    assert sorted(state.keys()) == sorted(state) == ["n", "params"]
+    assert "n" in state
+    assert 0 not in state
     assert list(state.get("params")) == ["w"]
     assert jax.tree.all(same_around(state.copy(), state))
     changed = state.with_user({**state, "params": params()})

@@ -161,7 +161,7 @@ def test_both_copies_are_waited_for_at_the_start(copies):
     made, servers = copies
     for server in servers.values():
         server.stop()
-    with pytest.raises(ShardLostError, match="neither a nor b answers, .*: unavailable"):
+    with pytest.raises(ShardLostError, match=r"neither a nor b answers, .*: unavailable"):
         made.statuses(0.2, give_up_s=0.3)
     timer = threading.Timer(0.3, servers["b"].resume)
     timer.start()

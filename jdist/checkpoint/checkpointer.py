@@ -38,6 +38,7 @@ from jdist.core.host_sharded import is_spread
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
+from jdist.support.checks import as_int, as_real
 
 PyTree = Any
 _opened = itertools.count(1)
@@ -122,18 +123,19 @@ class Checkpointer:
     ):
         if "://" in str(directory):
             raise CheckpointError(f"`directory`: {directory} is not on a mounted file system; give a local path")
-        if keep < 1:
-            raise CheckpointError(f"`keep` is {keep}: at least 1 checkpoint must be kept")
+        if as_int(keep, least=1) is None:
+            raise CheckpointError(f"`keep` is {keep!r:.80}: it must be a whole number, 1 or more")
         if best_mode not in ("max", "min"):
             raise CheckpointError(f"`best_mode` is {best_mode!r}: it must be 'max' or 'min'")
-        if not timeout_s > 0:
-            raise CheckpointError(f"`timeout_s` is {timeout_s}: it must be more than 0 seconds")
+        seconds = as_real(timeout_s)
+        if seconds is None or not 0 < seconds < math.inf:
+            raise CheckpointError(f"`timeout_s` is {timeout_s!r:.80}: it must be a number of seconds, more than 0")
         self._directory = Path(directory).expanduser().absolute()
-        self._keep = keep
+        self._keep = operator.index(keep)
         self._best_metric = best_metric
         self._best_mode = best_mode
         self._check = check
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds
         self._damaged: set[str] = set()
         self._saving: tuple[int, Job] | None = None
         self._closed = False
@@ -141,7 +143,7 @@ class Checkpointer:
         self._cluster = cluster or alone()
         # Of the values that processes exchange: their paths may differ, and several may save at once.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
-        strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
+        strangers = open_shared(self._directory, self._cluster, seconds, self._name)
         if strangers:
             text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
             warnings.warn(text, CheckpointWarning, stacklevel=2)
@@ -179,8 +181,9 @@ class Checkpointer:
         """
         if self._closed:
             raise CheckpointError(f"{self._directory}: this Checkpointer is closed; make another to save again")
-        if (step := operator.index(step)) < 0:
-            raise CheckpointError(f"`step` is {step}: it must be 0 or more")
+        if (number := as_int(step, least=0)) is None:
+            raise CheckpointError(f"`step` is {step!r:.80}: it must be a whole number, 0 or more")
+        step = number
         body = {
             "step": step,
             "data": None if data is None else disk.to_plain_json("data", data),

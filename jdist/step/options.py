@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from jdist.core.precision import LossScaling, Precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
-from jdist.support.checks import as_int
+from jdist.support.checks import as_bool, as_int
 from jdist.support.suggest import did_you_mean
 
 ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
@@ -79,6 +79,9 @@ class StepOptions:
             if number is None:
                 raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
             object.__setattr__(self, name, number)
+        if (donate := as_bool(self.donate)) is None:
+            raise StepError(f"`donate` is {self.donate!r:.80}; it must be True or False.")
+        object.__setattr__(self, "donate", donate)
         if self.precision is not None and not isinstance(self.precision, Precision):
             raise StepError(
                 f"`precision` is {self.precision!r}; it must be a value that `jdist.precision` makes: "

@@ -24,7 +24,7 @@ from jdist.ps.serve import IS_SERVER
 from jdist.reduction import psum
 from jdist.strategies.local import LOCAL, check_axis
 from jdist.strategies.one_device import one_device
-from jdist.support.checks import as_int, as_real
+from jdist.support.checks import as_bool, as_int, as_real
 from jdist.support.suggest import did_you_mean
 
 Mode = Literal["async", "sync"]
@@ -94,6 +94,9 @@ class PsArguments:
             raise StrategyError(
                 f"`start_timeout_s` is {self.start_timeout_s!r}; it must be a number of seconds, 0 or more."
             )
+        for name in ("insecure", "keep_servers"):
+            if as_bool(getattr(self, name)) is None:
+                raise StrategyError(f"`{name}` is {getattr(self, name)!r:.80}; it must be True or False.")
         check_axis(self.axis)
         _check_spread(self.partitioner, self.placement, self.wire)
         if as_int(self.ps_replicas) not in (1, 2):

@@ -36,6 +36,17 @@ def as_real(value: Any) -> float | None:
     return as_python() if as_python is not None else value  # type: ignore[return-value]  # `Real` is not known as float
 
 
+def as_bool(value: Any) -> bool | None:
+    """Converts True and False to Python's, NumPy's too; returns None for anything else: "no" would count as True.
+
+    Example:
+        >>> import numpy as np
+        >>> as_bool(np.bool_(False)), as_bool("no"), as_bool(1)
+        (False, None, None)
+    """
+    return bool(value) if type(value).__name__ in ("bool", "bool_") else None
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is one real number, or a scalar array of one; does not wait for a device.
 

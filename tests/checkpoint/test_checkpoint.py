@@ -506,3 +506,23 @@ def test_a_folder_of_somebody_elses_checkpoints_is_no_empty_one(tmp_path, kind):
             if path.name == name:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         assert checkpoints.restore({"w": jnp.ones(2)}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("keep", x) for x in (0, "3", 2.5, True, float("nan"), None)]
+    + [("timeout_s", x) for x in (0, "1", True, float("nan"), float("inf"), None)],
+)
+def test_numbers_that_are_none_are_refused_before_anything_is_made(tmp_path, name, value):
+    with pytest.raises(CheckpointError, match=rf"`{name}` is .*: it must be a"):
+        Checkpointer(tmp_path / "new", **{name: value})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_step_that_is_no_number_is_refused_and_numpys_numbers_are_numbers(tmp_path):
+    with Checkpointer(tmp_path, keep=np.int64(2), timeout_s=np.float32(60)) as checkpoints:
+        for step in ("1", 1.0, True, -1, None):
+            with pytest.raises(CheckpointError, match=r"`step` is .*: it must be a whole number, 0 or more"):
+                checkpoints.save(step, {"w": 1.0})
+        checkpoints.save(np.int32(3), {"w": 1.0})
+    assert checkpoints.steps() == [3]

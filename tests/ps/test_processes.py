@@ -111,6 +111,9 @@ def test_what_is_asked_wrongly_is_refused(servers):
     for wrong in (-1, float("nan"), True, "soon"):
         with pytest.raises(StrategyError, match=r"`start_timeout_s` is .*; it must be a number of seconds, 0 or more"):
             parameter_server(start_timeout_s=wrong)
+    for name in ("insecure", "keep_servers"):
+        with pytest.raises(StrategyError, match=f"`{name}` is 'no'; it must be True or False"):
+            parameter_server(**{name: "no"})
     with pytest.raises(StrategyError, match="`local_workers` is 0; it must be a whole number of at least 1"):
         parameter_server(local_workers=0)
     make, jobs = servers

@@ -51,6 +51,7 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
         ),
         ({"accumulate": 0}, r"`accumulate` is 0; it must be an integer of at least 1"),
         ({"accumulate": 2.0}, r"`accumulate` is 2\.0; it must be an integer"),
+        ({"donate": "no"}, r"`donate` is 'no'; it must be True or False"),
         ({"accumulate": True}, r"`accumulate` is True"),
         ({"steps_per_call": -1}, r"`steps_per_call` is -1; it must be an integer of at least 1"),
         ({"max_in_flight": 0}, r"`max_in_flight` is 0; it must be an integer of at least 1"),

@@ -125,6 +125,7 @@ def run(
             folder.checkpoints, every=config.checkpoint.every, keep=keep, best=best, best_mode=mode, of_run=True
         )
         record = _recording(saves, config, document, parts, folder, resolved=resolved, here=here, say=say)
+        measures_epochs = any(callback.on_epoch is not None for callback in callbacks)
         evaluations = (config.eval.every, config.checkpoint.every if best else None, total)
         training = Run(
             strategy=strategy,
@@ -148,7 +149,7 @@ def run(
                 metrics=task.metrics,
             ),
             eval_every=[every for every in evaluations if every is not None],
-            measures_epochs=any(callback.on_epoch is not None for callback in callbacks),
+            measures_epochs=measures_epochs,
         )
         try:
             training.train(state, stop=stop, verify=train.verify, depth=0)
@@ -157,10 +158,13 @@ def run(
             with Checkpointer(
                 folder.checkpoints, keep=keep, best_metric=best, best_mode=mode, cluster=cluster
             ) as checkpoints:
-                if good > max(checkpoints.steps(), default=0):
+                saved = max(checkpoints.steps(), default=0)
+                # The state alone is that of this step: what callbacks keep, and the totals of the epoch, have gone on.
+                if good > saved and not measures_epochs and all(callback.keeps is None for callback in callbacks):
                     data = write_state(parts.train_data, good)
                     checkpoints.save(good, train_step.last_state, data=data, wait=True)
-            raise NonFiniteError(non_finite_advice(exc, good), exc.leaf, good) from exc
+                    saved = good
+            raise NonFiniteError(non_finite_advice(exc, good, saved), exc.leaf, good) from exc
 
         # The end, or a pause.
         step, first = training.step, training.first or 0

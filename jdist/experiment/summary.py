@@ -37,13 +37,24 @@ def arithmetic(config: Config, parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def non_finite_advice(error: NonFiniteError, good: int) -> str:
-    """Says what to do after a step that was not finite."""
+def non_finite_advice(error: NonFiniteError, good: int, saved: int) -> str:
+    """Says what to do after a step that was not finite.
+
+    Args:
+        error: what the step raised.
+        good: the step before it.
+        saved: the step of the newest checkpoint; 0 if there is none.
+    """
+    if saved == good:
+        where, begin = f"The state before it, at step {good:,}, is saved.", "go on from here"
+    elif saved:
+        where, begin = f"The newest checkpoint is that of step {saved:,}.", "go on from there"
+    else:
+        where, begin = "There is no checkpoint yet.", "begin anew"
     return (
-        f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite. The state before it, at step {good:,}, "
-        "is saved.\nThe same command would come to the same step again: lower the learning rate or set "
-        "train.clip_norm in a run of another name, or go on from here and leave such steps out with "
-        "train.non_finite=skip."
+        f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite. {where}\nThe same command would come to the same "
+        "step again: lower the learning rate or set train.clip_norm in a run of another name, or "
+        f"{begin} and leave such steps out with train.non_finite=skip."
     )
 
 

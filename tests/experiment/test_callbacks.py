@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -247,3 +248,18 @@ def test_the_best_is_kept_where_the_state_before_a_nan_is_saved(jdist_run):
     assert jdist_run(*bad)[0] == 1
     with Checkpointer("runs/toy/checkpoints", best_metric="eval/close") as checkpoints:
         assert (checkpoints.steps(), checkpoints.best_step) == ([2, 3], 2)
+
+
+def test_after_a_step_that_is_not_finite_a_run_goes_on_from_where_callbacks_were(jdist_run):
+    """A state that is saved alone would begin an average anew, and the epoch's mean in its midst."""
+    asked = "task.options.poison_row=40", "train.seed=5", "checkpoint.every=2", "log.every=1"
+    watching = "callbacks=[{ema: {decay: 0.9}}, {early_stopping: {metric: epoch/loss, patience: 50}}]"
+    assert jdist_run(*asked, watching, "train.non_finite=skip", "name=whole")[0] == 0
+    code, _, err = jdist_run(*asked, watching)
+    assert code == 1
+    saved = int(re.search(r"The newest checkpoint is that of step (\d+)\..* go on from there", err, re.DOTALL).group(1))
+    code, out, err = jdist_run(*asked, watching, "train.non_finite=skip")
+    assert (code, err) == (0, "")
+    assert f"going on from step {saved} of" in out
+    assert "warning" not in out
+    assert measured(rows_of("runs/toy")) == measured(rows_of("runs/whole"))

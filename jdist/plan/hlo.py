@@ -208,12 +208,16 @@ def _constant(known: dict[str, Instruction], instruction: Instruction | None) ->
 # Instructions that name or join what is there, and those whose work is that of other computations.
 _MOVES_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota")
 _CALLS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
+# Instructions that read no more than they give, and those that write into an array in place, with the operand that they write.
+_TAKES_ROWS = ("slice", "dynamic-slice", "gather")
+_PUTS_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
+_STARTS_OF_BOTH = ("all-gather-start", "collective-permute-start", "copy-start")  # whose shape holds the operands too
 
 
 def bytes_accessed(module: Module) -> int:
     """Counts the bytes that one call moves between a device and its memory: what each instruction reads and writes.
 
-    Of an array of which a fusion reads or writes a slice, the slice counts.
+    Of an array of which an instruction reads or writes a slice or some rows, these count.
     """
     total = 0
     for item in executed(module):
@@ -221,31 +225,64 @@ def bytes_accessed(module: Module) -> int:
         opcode = instruction.opcode
         if opcode in _MOVES_NOTHING or opcode in _CALLS or opcode.endswith("-done"):
             continue
-        if opcode == "fusion":
-            moved = _fusion_bytes(module, item)
-        else:
-            moved = module.operand_bytes(item.computation, instruction) + shape_bytes(instruction.shape)
-        total += item.times * moved
+        total += item.times * (_fusion_bytes(module, item) if opcode == "fusion" else _moved_bytes(module, item))
     return total
+
+
+def _moved_bytes(module: Module, item: Executed) -> int:
+    """Counts what an instruction that is no fusion reads and writes."""
+    instruction = item.instruction
+    result, operands = shape_bytes(instruction.shape), module.operands(item.computation, instruction)
+    if instruction.opcode in _TAKES_ROWS:
+        return 2 * result
+    if instruction.opcode in _PUTS_ROWS and len(operands) > _PUTS_ROWS[instruction.opcode]:
+        return 2 * shape_bytes(operands[_PUTS_ROWS[instruction.opcode]].shape)
+    if instruction.opcode in _STARTS_OF_BOTH or instruction.shape.startswith("(("):
+        return result  # a tuple of what it reads and what it writes
+    return sum(shape_bytes(operand.shape) for operand in operands) + result
 
 
 def _fusion_bytes(module: Module, item: Executed) -> int:
     """Counts what a fusion reads and writes."""
-    inside = module.computations[dict(_CALLED.findall(item.instruction.attributes))["calls"]]
-    arguments = {i.name: int(i.arguments) for i in inside.values() if i.opcode == "parameter"}
-    operands = module.operands(item.computation, item.instruction)
-    moved, updated = 0, 0
-    for name, index in arguments.items():
-        users = [i for i in inside.values() if name in i.operands]
-        whole = shape_bytes(operands[index].shape) if index < len(operands) else shape_bytes(inside[name].shape)
-        if users and all(i.opcode == "dynamic-slice" and i.operands[0] == name for i in users):
-            moved += sum(shape_bytes(i.shape) for i in users)
-        elif users and all(i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users):
-            slices = sum(shape_bytes(inside[i.operands[1]].shape) for i in users if i.operands[1] in inside)
-            updated += whole - slices  # of the result, which has the same size, the slice alone is written
-        else:
-            moved += whole
-    return moved + max(0, shape_bytes(item.instruction.shape) - updated)
+    computation = dict(_CALLED.findall(item.instruction.attributes))["calls"]
+    inside = module.computations[computation]
+    users: dict[str, list[Instruction]] = {}
+    for instruction in inside.values():
+        for name in dict.fromkeys(instruction.operands):
+            users.setdefault(name, []).append(instruction)
+    moved = shape_bytes(item.instruction.shape)
+    for instruction in inside.values():
+        if instruction.opcode == "parameter":
+            moved += _parameter_bytes(inside, users, instruction)
+    return max(0, moved)
+
+
+def _parameter_bytes(
+    inside: dict[str, Instruction], users: dict[str, list[Instruction]], parameter: Instruction
+) -> int:
+    """Counts what a fusion reads of a parameter, less what it does not write of a result that is the parameter updated."""
+    whole = shape_bytes(parameter.shape)
+    read = put = 0
+    names, is_result = [parameter.name], False
+    while names:
+        name = names.pop()
+        is_result = is_result or not users.get(name)
+        for user in users.get(name, ()):
+            first_alone = user.operands[0] == name and name not in user.operands[1:]
+            written = _PUTS_ROWS.get(user.opcode, len(user.operands))
+            if user.opcode == "bitcast":
+                names.append(user.name)
+            elif user.opcode == "tuple":
+                is_result = True
+            elif first_alone and user.opcode in _TAKES_ROWS:
+                read += shape_bytes(user.shape)
+            elif first_alone and written < len(user.operands) and user.operands[written] in inside:
+                put += shape_bytes(inside[user.operands[written]].shape)
+                names.append(user.name)
+            else:
+                return whole
+    kept = max(0, whole - put) if put and is_result else 0
+    return min(read, whole) - kept
 
 
 def overlap(module: Module) -> tuple[int, int]:
@@ -262,7 +299,10 @@ def overlap(module: Module) -> tuple[int, int]:
     for item in executed(module):
         instruction, opcode = item.instruction, item.instruction.opcode
         if opcode.endswith("-start") and opcode.removesuffix("-start") in KINDS:
-            payload = item.times * module.operand_bytes(item.computation, instruction)
+            payload = module.operand_bytes(item.computation, instruction)
+            if opcode == "all-gather-start":  # of a gather the result, which its shape holds beside the operand
+                payload = shape_bytes(instruction.shape) - payload
+            payload *= item.times
             flying[item.computation, instruction.name] = (payload, False)
         elif opcode.endswith("-done") and instruction.operands:
             payload, has_product = flying.pop((item.computation, instruction.operands[0]), (0, False))

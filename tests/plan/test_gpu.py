@@ -10,8 +10,8 @@ import pytest
 
 import jdist
 from jdist.errors import ConfigError, JDistError
-from jdist.plan.collectives import Collective
-from jdist.plan.hlo import bytes_accessed, parse
+from jdist.plan.collectives import Collective, collectives
+from jdist.plan.hlo import bytes_accessed, overlap, parse
 from jdist.plan.roofline import estimate, load_chips
 from jdist.strategies.gpu_topology import GPUS
 from tests.strategies.gpu_steps import needs_compiler
@@ -76,6 +76,60 @@ def test_of_an_array_that_a_loop_slices_the_slices_count():
     shapes = [jax.ShapeDtypeStruct((1000,), jnp.float32), jax.ShapeDtypeStruct((trips, 1000), jnp.float32)]
     counted = bytes_accessed(parse(jax.jit(step).lower(*shapes).compile().as_text()))
     assert trips * 4000 <= counted <= 12 * trips * 4000  # not trips * trips
+
+
+FUSIONS = """HloModule m, is_scheduled=true, num_partitions=8
+%fused_slice (p: f32[1000]) -> f32[10] {
+  %p = f32[1000]{0} parameter(0)
+  %flat = f32[1000,1]{1,0} bitcast(%p)
+  ROOT %s = f32[10,1]{1,0} slice(%flat), slice={[0:10], [0:1]}
+}
+%fused_rows (table: f32[1000], rows: s32[5]) -> f32[5] {
+  %table = f32[1000]{0} parameter(0)
+  %rows = s32[5]{0} parameter(1)
+  ROOT %g = f32[5]{0} gather(%table, %rows), offset_dims={}
+}
+%fused_put (old: f32[1000], new: f32[10], at: s32[]) -> f32[1000] {
+  %old = f32[1000]{0} parameter(0)
+  %new = f32[10]{0} parameter(1)
+  %at = s32[] parameter(2)
+  %there = f32[10]{0} dynamic-slice(%old, %at), dynamic_slice_sizes={10}
+  %sum = f32[10]{0} add(%there, %new)
+  ROOT %u = f32[1000]{0} dynamic-update-slice(%old, %sum, %at)
+}
+ENTRY %main (a: f32[1000], b: f32[10], i: s32[], r: s32[5]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  %b = f32[10]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %r = s32[5]{0} parameter(3)
+  LINE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%x = f32[10]{0} fusion(%a), kind=kLoop, calls=%fused_slice", 40 + 40),
+        ("%x = f32[5]{0} fusion(%a, %r), kind=kLoop, calls=%fused_rows", 20 + 20 + 20),
+        ("%x = f32[1000]{0} fusion(%a, %b, %i), kind=kLoop, calls=%fused_put", 40 + 40 + 4 + 40),
+        ("%x = f32[10]{0} slice(%a), slice={[0:10]}", 40 + 40),
+        ("%x = f32[1000]{0} dynamic-update-slice(%a, %b, %i)", 40 + 40),
+        ("%x = f32[1000]{0} all-reduce-start(%a), replica_groups={}", 4000 + 4000),
+        ("%x = ((f32[1000]{0}), f32[125]{0}) reduce-scatter-start(%a), replica_groups={}", 4000 + 500),
+        ("%x = (f32[10]{0}, f32[80]{0}) all-gather-start(%b), replica_groups={}", 40 + 320),
+    ],
+)
+def test_what_an_instruction_reads_and_writes(line, expected):
+    assert bytes_accessed(parse(FUSIONS.replace("LINE", line))) == expected
+
+
+def test_in_flight_of_a_gather_is_its_result():
+    lines = """%x = (f32[10]{0}, f32[80]{0}) all-gather-start(%b), replica_groups={}
+  %y = f32[80]{0} all-gather-done(%x)"""
+    module = parse(FUSIONS.replace("LINE", lines))
+    (gather,) = collectives(module, {"replica": 8})
+    assert overlap(module) == (gather.bytes, 0) == (320, 0)
 
 
 @needs_compiler

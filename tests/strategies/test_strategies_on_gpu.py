@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jdist
-from jdist.plan.hlo import overlap
+from jdist.plan.hlo import bytes_accessed, overlap
 from jdist.plan.target import find_target_devices, parse_target, strategy_on
 from tests.strategies.gpu_steps import PARAMS_BYTES, STATE, Compiled, needs_compiler
 
@@ -143,6 +143,14 @@ def test_a_state_of_126_mb_takes_its_memory_once(mirrored):
     assert state <= memory.argument_size_in_bytes <= state + 1e6
     assert memory.alias_size_in_bytes >= state
     assert memory.temp_size_in_bytes <= 2 * PARAMS_BYTES  # the gradients, and what sums them
+
+
+def test_the_bytes_of_a_step_are_near_those_by_hand(mirrored):
+    products = 3 * PARAMS_BYTES  # each layer's weights are read twice, and its gradient is written
+    summed, guarded, adam = 2 * PARAMS_BYTES, PARAMS_BYTES, 7 * PARAMS_BYTES  # adam reads four arrays, and writes three
+    by_hand = products + summed + guarded + adam
+    # The compiler joins gradients before it sums them, and takes them apart again.
+    assert by_hand < bytes_accessed(mirrored.module) < by_hand + 5 * PARAMS_BYTES
 
 
 def test_packs_are_in_flight_while_lower_layers_compute(mirrored):

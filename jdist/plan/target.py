@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jdist.core.strategy import Device, Strategy
 
 # Options of strategies that say where they run.
-_PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
+_PLACES = ("devices", "device", "topology", "name", "cluster")
 KNOWN = (
     'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; GPUs such as "h100:8" or, on four hosts, "h100:4x8"; "cpu:8"; '
     '"gpu" or "gpu:4" for those that are here'
@@ -130,9 +130,11 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
         StrategyError: the strategy cannot be built on chosen devices, or an option is not right.
     """
     from jdist.strategies.by_name import STRATEGIES
+    from jdist.strategies.multi_worker import multi_worker_on
 
-    # On chosen devices these are `mirrored`.
-    function = STRATEGIES["mirrored" if name in ("tpu", "multi_worker") else name]
+    # On chosen devices `tpu` is `mirrored`.
+    on_devices = {"tpu": STRATEGIES["mirrored"], "multi_worker": multi_worker_on}
+    function = on_devices.get(name, STRATEGIES[name])
     others = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
     parameters = inspect.signature(function).parameters
     if "devices" in parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -67,17 +67,12 @@ def multi_worker(
         >>> jdist.multi_worker().cluster.num_processes
         1
     """
-    if transform not in TRANSFORMS:
-        raise StrategyError(
-            f"`transform` is {transform!r}; allowed are {', '.join(map(repr, TRANSFORMS))}. (Under pmap each process has "
-            "arrays of its own.)"
-        )
+    _check_transform(transform)
     options = _communication(communication)
     if topology is not None:
         if cluster is not None:
             raise StrategyError("`cluster` and `topology` both say where the step runs; leave one of them out.")
-        devices = tuple(sorted(topology_devices(topology), key=lambda device: device.process_index))
-        return _over(devices, options, transform, all_reduce, axis, topology)
+        return _over(_by_process(topology_devices(topology)), options, transform, all_reduce, axis, topology)
     cuda.pass_over_plugin()
     spec = resolve(os.environ) if cluster is None else cluster
     if not isinstance(spec, ClusterSpec):
@@ -89,7 +84,7 @@ def multi_worker(
     else:
         joined = runtime.start(spec, **options.timeouts)
     with joined.blocked():  # each process tells the others of its devices
-        devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
+        devices = _by_process(jax.devices())
     check_devices(devices)
     failpoints.reached(Point.AFTER_INIT)
     if jax.process_count() != joined.num_processes:
@@ -98,6 +93,31 @@ def multi_worker(
             "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
         )
     return dataclasses.replace(_over(devices, options, transform, all_reduce, axis), cluster=joined)
+
+
+def multi_worker_on(
+    devices: Iterable[Device],
+    *,
+    communication: CommunicationOptions | Mapping[str, Any] | None = None,
+    transform: Transform = "shard_map",
+    all_reduce: AllReduce | None = None,
+    axis: str = "replica",
+) -> Strategy:
+    """Makes what `multi_worker` would be on these devices of all processes; starts none, and waits for none."""
+    _check_transform(transform)
+    return _over(_by_process(devices), _communication(communication), transform, all_reduce, axis)
+
+
+def _by_process(devices: Iterable[Device]) -> tuple[Device, ...]:
+    return tuple(sorted(devices, key=lambda device: device.process_index))
+
+
+def _check_transform(transform: Transform) -> None:
+    if transform not in TRANSFORMS:
+        raise StrategyError(
+            f"`transform` is {transform!r}; allowed are {', '.join(map(repr, TRANSFORMS))}. (Under pmap each process has "
+            "arrays of its own.)"
+        )
 
 
 def _over(

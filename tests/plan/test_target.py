@@ -74,6 +74,20 @@ class TestStrategies:
         assert strategy_on(self.target, self.devices, "tpu", topology="v5e:2x4").devices == self.devices
         assert strategy_on(self.target, self.devices, "default").mesh is None
 
+    @pytest.mark.parametrize(
+        ("options", "reduction"),
+        [
+            ({}, "psum"),
+            ({"communication": {"bytes_per_pack": 1000}}, "bucketed(1000)"),
+            ({"communication": {"implementation": "ring"}}, "ring"),
+            ({"all_reduce": "hierarchical"}, "hierarchical(4, 1)"),
+        ],
+    )
+    def test_multi_worker_sums_as_it_would_in_a_run(self, options, reduction):
+        made = strategy_on(self.target, self.devices, "multi_worker", axis="batch", **options)
+        assert (made.name, made.devices, made.axes) == ("multi_worker", self.devices, ("batch",))
+        assert made.reduction.name == reduction
+
     def test_what_cannot_be_compiled_for_devices_that_are_not_here(self):
         away = Target(name="v5e:2x4", platform="tpu")
         assert strategy_on(away, self.devices, "mirrored").topology == "v5e:2x4"

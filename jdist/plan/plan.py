@@ -24,6 +24,7 @@ from jdist.plan.target import Target, configure_platform, find_target_devices, p
 from jdist.strategies.gpu_topology import GPUS
 from jdist.strategies.topology import parse_topology
 
+_MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the newer name first
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
 
@@ -154,28 +155,38 @@ def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
     if target.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     if target.gpus_per_host:
-        return int(GPUS[parse_topology(target.name).chip].memory_bytes * _memory_fraction())
+        return int(GPUS[parse_topology(target.name).chip].memory_bytes * _memory_fraction()[0])
     stats = devices[0].memory_stats() if target.is_here else None
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return None if chip is None else chip.hbm_bytes
 
 
-def _memory_fraction() -> float:
+def _memory_fraction() -> tuple[float, str]:
     """Reads the share of a GPU's memory that JAX takes when it starts: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
 
+    Returns:
+        It, and the variable that says so, or could.
+
     Raises:
-        ConfigError: the variable is no share.
+        ConfigError: the variable is no share, or there are two.
     """
-    value = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    there = [name for name in _MEMORY_FRACTION if os.environ.get(name)]  # to JAX an empty one is none
+    if len(there) > 1:
+        raise ConfigError(
+            f"{' and '.join(there)} both say how much memory JAX takes, which it refuses; unset {there[1]}."
+        )
+    name = there[0] if there else _MEMORY_FRACTION[0]
+    value = os.environ.get(name) or "0.75"
     try:
         fraction = float(value)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {value!r}; it must be a number above 0, and at most 1.")
-    return fraction
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0, and at most 1.")
+    return fraction, name
 
 
 def _preallocated() -> str:
-    return f"the {_memory_fraction():.0%} of a GPU that JAX takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+    fraction, name = _memory_fraction()
+    return f"the {100 * fraction:.6g}% of a GPU that JAX takes when it starts ({name})"

@@ -140,7 +140,7 @@ class TestAPlan:
         assert found.fits
         assert found.capacity == int(0.75 * GPUS["h100"].memory_bytes)
         text = jdist.plan.show(found)
-        assert "the 75% of a GPU that JAX takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION)" in text
+        assert "the 75% of a GPU that JAX takes when it starts (XLA_CLIENT_MEM_FRACTION)" in text
         assert "1 of 8 within a host" in text
         assert ("asynchronous: " in text) == (found.in_flight_bytes > 0)  # JAX 0.12 has such small ones wait
         assert found.flops > 0
@@ -157,10 +157,28 @@ class TestAPlan:
         found = plan("h100:8")
         small = dataclasses.replace(found, capacity=found.memory.total - 1)
         assert (small.fits, small.verdict) == (False, "does not fit")
-        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-        assert plan("h100:8").capacity == int(0.9 * GPUS["h100"].memory_bytes)
 
-    @pytest.mark.parametrize("value", ["", "much", "0", "1.5"])
+    @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+    def test_the_share_is_by_either_of_jaxs_variables(self, monkeypatch, name):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+        monkeypatch.setenv(name, "0.925")
+        found = plan("h100:8")
+        assert found.capacity == int(0.925 * GPUS["h100"].memory_bytes)
+        assert f"the 92.5% of a GPU that JAX takes when it starts ({name})" in jdist.plan.show(found)
+
+    def test_both_variables_are_refused_as_jax_does(self, monkeypatch):
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+        with pytest.raises(
+            ConfigError, match=r"both say how much memory JAX takes.*unset XLA_PYTHON_CLIENT_MEM_FRACTION"
+        ):
+            plan("h100:1")
+
+    def test_an_empty_share_is_none(self, monkeypatch):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+        assert plan("h100:1").capacity == int(0.75 * GPUS["h100"].memory_bytes)
+
+    @pytest.mark.parametrize("value", ["much", "0", "1.5", "nan"])
     def test_a_share_that_is_none(self, monkeypatch, value):
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", value)
         with pytest.raises(ConfigError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION is '.*'; it must be a number above 0"):

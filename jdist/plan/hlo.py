@@ -285,6 +285,11 @@ def _parameter_bytes(
     return min(read, whole) - kept
 
 
+def recomputed(module: Module) -> int:
+    """Counts the results that one call computes a second time, by the compiler's choice, so as not to keep them meanwhile."""
+    return sum(item.times for item in executed(module) if re.search(r"\.remat\d*\b", item.instruction.name))
+
+
 def overlap(module: Module) -> tuple[int, int]:
     """Counts the payload of asynchronous collectives in one call, and how much of it is in flight beside matrix products.
 

@@ -16,7 +16,7 @@ from jdist.experiment.validate import validate
 from jdist.plan import roofline
 from jdist.plan.collectives import collectives, host_copies
 from jdist.plan.compile import TooLarge, check_memory, compile_step
-from jdist.plan.hlo import overlap
+from jdist.plan.hlo import overlap, recomputed
 from jdist.plan.roofline import Chip, chip_of
 from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
@@ -98,6 +98,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         plan,
         memory=compiled.memory,
         bytes_moved=compiled.bytes_moved / steps,
+        recomputed=-(-recomputed(compiled.module) // steps),
         collectives=tuple(
             dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in exchanged
         ),

@@ -34,6 +34,7 @@ class Plan:
         refusal: the compiler's message, if it refused.
         flops: operations of matrix products and convolutions on one device.
         bytes_moved: between a device and its memory.
+        recomputed: results that one step computes a second time, by the compiler's choice, to have their memory meanwhile.
         collectives: what the devices exchange in one step.
         host_transfers: copies between a device and its host.
         host_bytes: of these copies, on one device.
@@ -61,6 +62,7 @@ class Plan:
     refusal: TooLarge | None = None
     flops: float = 0.0
     bytes_moved: float = 0.0
+    recomputed: int = 0
     collectives: tuple[Collective, ...] = ()
     host_transfers: int = 0
     host_bytes: int = 0
@@ -165,7 +167,7 @@ def show_sweep(plans: Sequence[Plan]) -> str:
 def sweep_row(plan: Plan) -> str:
     """Formats one plan of a sweep in words."""
     batch, needed, free, verdict = _cells(plan)
-    return f"global batch {batch}: {needed} a device, {verdict}" + (f", {free} free" if free else "")
+    return f"global batch {batch}: {needed} a device, {verdict}" + (f", {free} free" if plan.fits else "")
 
 
 def _cells(plan: Plan) -> tuple[str, str, str, str]:
@@ -225,8 +227,14 @@ def _remedies(plan: Plan) -> list[str]:
 
 
 def _work(plan: Plan) -> _Section:
+    again = []
+    if plan.recomputed:
+        again = [
+            f"to save memory the compiler has {plan.recomputed:,} results computed twice, which the FLOPs leave out"
+        ]
     return _Section(
         title="work of a device in one step",
+        notes=again,
         rows=[
             ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
             ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory"),

@@ -11,8 +11,10 @@ import pytest
 import jdist
 from jdist.errors import ConfigError, JDistError
 from jdist.plan.collectives import Collective, collectives
-from jdist.plan.hlo import bytes_accessed, overlap, parse
+from jdist.plan.compile import Memory
+from jdist.plan.hlo import bytes_accessed, overlap, parse, recomputed
 from jdist.plan.roofline import estimate, load_chips
+from jdist.plan.table import Plan, show
 from jdist.strategies.gpu_topology import GPUS
 from tests.strategies.gpu_steps import needs_compiler
 
@@ -78,6 +80,7 @@ def test_of_an_array_that_a_loop_slices_the_slices_count():
     assert trips * 4000 <= counted <= 12 * trips * 4000  # not trips * trips
 
 
+MEMORY = Memory(arguments=1, outputs=1, aliased=1, temporaries=1, code=0, host=0)
 FUSIONS = """HloModule m, is_scheduled=true, num_partitions=8
 %fused_slice (p: f32[1000]) -> f32[10] {
   %p = f32[1000]{0} parameter(0)
@@ -130,6 +133,14 @@ def test_in_flight_of_a_gather_is_its_result():
     module = parse(FUSIONS.replace("LINE", lines))
     (gather,) = collectives(module, {"replica": 8})
     assert overlap(module) == (gather.bytes, 0) == (320, 0)
+
+
+def test_results_computed_twice_are_counted_and_said():
+    lines = "%x.remat = f32[1000]{0} negate(%a)\n  %y.remat2 = f32[1000]{0} abs(%a)\n  %z = f32[1000]{0} abs(%a)"
+    assert recomputed(parse(FUSIONS.replace("LINE", lines))) == 2
+    found = Plan(target="h100:8", device_kind="H100", num_devices=8, global_batch=8, summary="", capacity=None)
+    assert "computed twice" not in show(dataclasses.replace(found, memory=MEMORY))
+    assert "has 2 results computed twice" in show(dataclasses.replace(found, memory=MEMORY, recomputed=2))
 
 
 @needs_compiler

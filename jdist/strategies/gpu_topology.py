@@ -123,6 +123,9 @@ GPUS = {
 }
 
 
+MOST_GPUS = 2**20  # which JAX takes 20 s to describe; beyond 2^31 XLA reads no number
+
+
 def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]:
     """Describes GPUs that are not here, those of each host together: devices to compile for, which hold nothing.
 
@@ -132,14 +135,19 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]
         gpus_per_host: of each.
 
     Raises:
-        DeviceError: JAX's CUDA plugin is missing, of another version than JAX, or cannot be loaded.
+        DeviceError: more than `MOST_GPUS`; or JAX's CUDA plugin is missing, of another version than JAX, or cannot be loaded.
     """
     gpu = GPUS[chip]
+    name = f"{chip}:{gpus_per_host}" if hosts == 1 else f"{chip}:{hosts}x{gpus_per_host}"
+    if hosts * gpus_per_host > MOST_GPUS:
+        raise DeviceError(f"{name} is {hosts * gpus_per_host:,} GPUs; jdist describes at most {MOST_GPUS:,}.")
     if gpus_per_host > gpu.gpus_per_host:
-        several = f"{chip}:{-(-gpus_per_host // gpu.gpus_per_host)}x{gpu.gpus_per_host}"
+        has = "is one host" if hosts == 1 else f"is {hosts} hosts"
+        several = hosts * -(-gpus_per_host // gpu.gpus_per_host)
+        each = -(-hosts * gpus_per_host // several)
         warnings.warn(
-            f"{chip}:{gpus_per_host} is one host with {gpus_per_host} GPUs, but hosts with {chip} have at most "
-            f"{gpu.gpus_per_host}; for several hosts write {several}.",
+            f"{name} {has} with {gpus_per_host} GPUs{'' if hosts == 1 else ' each'}, but hosts with {chip} have at most "
+            f"{gpu.gpus_per_host}; for several hosts write {chip}:{several}x{each}.",
             stacklevel=2,
         )
     options = {"target_config": _target_config(gpu), "topology": f"1x{hosts}x{gpus_per_host}"}

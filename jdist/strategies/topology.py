@@ -114,6 +114,8 @@ def parse_topology(name: str) -> Topology:
             f"{_CHIPS}{_undescribed(str(name))}"
         )
     chip, shape, slices = match.groups()
+    if chip in GPUS:
+        raise DeviceError(f"{name!r}: GPUs are counted by host, as {GPU_FORMS}.{nearest(name)}")
     if chip not in CHIPS:
         raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}{_undescribed(name)}")
     return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
@@ -163,9 +165,8 @@ def nearest(name: str) -> str:
     """
     chip, _, rest = name.lower().partition(":")
     chips = [*CHIPS, *GPUS]
-    known = [each for each in chips if chip and each.startswith(f"{chip}-")] or difflib.get_close_matches(
-        chip, chips, n=1
-    )
+    known = [each for each in chips if chip and (each.startswith(f"{chip}-") or chip.startswith(f"{each}-"))]
+    known = known or difflib.get_close_matches(chip, chips, n=1)
     if not known:
         return ""
     meant = f"{known[0]}:{rest}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from math import prod
 
 import jax
 import pytest
@@ -34,7 +35,8 @@ def test_the_parts_of_a_name(name, shape, domain):
         ("h100:0", r"names no topology; .*Did you mean 'h100:8'\?"),
         ("h100:0x8", r"names no topology; .*Did you mean 'h100:8'\?"),
         ("h100:4x0", r"names no topology; .*Did you mean 'h100:8'\?"),
-        ("h100:2x4x8", r"there is no TPU 'h100'.*Did you mean 'h100:8'\?"),
+        ("h100:2x4x8", r"'h100:2x4x8': GPUs are counted by host, as \"h100:8\" .*Did you mean 'h100:8'\?$"),
+        ("h100-80gb:4x8", r"Did you mean 'h100:4x8'\?"),
         ("a100:8", r"Did you mean 'a100-40gb:8'\?"),
         ("l4:4", r"names no topology; .* XLA publishes no description of l4 that its compiler takes\.$"),
         ("t4:4x8", r"there is no TPU 't4'\..* XLA publishes no description of t4 that its compiler takes\.$"),
@@ -117,11 +119,21 @@ class TestDevices:
         assert {(d.platform, d.device_kind) for d in devices} == {("gpu", GPUS[chip].kind)}
         assert len(set(devices)) == 8
 
-    def test_more_than_a_host_holds_is_a_warning(self):
-        with pytest.warns(
-            UserWarning, match=r"h100:16 is one host with 16 GPUs, but .* at most 8; .* write h100:2x8\."
-        ):
-            assert jdist.mirrored(topology="h100:16").num_replicas == 16
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("h100:16", r"h100:16 is one host with 16 GPUs, but .* at most 8; .* write h100:2x8\."),
+            ("h100:12", r"write h100:2x6\."),
+            ("h100:4x16", r"h100:4x16 is 4 hosts with 16 GPUs each, but .* write h100:8x8\."),
+        ],
+    )
+    def test_more_than_a_host_holds_is_a_warning(self, name, message):
+        with pytest.warns(UserWarning, match=message):
+            assert jdist.mirrored(topology=name).num_replicas == prod(map(int, name[5:].split("x")))
+
+    def test_more_than_can_be_described(self):
+        with pytest.raises(DeviceError, match=r"^h100:9999999999 is 9,999,999,999 GPUs; jdist describes at most"):
+            jdist.mirrored(topology="h100:9999999999")
 
     def test_state_in_host_memory_cannot_be_compiled_for(self):
         with pytest.raises(

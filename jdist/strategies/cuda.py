@@ -104,6 +104,9 @@ def _variable(name: str, value: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
     """Keeps the plugin's notes that there is no driver from standard error; passes on everything else."""
+    if sys.stderr is None:  # as after `2>&-`; descriptor 2 may then be any file
+        yield
+        return
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as caught:

@@ -182,3 +182,10 @@ def test_commands_are_silent_without_a_driver(tmp_path):
             command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
         )
         assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_plan_needs_no_standard_error(tmp_path):
+    config = os.path.join(os.path.dirname(os.path.dirname(jdist.__file__)), "configs", "digits.yaml")
+    command = f'exec "{sys.executable}" -m jdist plan "{config}" --topology cpu:2 --no-check 2>&-'
+    ran = subprocess.run(command, shell=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=200, check=False)
+    assert (ran.returncode, ran.stdout.partition("(")[0]) == (0, "Strategy")

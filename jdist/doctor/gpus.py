@@ -13,6 +13,7 @@ from jdist.strategies import cuda
 
 # The oldest drivers that JAX's plugins start with, on Linux: https://docs.jax.dev/en/latest/installation.html.
 _LEAST_DRIVER = {"jax_plugins.xla_cuda12": (525,), "jax_plugins.xla_cuda13": (580,)}
+_BY_NAME = ("GPU-", "MIG-")  # what CUDA_VISIBLE_DEVICES may name beside numbers
 # Interfaces that lead to no other host.
 _LOCAL = ("lo", "docker", "veth", "virbr", "br-")
 
@@ -54,9 +55,9 @@ def gpus(
 def _flags(environ: Mapping[str, str]) -> Finding:
     """Shows the flag of XLA that changes how gradients are sent; docs/performance.md has what it changes."""
     name = "--xla_gpu_all_reduce_combine_threshold_bytes"
-    value = re.search(rf"{name}=(\S+)", environ.get("XLA_FLAGS", ""))
-    if value:
-        return passed("xla flags", f"gradients are joined up to {value[1]} bytes for an all-reduce ({name})")
+    values = re.findall(rf"(?<!\S){name}=(\S+)", environ.get("XLA_FLAGS", ""))
+    if values:  # of several XLA takes the last
+        return passed("xla flags", f"gradients are joined up to {values[-1]} bytes for an all-reduce ({name})")
     earlier = f"{name}=4000000, or all_reduce: bucketed, sends them earlier"
     return passed("xla flags", f"gradients are joined up to XLA's 30 MB for an all-reduce; {earlier}")
 
@@ -72,8 +73,9 @@ def nccl(environ: Mapping[str, str], *, hosts: int, root: Path = Path("/")) -> l
     if not cuda.has_driver(root / "dev"):
         return []
     findings = []
-    for name, value in {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "LOC"}.items():
-        if environ.get(name) == value:
+    for name, off in {"NCCL_P2P_DISABLE": ("1",), "NCCL_P2P_LEVEL": ("LOC", "0")}.items():
+        value = environ.get(name)
+        if value in off:
             text = f"{name}={value} turns peer access off: GPUs of a host exchange gradients through its memory"
             findings.append(warned("nccl", text, f"Unset {name}, unless it works round a fault of this machine."))
     if hosts > 1:
@@ -101,7 +103,7 @@ def _versions(plugin: str) -> list[Finding]:
 def _driver(plugin: str, root: Path) -> list[Finding]:
     """Compares the driver's version with what the plugin needs."""
     try:
-        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []  # within Windows, and on Jetson, there is no such file
     match = re.search(r"Kernel Module.*?\b(\d+(?:\.\d+)+)", text)
@@ -126,23 +128,26 @@ def _visible(environ: Mapping[str, str], root: Path) -> list[Finding]:
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return [passed("gpus", f"{count} GPUs")] if count else []
-    named = [part.strip() for part in value.split(",") if part.strip()]
-    if not named or named[0] in ("-1", "NoDevFiles"):
+    named = [part.strip() for part in value.rstrip(", ").split(",")]
+    if named[0] in ("", "-1", "NoDevFiles"):
         text = f"CUDA_VISIBLE_DEVICES is {value!r}, which hides every GPU"
         return [failed("gpus", text, "Unset it, or name GPUs by number: CUDA_VISIBLE_DEVICES=0,1.")]
-    # CUDA takes the numbers up to the first that is none of a GPU, and drops the rest without a word.
-    wrong = [part for part in named if not part.startswith(("GPU-", "MIG-")) and not _is_index(part, count)]
+    # CUDA takes GPUs up to the first that is none, or is named in another way, and drops the rest without a word.
+    kind = next((prefix for prefix in _BY_NAME if named[0].startswith(prefix)), None)
+    wrong = [part for part in named if not (part.startswith(kind) if kind else _is_index(part, count))]
+    there = "0" if count == 1 else f"0 to {count - 1}" if count else "whole numbers"
     if wrong:
-        there = "0" if count == 1 else f"0 to {count - 1}" if count else "whole numbers"
-        text = (
-            f"CUDA_VISIBLE_DEVICES is {value!r}, but {wrong[0]!r} is no GPU of this machine; CUDA stops reading there"
-        )
-        return [failed("gpus", text, f"Name GPUs that are here ({there}), or unset it.")]
+        other = f" after {kind}..." if kind else ""
+        text = f"CUDA_VISIBLE_DEVICES is {value!r}, but {wrong[0]!r} is no GPU of this machine{other}; CUDA stops reading there"
+        return [failed("gpus", text, f"Name GPUs that are here ({there}), all in one way, or unset it.")]
+    if len(set(named if kind else map(int, named))) < len(named):
+        text = f"CUDA_VISIBLE_DEVICES is {value!r}, which names a GPU twice, and CUDA then shows none"
+        return [failed("gpus", text, f"Name each GPU once ({there}), or unset it.")]
     return [passed("gpus", f"{len(named)}{f' of {count}' if count else ''} GPUs, by CUDA_VISIBLE_DEVICES={value}")]
 
 
 def _is_index(text: str, count: int | None) -> bool:
-    return text.isdecimal() and (count is None or int(text) < count)
+    return re.fullmatch("[0-9]+", text) is not None and (count is None or int(text) < count)
 
 
 def _interfaces(environ: Mapping[str, str], root: Path) -> list[Finding]:

@@ -59,6 +59,9 @@ def test_the_flag_that_changes_how_gradients_are_sent_is_shown(root, plugin):
     assert "sends them earlier" in look(root)[-1].text
     flag = "--xla_gpu_all_reduce_combine_threshold_bytes=25000000"
     assert "up to 25000000 bytes" in look(root, {"XLA_FLAGS": f"--xla_x=1 {flag}"})[-1].text
+    twice = flag.replace("25000000", "1")
+    assert "up to 25000000 bytes" in look(root, {"XLA_FLAGS": f"{twice} {flag}"})[-1].text  # XLA takes the last
+    assert "sends them earlier" in look(root, {"XLA_FLAGS": f"--xla_x={flag}"})[-1].text
 
 
 def test_neither_gpu_nor_plugin_is_not_worth_a_line(tmp_path, plugin):
@@ -117,7 +120,7 @@ def test_a_driver_older_than_the_plugin_needs(root, plugin, form, name, version,
     assert all(("jax[cuda12]" in remedy) == name.endswith("13") for _, _, remedy in found)
 
 
-@pytest.mark.parametrize("value", ["", "-1", " , "])
+@pytest.mark.parametrize("value", ["", "-1", " , ", ",0", "NoDevFiles"])
 def test_a_variable_hides_every_gpu(root, plugin, value):
     ((status, text, remedy),) = wrong(look(root, {"CUDA_VISIBLE_DEVICES": value}))
     assert status == "fail"
@@ -125,7 +128,10 @@ def test_a_variable_hides_every_gpu(root, plugin, value):
     assert "CUDA_VISIBLE_DEVICES=0,1" in remedy
 
 
-@pytest.mark.parametrize(("value", "first"), [("0,4", "4"), ("7", "7"), ("0,x,1", "x")])
+@pytest.mark.parametrize(
+    ("value", "first"),
+    [("0,4", "4"), ("7", "7"), ("0,x,1", "x"), ("0,,1", ""), ("GPU-8f,0", "0"), ("0,GPU-8f", "GPU-8f")],
+)
 def test_a_variable_names_a_gpu_that_is_not_here(root, plugin, value, first):
     ((status, text, remedy),) = wrong(look(root, {"CUDA_VISIBLE_DEVICES": value}))
     assert status == "fail"
@@ -133,14 +139,24 @@ def test_a_variable_names_a_gpu_that_is_not_here(root, plugin, value, first):
     assert "0 to 3" in remedy
 
 
-@pytest.mark.parametrize("value", ["0,3", "2", "GPU-8f6d,GPU-11aa", "0"])
+@pytest.mark.parametrize("value", ["0,3", "2", "GPU-8f6d,GPU-11aa", "MIG-11", "0", "0,1,"])
 def test_a_variable_that_names_what_is_here(root, plugin, value):
     findings = look(root, {"CUDA_VISIBLE_DEVICES": value})
     assert wrong(findings) == []
     assert f"of 4 GPUs, by CUDA_VISIBLE_DEVICES={value}" in findings[-2].text
 
 
-@pytest.mark.parametrize(("name", "value"), [("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "LOC")])
+@pytest.mark.parametrize("value", ["0,0", "1,2,01", "GPU-8f,GPU-8f"])
+def test_a_gpu_named_twice_hides_all(root, plugin, value):
+    ((status, text, remedy),) = wrong(look(root, {"CUDA_VISIBLE_DEVICES": value}))
+    assert status == "fail"
+    assert "names a GPU twice" in text
+    assert "each GPU once (0 to 3)" in remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "LOC"), ("NCCL_P2P_LEVEL", "0")]
+)
 def test_peer_access_is_off(root, name, value):
     ((status, text, remedy),) = wrong(gpus.nccl({name: value}, hosts=1, root=root))
     assert status == "warn"

@@ -33,7 +33,7 @@ def gpus(
         if plugin is None:
             return []
         text = f"JAX's CUDA plugin {cuda.plugin_version(plugin)} without a driver: JAX goes on without GPUs"
-        return [passed("gpus", f"{text}; `jdist plan --topology h100:8` compiles for them"), *_versions(plugin)]
+        return _versions(plugin) or [passed("gpus", f"{text}; `jdist plan --topology h100:8` compiles for them")]
     if plugin is None:
         return [
             warned("gpus", "there is an NVIDIA GPU here, but not JAX's CUDA plugin", "pip install 'jdist[cuda]'"),

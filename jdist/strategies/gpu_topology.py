@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-import jax
+import jaxlib.version
 from jax.experimental import topologies
 
 from jdist.core.strategy import Device
@@ -174,9 +174,9 @@ def _check_plugin(chip: str) -> None:
             f"compiling for {chip} GPUs, which are not here, needs JAX's CUDA plugin: pip install 'jdist[plan-gpu]'."
         )
     version = cuda.plugin_version(plugin)
-    if version not in (None, jax.__version__):
+    if version not in (None, jaxlib.version.__version__):
         raise DeviceError(
-            f"JAX's CUDA plugin is {version} and JAX {jax.__version__}; they must be of one version: pip install "
+            f"JAX's CUDA plugin is {version} and jaxlib {jaxlib.version.__version__}; they must be of one version: pip install "
             "--upgrade 'jdist[plan-gpu]', which takes the plugin that belongs to the JAX that is there."
         )
 

@@ -8,6 +8,7 @@ import sys
 from math import prod
 
 import jax
+import jaxlib
 import pytest
 
 import jdist
@@ -77,7 +78,7 @@ class TestThePlugin:
         monkeypatch.setattr(cuda, "installed_plugin", lambda: "jax_plugins.xla_cuda12")
         monkeypatch.setattr(cuda, "plugin_version", lambda _: "0.4.1")
         with pytest.raises(
-            DeviceError, match=rf"plugin is 0\.4\.1 and JAX {jax.__version__}; they must be of one version"
+            DeviceError, match=rf"plugin is 0\.4\.1 and jaxlib {jaxlib.__version__}; they must be of one version"
         ):
             jdist.mirrored(topology="h100:8")
 
@@ -140,6 +141,15 @@ class TestDevices:
             DeviceError, match=r"JAX describes NVIDIA H100 .* compile for a TPU topology, or use jdist\.mirrored"
         ):
             jdist.central_storage(topology="h100:8")
+
+    def test_jax_describes_them_without_their_hosts_memory(self):
+        """Why `central_storage` is refused: what is asked to be there is compiled to be on the device, without a word."""
+        mesh = jdist.mirrored(topology="h100:2").mesh
+        assert mesh.devices[0].addressable_memories() == []
+        pinned = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+        shape = jax.ShapeDtypeStruct((1024,), "float32")
+        memory = jax.jit(lambda x: x + 1, in_shardings=pinned).lower(shape).compile().memory_analysis()
+        assert (memory.host_argument_size_in_bytes, memory.argument_size_in_bytes) == (0, 4096)
 
     def test_what_needs_the_devices_is_refused(self):
         strategy = jdist.mirrored(topology="h100:8")

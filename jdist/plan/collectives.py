@@ -119,7 +119,8 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] |
 
     Args:
         attributes: of the instruction, with `replica_groups={{0,1},{2,3}}`, or `[2,2]<=[4]`, or with a transpose
-            `[2,2]<=[2,2]T(1,0)`, or by axes `mesh['host'=2,'core'=2] {'core'}`, or `source_target_pairs`.
+            `[2,2]<=[2,2]T(1,0)`, or by axes `mesh['host'=2,'core'=2] {'core'}`, with the order of the devices
+            `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}`, or `source_target_pairs`.
         num_devices: devices of the program, for `{}`, which stands for all of them.
 
     Returns:
@@ -140,16 +141,24 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] |
         return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", lists[1])]
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
-        shape, dims = (tuple(map(int, iota[i].split(","))) for i in (1, 2))
-        ids = np.arange(prod(dims)).reshape(dims)
-        if iota[3]:
-            ids = ids.transpose(tuple(map(int, iota[3].split(","))))
-        return [tuple(int(i) for i in group) for group in ids.reshape(shape)]
-    by_axes = re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", attributes)
+        shape = tuple(map(int, iota[1].split(",")))
+        return [tuple(group) for group in _iota(iota[2], iota[3]).reshape(shape).tolist()]
+    by_axes = re.search(
+        r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)+)\}",
+        attributes,
+    )
     if by_axes:
         mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
-        return [tuple(row) for row in _rows(mesh, re.findall(r"'(\w+)'", by_axes[2]))]
+        ids = range(prod(mesh.values())) if by_axes[2] is None else _iota(by_axes[2], by_axes[3]).reshape(-1).tolist()
+        return [tuple(ids[place] for place in row) for row in _rows(mesh, re.findall(r"'(\w+)'", by_axes[4]))]
     return None
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Makes the array of numbers from 0 that XLA writes as `[4,8]T(1,0)`: of that shape, its dimensions then in this order."""
+    shape = tuple(map(int, dims.split(",")))
+    ids = np.arange(prod(shape)).reshape(shape)
+    return ids if order is None else ids.transpose(tuple(map(int, order.split(","))))
 
 
 def _connected(pairs: list[tuple[int, int]]) -> list[tuple[int, ...]]:

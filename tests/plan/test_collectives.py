@@ -26,6 +26,8 @@ from jdist.plan.hlo import parse
         ("replica_groups=mesh['host'=2,'core'=2] {'core'}", [(0, 1), (2, 3)]),
         ("replica_groups=mesh['host'=2,'core'=2] {'host'}", [(0, 2), (1, 3)]),
         ("replica_groups=mesh['host'=2,'core'=2] {'host','core'}", [(0, 1, 2, 3)]),
+        ("replica_groups=mesh['a'=1,'b'=2,'c'=3], device_ids=([3,2]T(1,0)) {'c'}", [(0, 2, 4), (1, 3, 5)]),
+        ("replica_groups=mesh['a'=2,'b'=3], device_ids=([6]) {'b'}", [(0, 1, 2), (3, 4, 5)]),
         ("source_target_pairs={{0,1},{1,0},{2,3}}", [(0, 1), (2, 3)]),
         ("replica_groups=something new", None),
     ],

@@ -82,6 +82,7 @@ _NAMES = {
     "all_reduce": "jdist.replica.collectives",
     "compute_average_loss": "jdist.replica.losses",
     "central_storage": "jdist.strategies.central_storage",
+    "sharded": "jdist.strategies.sharded",
     "default": "jdist.strategies.default",
     "distribute": "jdist.step.decorator",
     "evaluate": "jdist.loop.evaluate",

@@ -34,7 +34,7 @@ from jdist.checkpoint.save import Job, save_together
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
-from jdist.core.host_sharded import is_spread
+from jdist.core.sharded_leaf import is_spread
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError

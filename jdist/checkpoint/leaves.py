@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.checkpoint.pieces import Box, LocalLeaf
-from jdist.core.host_sharded import HostSharded, is_spread, restored, spread_like
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread, restored, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
@@ -37,7 +37,7 @@ def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
     """Describes a leaf as the manifest does; the dtype of a Python number is "python int" or the like."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
-    if isinstance(leaf, (jax.Array, HostSharded, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+    if isinstance(leaf, (jax.Array, ShardedLeaf, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         known = is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
         if known:
             impl = {"key": str(jax.random.key_impl(leaf))} if is_key(leaf) and isinstance(leaf, jax.Array) else {}

@@ -76,6 +76,20 @@ def collective_of(eqn: Any) -> Collective | None:
     return None if match is None else Collective(match[1], match[2])  # type: ignore[arg-type]  # the pattern's choices
 
 
+def own_part(cut: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Takes a replica's own part of an array, by an equation that can be found again."""
+
+    def jdist_own_part(x: jax.Array) -> jax.Array:
+        return cut(x)
+
+    return jax.jit(jdist_own_part)(x)
+
+
+def is_own_part(eqn: Any) -> bool:
+    """Whether an equation is one of `own_part`."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params.get("name") == "jdist_own_part"
+
+
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
     """Returns a maximum or minimum over replicas as it is; raises StepError where it is differentiated."""

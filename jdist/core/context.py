@@ -46,6 +46,7 @@ class ReplicaTrace:
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
         sum_gradient: `(gradient, axes) -> its sum over the replicas`, where the strategy's all-reduce keeps something of
             each gradient; see `step/error_feedback.py`.
+        in_parts: takes gradients of a replica's parts of arrays; see `sharded_state/gathering.py`. None: of whole arrays.
         precision: set where the step computes in 16 bits.
         loss_scale: what losses are multiplied by; None: nothing.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
@@ -58,6 +59,7 @@ class ReplicaTrace:
     looks_at_parts: bool = False
     hidden: list[str] = field(default_factory=list)
     sum_gradient: Callable[[PyTree, tuple[str, ...]], PyTree] | None = None
+    in_parts: Any = None
     precision: Precision | None = None
     loss_scale: jax.Array | None = None
     level: Any = field(default_factory=_trace_level)

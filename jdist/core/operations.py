@@ -1,10 +1,10 @@
-"""The operations of a kind of strategy: what stands behind the methods of `Strategy`."""
+"""What differs between kinds of strategies: what stands behind the methods of `Strategy`, and which states are in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions
@@ -14,6 +14,25 @@ if TYPE_CHECKING:
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a strategy keeps states in parts.
+
+    Attributes:
+        of: "state": parameters and the optimiser's state; "optimizer": the latter alone.
+        memory: where they are between steps.
+        axes: the mesh axes over which they are spread; over the others there are copies.
+        whole_below: arrays of fewer elements stay whole.
+        most_whole: how much of a state may stay whole, as a share of its bytes.
+    """
+
+    of: Literal["state", "optimizer"]
+    memory: Literal["device", "host"]
+    axes: tuple[str, ...]
+    whole_below: int = 0
+    most_whole: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.cluster.runtime import Runtime, alone
 from jdist.core import context, host_reduce
-from jdist.core.operations import Operations
+from jdist.core.operations import Operations, Parts
 from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
 from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions, input_options
@@ -46,6 +46,7 @@ class Strategy:
         cluster: the processes that take part, this one among them, or this one alone.
         topology: what the devices are part of if they are not here, such as "v5p:8x8x8"; None for devices
             that are. Under such a strategy a step can be lowered and compiled, and nothing can be run.
+        parts: how states are kept in parts; None: every replica holds them whole.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Strategy:
     operations: Operations = field(repr=False)
     cluster: Runtime = field(default_factory=alone)
     topology: str | None = None
+    parts: Parts | None = None
 
     if not TYPE_CHECKING:  # for type checkers there are the fields and methods alone
 

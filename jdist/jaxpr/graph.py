@@ -66,6 +66,21 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
     return ClosedJaxpr(replaced, closed.consts)
 
 
+def substituted(closed: Any, operand: Callable[[Any], Var | None]) -> Any:
+    """Rewrites a function so that the result of an equation for which `operand` gives a variable is that variable."""
+    jaxpr, source = body_of(closed), dict[Var, Var]()
+    equations = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[v if is_literal(v) else source.get(v, v) for v in eqn.invars])
+        v = operand(eqn)
+        if v is None:
+            equations.append(eqn)
+        else:
+            source[eqn.outvars[0]] = v
+    outvars = [v if is_literal(v) else source.get(v, v) for v in jaxpr.outvars]
+    return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=outvars), closed.consts)
+
+
 def _forwarded_results(eqn: Any) -> dict[int, int]:
     """Maps results of an equation to the operands that they are: of a call its arguments, of a scan what it scans over."""
     if eqn.primitive.name in CALLS:

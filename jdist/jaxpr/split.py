@@ -17,7 +17,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jdist.core.collective_marks import Collective, collective_of
+from jdist.core.collective_marks import Collective, collective_of, is_own_part
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.strategy import Strategy
 from jdist.errors import BoundaryError
@@ -38,6 +38,7 @@ def split(
     others: PyTree = (),
     *,
     num_microbatches: int = 1,
+    parts: Sequence[int] = (),
     otherwise: str = "leave `accumulate` at 1",
 ) -> Split:
     """Traces a step once and splits it.
@@ -49,6 +50,8 @@ def split(
         batch: one microbatch; pytree of arrays or tracers.
         others: further arguments, the same for all microbatches.
         num_microbatches: how many microbatches a replica has.
+        parts: numbers of the leaves of the state whose parts are the last leaves of `others`; where the step takes a
+            replica's own part of one of them (`own_part`), it is that.
         otherwise: what an error tells the user to do instead of writing the step anew.
 
     Returns:
@@ -80,7 +83,12 @@ def split(
     if any(map(variation.is_transposed_gather, graph.body_of(closed).eqns)):
         closed = graph.replaced(closed, scattered)
     sizes = num_virtual[0] // num_microbatches, num_microbatches
-    return _Analysis(graph.forwarded(closed), (state, batch, others), shapes, sizes, otherwise).split()
+    closed = graph.forwarded(closed)
+    invars, (num_state, num_batch, num_others) = graph.body_of(closed).invars, map(len, map(jax.tree.leaves, (state, batch, others)))
+    of_leaves = dict(zip(parts, invars[num_state + num_batch + num_others - len(parts) : -1], strict=True))
+    given = {invars[i]: part for i, part in of_leaves.items()}
+    closed = graph.substituted(closed, lambda eqn: given.get(eqn.invars[0]) if is_own_part(eqn) else None)
+    return _Analysis(closed, (state, batch, others), shapes, sizes, otherwise, len(parts)).split()
 
 
 class _Analysis:
@@ -92,6 +100,7 @@ class _Analysis:
         results: the shapes of both results, as trees.
         sizes: the number of replicas of the mesh, and of microbatches of each.
         otherwise: what an error tells the user to do instead of writing the step anew.
+        num_parts: how many of the third argument's leaves, the last, are parts of leaves of the state.
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class _Analysis:
         results: tuple[PyTree, PyTree],
         sizes: tuple[int, int],
         otherwise: str,
+        num_parts: int = 0,
     ):
         self.closed, self.results, self.sizes, self.otherwise = closed, results, sizes, otherwise
         jaxpr = graph.body_of(closed)
@@ -109,7 +119,10 @@ class _Analysis:
         self.microbatch = next(invars)
         self.new_state, self.outputs = (_take(outvars, len(jax.tree.leaves(tree))) for tree in results)
         self.equations = list(jaxpr.eqns)
-        self.own = variation.of_one_microbatch(closed, [*self.batch, self.microbatch])
+        # What is gathered of parts is gathered for each microbatch anew, as if it were the microbatch's own.
+        self.parts = set(self.others[len(self.others) - num_parts :])
+        cut = [v for eqn in self.equations if is_own_part(eqn) for v in eqn.outvars]
+        self.own = variation.of_one_microbatch(closed, [*self.batch, self.microbatch, *self.parts, *cut])
         self._check_nested()
         self.late_effects, self.early_effects = self._sort_effects()
 
@@ -238,7 +251,8 @@ class _Analysis:
         in_loop = {v for v in (*(v for eqn in looped for v in eqn.invars), *wanted) if not graph.is_literal(v)}
         constants = set(graph.body_of(self.closed).constvars)
         in_order = [*graph.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)]
-        hoisted = [v for v in in_order if v in in_loop and v not in self.own and v not in constants]
+        shared = [v for v in in_order if v in in_loop and v not in constants]
+        hoisted = [v for v in shared if v not in self.own or v in self.parts]
         before = graph.subfunction(self.closed, whole, hoisted)
         equations_before, needed_before = graph.needed(self.closed, hoisted, set(whole))
         self._check_called_once(equations_before, [*self.late_effects, *self.early_effects])

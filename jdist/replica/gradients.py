@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import jax
@@ -88,29 +89,39 @@ def value_and_grad(
         trace = context.current_trace()
         if trace is None or trace.precision is None:
             return checked(*args, **kwargs)
-        which = {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
+        which = _places(argnums, args)
         args = tuple(trace.precision.cast_to_compute(x) if i in which else x for i, x in enumerate(args))
         return scale_loss(checked(*args, **kwargs), has_aux, trace.precision, trace.loss_scale)
 
-    if using is not None:
-        local = using(lowered, has_aux=has_aux)
-    else:
-        local = jax.value_and_grad(
-            lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
-        )
+    def differentiate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        if using is not None:
+            return using(fun, has_aux=has_aux)
+        return jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
+
+    local = differentiate(lowered)
 
     @without_own_frames
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
-        value, grads = local(*args, **kwargs)
+        trace = context.current_trace()
+        in_parts = None if trace is None or replica_axes() is None else trace.in_parts
+        first = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        if in_parts is None:
+            value, grads = local(*args, **kwargs)
+        else:
+            value, grads = in_parts.take(differentiate, lowered, args, kwargs, _places(argnums, args))
         value, aux = value if has_aux else (value, None)
-        if context.current_trace() is not None:
-            first = args[argnums if isinstance(argnums, int) else argnums[0]]
+        if trace is not None:
             for parameter in jax.tree.leaves(first)[:1]:
                 gradient_of(*map(jax.lax.stop_gradient, (jnp.asarray(value), jnp.asarray(parameter))))
-        value, grads = combine_gradients(value, grads, op)
+        value, grads = combine_gradients(value, grads, op, {} if in_parts is None else in_parts.forms(first))
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_all
+
+
+def _places(argnums: int | Sequence[int], args: tuple[Any, ...]) -> set[int]:
+    """Finds the places of the arguments by which a function is differentiated."""
+    return {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
 
 
 def grad(
@@ -138,11 +149,13 @@ def grad(
     return grad_of_all
 
 
-def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
+def combine_gradients(
+    value: jax.Array, grads: PyTree, op: GradientOp, forms: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[jax.Array, PyTree]:
     """Reduces one replica's loss and gradient over the replicas.
 
     Both come multiplied by the loss scale, if there is one, and leave without it. Leaves without a gradient (`float0`, integer
-    parameters) pass through.
+    parameters) pass through. `forms` tell how arrays are stored whose gradients are parts, by path.
     """
     trace = context.current_trace()
     if trace is not None and trace.loss_scale is not None:
@@ -150,7 +163,11 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    value, combined = reduce_gradients(value, [leaves[i][1] for i in real], op)
+    if trace is not None and trace.in_parts is not None and forms:
+        of_parts = [forms.get(paths[i]) for i in real]
+        value, combined = trace.in_parts.reduce(value, [leaves[i][1] for i in real], of_parts, op)
+    else:
+        value, combined = reduce_gradients(value, [leaves[i][1] for i in real], op)
     out = [leaf for _, leaf in leaves]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf

@@ -1,7 +1,8 @@
-"""Operations of a strategy whose states are in parts in host memory: init, fetch, run, distribute."""
+"""Operations of a strategy whose states are in parts: init, fetch, run, distribute."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
+from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
+from jdist.sharded_state.division import divided, is_in_place, shapes
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
 from jdist.step import run_on_replicas as on_replicas
@@ -26,19 +28,19 @@ PyTree = Any
 
 
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
-    """Computes each host's part of every leaf where it stays: `Strategy.init`."""
+    """Computes each part of every leaf where it stays: `Strategy.init`."""
     layout = Layout.of(strategy)
 
-    def compute(create: Callable[[list[Any]], list[jax.Array]], arrays: list[Any], shapes: list[Any]) -> list[Any]:
-        spread = [layout.is_spread(s.shape, s.dtype) for s in shapes]
+    def compute(create: Callable[[list[Any]], list[jax.Array]], arrays: list[Any], state: PyTree) -> list[Any]:
+        spread, shapes = divided(strategy, state), jax.tree.leaves(state)
 
         def in_parts(arrays: list[Any]) -> list[jax.Array]:
             leaves = zip(create(arrays), spread, strict=True)
             return [layout.store(x) if in_parts else x for x, in_parts in leaves]
 
-        shardings = [layout.host if in_parts else layout.whole for in_parts in spread]
+        shardings = [layout.kept(s.shape) if part else layout.whole for s, part in zip(shapes, spread, strict=True)]
         leaves = jax.jit(in_parts, out_shardings=shardings)(arrays)
-        return [HostSharded(x, s.shape) if part else x for x, s, part in zip(leaves, shapes, spread, strict=True)]
+        return [ShardedLeaf(x, s.shape) if part else x for x, s, part in zip(leaves, shapes, spread, strict=True)]
 
     return placement.init(strategy, fn, args, compute)
 
@@ -53,25 +55,32 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     check_not_donated(state)
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    kept = [is_spread(x) and x.stored.sharding == layout.host for x in leaves]
-    # Other leaves, a `HostSharded` of another strategy too, go through the layout with a copy on every device.
+    kept = [is_in_place(layout, x) for x in leaves]
+    # Other leaves, a `ShardedLeaf` of another strategy too, go through the layout with a copy on every device.
     others = jax.tree.unflatten(
         treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
     )
     whole = iter(jax.tree.leaves(placement.adopt_state(strategy, others)))
-    store = jax.jit(layout.store, out_shardings=layout.host)
     seen: set[int] = set()
 
-    def place(x: Any, keep: bool) -> Any:
+    def place(x: Any, keep: bool, in_parts: bool) -> Any:
         if keep and id(x.stored) not in seen:
             seen.add(id(x.stored))
             return x
         if keep:
-            return HostSharded(jnp.copy(x.stored), x.shape)
+            return ShardedLeaf(jnp.copy(x.stored), x.shape)
         x = next(whole)
-        return HostSharded(store(x), x.shape) if layout.is_spread(x.shape, x.dtype) else x
+        return ShardedLeaf(_store(layout, x.shape)(x), x.shape) if in_parts else x
 
-    return jax.tree.unflatten(treedef, [place(x, keep) for x, keep in zip(leaves, kept, strict=True)])
+    # A structure with None in the place of a leaf has fewer leaves, so the state itself says which are in parts.
+    placed = zip(leaves, kept, divided(strategy, state), strict=True)
+    return jax.tree.unflatten(treedef, [place(x, keep, in_parts) for x, keep, in_parts in placed])
+
+
+@functools.lru_cache(maxsize=1024)
+def _store(layout: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+    """Makes the function that cuts a whole array of this shape."""
+    return jax.jit(layout.store, out_shardings=layout.kept(shape))
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
@@ -88,13 +97,8 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
 
 
 def distribute(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
-    """Makes a step of gradients on the devices and an update on the hosts: `Strategy.distribute`."""
+    """Makes a step of gradients on the devices and an update of parts where they are: `Strategy.distribute`."""
     return DistributedStep(strategy, step, options, BACKEND)
-
-
-def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
-    layout = Layout.of(strategy)
-    return map_leaves(layout.struct, state)
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
@@ -105,4 +109,4 @@ def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
         compare(np.stack([np.asarray(x) for x in hashes.values()], axis=1), list(hashes))
 
 
-BACKEND = Backend(adopt_state, _shapes, make_program, _compare)
+BACKEND = Backend(adopt_state, shapes, make_program, _compare)

@@ -1,7 +1,8 @@
-"""A step over a state in host memory: parameters gathered on the devices, gradients reduced by parts, the update on hosts."""
+"""A step over a state in parts: parameters gathered on the devices, gradients reduced by parts, the update part by part."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist.core.context import ReplicaTrace, tracing
-from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
+from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
+from jdist.sharded_state.gathering import gathering
 from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
 from jdist.step.loops import repeat
@@ -59,6 +61,8 @@ class _SplitStep:
         plan: the gradient part.
         update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
         results: what it returns, as shapes.
+        leaves: the state's, as they are passed.
+        in_parts: numbers of those of which gradients are taken part by part.
     """
 
     plan: Plan
@@ -72,35 +76,35 @@ class _SplitStep:
         traced = jax.shard_map(
             self.split, mesh=self.strategy.mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False
         )
+        self.leaves = jax.tree.leaves(state, is_leaf=is_spread)
+        gathers_late = self.strategy.parts == dataclasses.replace(self.strategy.parts, of="state", memory="device")
+        self.in_parts = tuple(i for i, x in enumerate(self.leaves) if gathers_late and is_spread(x))
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         jax.eval_shape(traced, token, state, batches, others)
 
     def split(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Traces the step as a replica sees it, and splits it."""
         all_flags: list[FiniteFlags] = []
+        pure = self.spec.splittable(all_flags)
         plan = make_plan(
             self.strategy,
-            self.spec.splittable(all_flags),
+            gathering(pure, self.layout) if self.in_parts else pure,
             self.options.accumulate,
             state,
             batches,
-            others,
+            self.with_parts(others),
+            parts=self.in_parts,
             otherwise="use `jdist.mirrored()`, which does not split a step",
         )
         if self.spec.compares_replicas:
             plan.check_averages_combined()
-
-        def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
-            with tracing(ReplicaTrace(self.strategy)):
-                part = gradient_part(plan, state, batches, others, all_reduced(self.strategy))
-            return part.combined, part.carried
-
         flags = all_flags[-1]
         num_outputs = len(plan.kinds) - len(flags.names)
 
         def run(state: PyTree, others: PyTree, combined: list[jax.Array], carried: list[jax.Array]) -> Any:
             with tracing(ReplicaTrace(self.strategy)):
-                leaves, late = plan.split.update(state, others, combined, carried)
+                # The update reads no parts.
+                leaves, late = plan.split.update(state, self.with_parts(others), combined, carried)
             late = [None if x is None else jnp.asarray(x) for x in late]
             if "state" not in self.spec.traced.returns:
                 return state, late[:num_outputs], FiniteFlags([], [], hidden=False)
@@ -112,8 +116,9 @@ class _SplitStep:
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
             return guarded(run, token, state, rest, self.spec.policy, self.spec.flag_names, (), self.spec.loss_scaling)
 
-        combined, carried = jax.eval_shape(gradients, state, batches, others)
-        arguments = token, state, others, combined, carried
+        combined = [shape for cut in plan.split.cuts for shape in cut.shapes]
+        new = [plan.split.traced.new_state[each.leaf].aval for each in plan.split.carried]
+        arguments = token, state, others, combined, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new]
         closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
         self.plan, self.results = plan, results
         self.update = prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas)
@@ -127,18 +132,22 @@ class _SplitStep:
         """
         cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-        values = [ShardedArray(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
+        on_host = self.layout.on_host
+        values = [ShardedArray(x.stored, x.shape, on_host=on_host) if is_spread(x) else x for x in leaves]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(self.results)
-        kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
+        kept = [1 <= i <= len(leaves) and is_spread(leaves[i - 1]) for i in range(len(shapes))]
         # `late` has no leaf for an output that did not wait for the update.
         names, late = self.plan.kinds, self.results[2]
         kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
         results, late_hashes = evaluate(self.strategy, self.layout, self.update, arguments, kept, kinds)
-        # A loop over steps needs its carry back where it was, so the last thing is a copy to the host.
+        if on_host:  # a loop over steps needs its carry back where it was, so the last thing is a copy to the host
+            results = [
+                jax.device_put(x, self.layout.kept(s.shape)) if keep else x
+                for x, s, keep in zip(results, shapes, kept, strict=True)
+            ]
         results = [
-            HostSharded(jax.device_put(x, self.layout.host), s.shape) if keep else x
-            for x, s, keep in zip(results, shapes, kept, strict=True)
+            ShardedLeaf(x, s.shape) if keep else x for x, s, keep in zip(results, shapes, kept, strict=True)
         ]
         new_state = jax.tree.unflatten(treedef, results[1 : 1 + len(leaves)])
         late = jax.tree.unflatten(jax.tree.structure(self.results[2]), results[1 + len(leaves) :])
@@ -156,95 +165,101 @@ class _SplitStep:
         Returns:
             `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
         """
-        plan, layout, axes = self.plan, self.layout, self.strategy.axes
+        plan, layout = self.plan, self.layout
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-        read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.split.read}
-        copies = {i: jax.device_put(x.stored, layout.device) for i, x in read.items()}
+        read = {*plan.split.read, *self.in_parts}
+        copies = {i: self.on_devices(x) for i, x in enumerate(leaves) if is_spread(x) and i in read}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
-        cut_shapes = [shape.shape for cut in plan.split.cuts for shape in cut.shapes]
-        carried_shapes: list[tuple[int, ...]] = []  # known once the body is traced
+        cuts = [shape for cut in plan.split.cuts for shape in cut.shapes]
+        carried = [plan.split.traced.new_state[each.leaf].aval for each in plan.split.carried]
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
             def value(i: int, x: Any) -> jax.Array:
                 if i in whole:
                     return whole[i]
-                if i not in copies:  # not read
+                if i not in plan.split.read:
                     return jnp.zeros(x.shape, x.dtype)
-                return layout.restore(jax.lax.all_gather(copies[i], axes, tiled=True), x.shape)
+                return layout.all_gather(copies[i], layout.form(x.shape))
 
             now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
-            whole_reduced = all_reduced(self.strategy)
-            in_place: list[bool] = []
-
-            def combine(cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
-                """Gives each replica its part of gradients that the update part alone reads."""
-                scatters = [
-                    cut.collective.kind == "gradient" and not cut.is_read_again and cut.collective.op in ("sum", "mean")
-                    for cut in cuts
-                ]
-                rest = [(cut, xs) for cut, xs, scattered in zip(cuts, arrays, scatters, strict=True) if not scattered]
-                reduced = iter(whole_reduced([cut for cut, _ in rest], [xs for _, xs in rest]))
-                in_place.extend(s for cut, s in zip(cuts, scatters, strict=True) for _ in cut.shapes)
-                return [
-                    [self.scattered(x, cut.collective.op) for x in xs] if scattered else next(reduced)
-                    for cut, xs, scattered in zip(cuts, arrays, scatters, strict=True)
-                ]
-
             with tracing(ReplicaTrace(self.strategy)):
-                part = gradient_part(plan, now, batches, others, combine)
-            carried_shapes[:] = [x.shape for x in part.carried]
-            combined = [x if done else self.local_part(x) for x, done in zip(part.combined, in_place, strict=True)]
+                part = gradient_part(plan, now, batches, self.with_parts(others, copies), self.combine)
             outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}
             varying = {i: x for i, x in outputs.items() if plan.kinds[i] in (LOCAL, ROWS)}
             shared = {i: x for i, x in outputs.items() if i not in varying}
             # Hashed now: once each replica keeps only its part, a difference could not be found.
             hashes = [hash_leaf(x)[None] for x in part.carried] if self.options.check_replicas else []
-            carried = [self.local_part(x) for x in part.carried]
-            return *self.sorted(combined, cut_shapes), *self.sorted(carried, carried_shapes), shared, varying, hashes
+            return *self.sorted(part.combined, cuts), *self.sorted(part.carried, carried), shared, varying, hashes
 
-        same, parts = PartitionSpec(), PartitionSpec(axes)
-        cut_parts, cuts, carried_parts, carried, shared, varying, hashes = jax.shard_map(
+        same, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
+        (cut_specs, carried_specs), copy_specs = map(self.specs, (cuts, carried)), self.specs(leaves)
+        cut_parts, whole_cuts, carried_parts, whole_carried, shared, varying, hashes = jax.shard_map(
             body,
             mesh=self.strategy.mesh,
-            in_specs=(parts, same, parts, same),
-            out_specs=(parts, same, parts, same, same, parts, parts),
+            in_specs=({i: copy_specs[i] for i in copies}, same, rows, same),
+            out_specs=(cut_specs, same, carried_specs, same, same, rows, rows),
             check_vma=False,
         )(copies, whole, batches, others)
-
-        def joined(
-            parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: list[tuple[int, ...]]
-        ) -> list[Any]:
-            return [ShardedArray(parts[i], s, on_host=False) if i in parts else whole[i] for i, s in enumerate(shapes)]
-
         outputs = {**shared, **varying}
+
+        def joined(parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: Sequence[Any]) -> list[Any]:
+            parted = {i: ShardedArray(x, shapes[i].shape, on_host=False) for i, x in parts.items()}
+            return [parted[i] if i in parted else whole[i] for i in range(len(shapes))]
+
         return (
-            joined(cut_parts, cuts, cut_shapes),
-            joined(carried_parts, carried, carried_shapes),
+            joined(cut_parts, whole_cuts, cuts),
+            joined(carried_parts, whole_carried, carried),
             [outputs.get(i) for i in range(len(plan.kinds))],
             hashes,
         )
 
-    def scattered(self, x: jax.Array, op: str) -> jax.Array:
+    def with_parts(self, others: PyTree, parts: dict[int, jax.Array] | None = None) -> PyTree:
+        """Adds to the further arguments the parts of which gradients are taken; without any, zeros in their place."""
+        if not self.in_parts:
+            return others
+        if parts is not None:
+            return others, [parts[i] for i in self.in_parts]
+        shapes = [(self.layout.part_shape(self.leaves[i].shape), self.leaves[i].dtype) for i in self.in_parts]
+        return others, [jnp.zeros(*each) for each in shapes]
+
+    def on_devices(self, x: ShardedLeaf) -> jax.Array:
+        """Copies the stored array of a leaf to the devices, unless it is there."""
+        return jax.device_put(x.stored, self.layout.device(x.shape)) if self.layout.on_host else x.stored
+
+    def combine(self, cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Brings the cuts of a phase together; of gradients that the update alone reads each replica receives its part."""
+        scattered = [cut.collective.kind == "gradient" and cut.collective.op in ("sum", "mean") for cut in cuts]
+        rest = [(cut, xs) for cut, xs, done in zip(cuts, arrays, scattered, strict=True) if not done]
+        reduced = iter(all_reduced(self.strategy)([cut for cut, _ in rest], [xs for _, xs in rest]))
+        return [
+            [self.gradient(cut, x, shape.shape) for x, shape in zip(xs, cut.shapes, strict=True)] if done else next(reduced)
+            for cut, xs, done in zip(cuts, arrays, scattered, strict=True)
+        ]
+
+    def gradient(self, cut: Cut, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Sums or averages a gradient over the replicas; of a large one each replica receives its part."""
-        if self.layout.is_spread(x.shape, x.dtype):
-            total = jax.lax.psum_scatter(self.layout.store(x), self.strategy.axes, tiled=True)
+        layout, axes = self.layout, self.strategy.axes
+        between = tuple(axis for axis in axes if axis not in layout.axes)
+        if x.shape != shape:  # a gradient by a part
+            total = jax.lax.psum(x, between) if between else x
+        elif layout.is_spread(x.shape, x.dtype) and not cut.is_read_again:
+            total = layout.sum_scatter(x, layout.form(shape))
+            total = jax.lax.psum(total, between) if between else total
         else:
-            total = jax.lax.psum(x, self.strategy.axes)
-        return total / self.strategy.num_replicas if op == "mean" else total
+            total = jax.lax.psum(x, axes)
+        total = total / self.strategy.num_replicas if cut.collective.op == "mean" else total
+        return layout.all_gather(total, layout.form(shape)) if total.shape != shape and cut.is_read_again else total
 
-    def local_part(self, x: jax.Array) -> jax.Array:
-        """Takes this replica's part of an array that all hold."""
-        if not self.layout.is_spread(x.shape, x.dtype):
-            return x
-        stored = self.layout.store(x)
-        rows = stored.shape[0] // self.layout.num_parts
-        return jax.lax.dynamic_slice_in_dim(stored, jax.lax.axis_index(self.strategy.axes) * rows, rows)
+    def sorted(self, values: list[jax.Array], shapes: Sequence[Any]) -> tuple[Any, Any]:
+        """Sorts values by their place, those in parts and those that all replicas hold; cuts what is to be in parts."""
+        specs = self.specs(shapes)
+        parts = {i: x if x.shape != shapes[i].shape else self.layout.own_part(x) for i, x in enumerate(values) if i in specs}
+        return parts, {i: x for i, x in enumerate(values) if i not in specs}
 
-    def sorted(self, values: list[jax.Array], shapes: list[tuple[int, ...]]) -> tuple[Any, Any]:
-        """Sorts values by their place: those in parts, and those that all replicas hold."""
-        in_parts = {i for i, (x, s) in enumerate(zip(values, shapes, strict=True)) if self.layout.is_spread(s, x.dtype)}
-        parts, whole = ({i: x for i, x in enumerate(values) if (i in in_parts) == part} for part in (True, False))
-        return parts, whole
+    def specs(self, shapes: Sequence[Any]) -> dict[int, PartitionSpec]:
+        """How those of these arrays that are large enough are cut, by place."""
+        layout = self.layout
+        return {i: layout.spec(x.shape) for i, x in enumerate(shapes) if layout.is_spread(x.shape, x.dtype)}
 
     def outputs(self, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
         """Merges the step's outputs: `late` those that waited for the update, `early` the others."""

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import compute_on
 from jax.sharding import PartitionSpec
 
-from jdist.core.host_sharded import Layout
+from jdist.core.sharded_leaf import Layout
 from jdist.core.strategy import Strategy
 from jdist.jaxpr import graph, variation
 from jdist.jaxpr.elementwise import (
@@ -40,7 +40,7 @@ _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An array of which each replica stores its rows, as those of a `HostSharded`.
+    """An array of which each replica stores its rows, as those of a `ShardedLeaf`.
 
     Attributes:
         stored: the rows; None until the host has computed them.
@@ -179,7 +179,13 @@ class _Evaluation:
             return x.stored
         if isinstance(x, Filled):
             x = jnp.full(x.shape, x.value, v.aval.dtype)
-        return jax.device_put(self.device_operand(v, x), self.layout.host)
+        return self.put(self.device_operand(v, x), v.aval.shape)
+
+    def put(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Puts a stored array where it is kept between steps."""
+        if self.layout.on_host:
+            return jax.device_put(stored, self.layout.kept(shape))
+        return jax.lax.with_sharding_constraint(stored, self.layout.device(shape))
 
     def wanted(self, v: Any, kind: OutputKind | None) -> jax.Array:
         n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
@@ -237,7 +243,7 @@ class _Evaluation:
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
 
     def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-        return math.prod(a) == math.prod(b) and self.layout.stored_shape(a) == self.layout.stored_shape(b)
+        return math.prod(a) == math.prod(b) and self.layout.form(a) == self.layout.form(b)
 
     def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
@@ -269,11 +275,11 @@ class _Evaluation:
         if v not in self.on_device:
             if x.stored is None:
                 self.flush()
-            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device)
+            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device(self.known[v].shape))
         return self.on_device[v]
 
     def in_parts(self, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device)
+        return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device(x.shape))
 
     def wait(self, eqn: Any, shape: tuple[int, ...]) -> ShardedArray:
         self.waiting.append(eqn)
@@ -322,6 +328,6 @@ class _Evaluation:
             return x.stored
         if v not in self.on_host:
             value = self.device_operand(v, x)
-            to = self.layout.host if jnp.ndim(value) else self.layout.whole_on_host
+            to = self.layout.kept(v.aval.shape) if jnp.ndim(value) else self.layout.whole_on_host
             self.on_host[v] = jax.device_put(value, to)
         return self.on_host[v]

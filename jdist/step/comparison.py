@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist.cluster.runtime import alone
-from jdist.core.host_sharded import map_leaves
+from jdist.core.sharded_leaf import map_leaves
 from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batching import filled_up, full_mask_place

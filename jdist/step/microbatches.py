@@ -103,6 +103,7 @@ def make_plan(
     batches: PyTree,
     others: PyTree,
     *,
+    parts: Sequence[int] = (),
     otherwise: str = "leave `accumulate` at 1",
 ) -> Plan:
     """Splits a step for `k` microbatches; the arguments are those of `jaxpr.split.split`.
@@ -125,6 +126,7 @@ def make_plan(
         shapes,
         others,
         num_microbatches=k,
+        parts=parts,
         otherwise=otherwise,
     )
     averaged = [v and kind == METRIC for v, kind in zip(step.varies, kinds, strict=True)]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves
 from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
@@ -26,7 +26,7 @@ from jdist.step.tree_checks import check_batch, check_no_parts, check_state, che
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, is_key, put, to_host
 
 PyTree = Any
-Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
+Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], PyTree], list[Any]]
 
 
 def init(
@@ -38,7 +38,7 @@ def init(
         strategy: where.
         fn: makes the state.
         args: its arguments.
-        compute: `(create, its arguments, shapes) -> leaves`, each in its place; None: a copy on every device.
+        compute: `(create, its arguments, the state's shapes) -> leaves`, each in its place; None: a copy on every device.
     """
     if not callable(fn):
         raise StepError(
@@ -66,7 +66,7 @@ def init(
     arrays = [_onto(leaves[i], sharding) for i in dynamic]
     shapes = jax.eval_shape(create, arrays)
     if compute is not None:
-        state = compute(create, arrays, shapes)
+        state = compute(create, arrays, jax.tree.unflatten(treedefs[-1], shapes))
     else:
         state = jax.jit(create, out_shardings=None if sharding is None else [sharding] * len(shapes))(arrays)
     return unpack(jax.tree.unflatten(treedefs[-1], state))
@@ -125,7 +125,7 @@ def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
     """Describes a tree's leaves by shape and dtype, all in one sharding."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        aval = x if isinstance(x, jax.ShapeDtypeStruct | HostSharded) else jax.typeof(x)
+        aval = x if isinstance(x, jax.ShapeDtypeStruct | ShardedLeaf) else jax.typeof(x)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
     return map_leaves(shape, tree)

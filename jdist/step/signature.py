@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdist.core.host_sharded import is_spread
+from jdist.core.sharded_leaf import is_spread
 from jdist.core.per_replica import is_per_replica
 from jdist.core.step_state import StepState, user_state, with_user_state
 from jdist.core.strategy import Strategy

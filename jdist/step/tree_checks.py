@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.host_sharded import HostSharded
+from jdist.core.sharded_leaf import ShardedLeaf
 from jdist.core.step_state import StaticLeaf, is_static
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import is_numeric, numbers_of
@@ -106,8 +106,8 @@ def check_whole(state: PyTree) -> None:
 
 def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
     """Raises StepError for arrays in parts in host memory, which only the strategy that made them can put together."""
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, HostSharded)):
-        if isinstance(leaf, HostSharded):
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, ShardedLeaf)):
+        if isinstance(leaf, ShardedLeaf):
             raise StepError(
                 f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
                 f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "

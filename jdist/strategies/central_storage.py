@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jdist.core.host_sharded import Layout
+from jdist.core.operations import Parts
+from jdist.core.sharded_leaf import Layout
 from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.sharded_state import operations as central
@@ -34,7 +35,7 @@ def central_storage(
     host updates its own part. Devices hold parameters and gradients only while they compute with them, and nothing of the
     optimiser's state: models fit whose state does not, for the price of copying between host and device in every step.
 
-    Outside of a step, an array in parts stands in the state as a `HostSharded`: `strategy.fetch` gives the array. Scalars and
+    Outside of a step, an array in parts stands in the state as a `ShardedLeaf`: `strategy.fetch` gives the array. Scalars and
     PRNG keys stay on the devices, and so does everything with one device.
 
     Args:
@@ -67,6 +68,7 @@ def central_storage(
         reduction=psum(),
         operations=operations,
         topology=topology,
+        parts=Parts(of="state", memory="host", axes=(axis,)) if len(used) > 1 else None,
     )
     if len(used) > 1:
         Layout.of(strategy)  # refuses devices without host memory

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist.core.operations import Operations
+from jdist.core.operations import Operations, Parts
 from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
@@ -55,6 +55,7 @@ def strategy_over(
     reduction: Reduction,
     operations: Operations = LOCAL,
     topology: str | None = None,
+    parts: Parts | None = None,
 ) -> Strategy:
     """Makes a strategy with one replica a device, on a mesh of one axis in the order of `devices`.
 
@@ -79,6 +80,7 @@ def strategy_over(
         reduction=reduction,
         operations=operations,
         topology=topology,
+        parts=parts,
     )
 
 

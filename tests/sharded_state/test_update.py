@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.core.host_sharded import Layout
+from jdist.core.sharded_leaf import Layout
 from jdist.jaxpr.elementwise import prepared
 from jdist.sharded_state.update import ShardedArray, evaluate
 
@@ -31,8 +31,8 @@ def run(function, state, grads, scalar=SCALAR):
         def part(x, on_host):
             if not LAYOUT.is_spread(x.shape, x.dtype):
                 return x
-            stored = jax.device_put(LAYOUT.store(x), LAYOUT.device)
-            return ShardedArray(jax.device_put(stored, LAYOUT.host) if on_host else stored, x.shape, on_host=on_host)
+            stored = jax.device_put(LAYOUT.store(x), LAYOUT.device(x.shape))
+            return ShardedArray(jax.device_put(stored, LAYOUT.kept(x.shape)) if on_host else stored, x.shape, on_host=on_host)
 
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
         ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)

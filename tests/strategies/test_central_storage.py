@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.core.host_sharded import HostSharded
+from jdist.core.sharded_leaf import ShardedLeaf
 from jdist.errors import DonatedStateError, NonFiniteError, ReplicaDivergenceError, StepError
 from tests.by_default import some
 
@@ -97,10 +97,10 @@ class TestWhereThingsAre:
         state = strategy.init(lambda: create(optax.adam(1e-3)))
         state, _ = jdist.distribute(train_step, strategy)(state, BATCHES[0])
         shapes = jax.eval_shape(lambda: create(optax.adam(1e-3)))
-        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, HostSharded))
+        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ShardedLeaf))
         for leaf, shape in zip(leaves, jax.tree.leaves(shapes), strict=True):
             assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
-            if not isinstance(leaf, HostSharded):
+            if not isinstance(leaf, ShardedLeaf):
                 assert leaf.ndim == 0 or leaf.shape == (3,)
                 assert leaf.sharding == strategy.replicated_sharding
                 continue
@@ -152,7 +152,7 @@ class TestStates:
         ):
             state, _ = step(make(), BATCHES[0])
             assert_close(strategy.fetch(state).params, strategy.fetch(expected).params)
-            assert isinstance(state.params["rows"], HostSharded)
+            assert isinstance(state.params["rows"], ShardedLeaf)
 
     def test_the_caller_keeps_a_state_that_was_not_made_by_the_strategy(self, strategy):
         state = create(optax.sgd(0.1))

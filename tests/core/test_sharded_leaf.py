@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.core.host_sharded import HostSharded, Layout, map_leaves, spread_like
+from jdist.core.sharded_leaf import ShardedLeaf, Layout, map_leaves, spread_like
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,16 @@ def test_filling_is_kept_out_of_sums(layout):
 def test_it_shows_what_it_is_and_gives_its_values(strategy):
     state = strategy.init(lambda: {"w": jnp.arange(15.0).reshape(3, 5), "step": jnp.int32(7)})
     w = state["w"]
-    assert isinstance(w, HostSharded)
+    assert isinstance(w, ShardedLeaf)
     assert (w.shape, w.ndim, w.size, w.dtype) == ((3, 5), 2, 15, jnp.float32)
-    assert repr(w) == "HostSharded(float32[3, 5] in 4 parts in host memory; strategy.fetch gives the array)"
+    assert repr(w) == "ShardedLeaf(float32[3, 5] in 4 parts in host memory; strategy.fetch gives the array)"
     np.testing.assert_array_equal(np.asarray(w), np.arange(15.0).reshape(3, 5))
     np.testing.assert_array_equal(np.asarray(w, np.int32), np.arange(15).reshape(3, 5))
     np.testing.assert_array_equal(w[1], np.arange(5.0, 10.0))
     assert int(state["step"]) == 7
     with pytest.raises(TypeError):
         jnp.sin(w)
-    assert "HostSharded" in repr(jax.tree.map(lambda x: None, w))
+    assert "ShardedLeaf" in repr(jax.tree.map(lambda x: None, w))
 
 
 def test_spread_as_another(strategy):

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from jdist.strategies.multi_worker import multi_worker as multi_worker
     from jdist.strategies.one_device import one_device as one_device
     from jdist.strategies.parameter_server import parameter_server as parameter_server
+    from jdist.strategies.sharded import sharded as sharded
     from jdist.strategies.tpu import tpu as tpu
 
 _MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling", "train")
@@ -82,7 +83,6 @@ _NAMES = {
     "all_reduce": "jdist.replica.collectives",
     "compute_average_loss": "jdist.replica.losses",
     "central_storage": "jdist.strategies.central_storage",
-    "sharded": "jdist.strategies.sharded",
     "default": "jdist.strategies.default",
     "distribute": "jdist.step.decorator",
     "evaluate": "jdist.loop.evaluate",
@@ -109,6 +109,7 @@ _NAMES = {
     "replica_rng": "jdist.replica.collectives",
     "scale_regularization_loss": "jdist.replica.losses",
     "set_strategy": "jdist.strategies.default",
+    "sharded": "jdist.strategies.sharded",
     "tpu": "jdist.strategies.tpu",
     "train_and_evaluate": "jdist.checkpoint.evaluator",
     "value_and_grad": "jdist.replica.gradients",

@@ -16,6 +16,9 @@ PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
+Shard = Literal["state", "optimizer"]
+
+
 @dataclass(frozen=True)
 class Parts:
     """How a strategy keeps states in parts.
@@ -28,7 +31,7 @@ class Parts:
         most_whole: how much of a state may stay whole, as a share of its bytes.
     """
 
-    of: Literal["state", "optimizer"]
+    of: Shard
     memory: Literal["device", "host"]
     axes: tuple[str, ...]
     whole_below: int = 0

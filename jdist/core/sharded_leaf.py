@@ -140,7 +140,7 @@ class Layout:
         memory: where the state is between steps.
         memory_kind: that memory's name in JAX; None: the devices' own.
         whole_below: arrays of fewer elements are kept whole.
-        in_tiles: whether the devices store arrays in tiles, as TPUs do.
+        platform: the devices', "cpu", "gpu" or "tpu".
     """
 
     mesh: Mesh
@@ -149,7 +149,7 @@ class Layout:
     memory: Literal["host", "device"]
     memory_kind: str | None
     whole_below: int
-    in_tiles: bool
+    platform: str
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
@@ -164,7 +164,7 @@ class Layout:
             memory=parts.memory,
             memory_kind=_host_memory(strategy) if parts.memory == "host" else None,
             whole_below=parts.whole_below,
-            in_tiles=parts.memory == "host" or strategy.devices[0].platform == "tpu",
+            platform=strategy.devices[0].platform,
         )
 
     @property
@@ -222,7 +222,7 @@ class Layout:
     def _size_of_part(self, form: Form) -> int:
         """Counts the elements that a part takes on a device."""
         part = [*form.shape[: form.axis], form.size // self.num_parts, *form.shape[form.axis + 1 :]]
-        if self.in_tiles and len(part) > 1:
+        if (self.on_host or self.platform == "tpu") and len(part) > 1:
             part[-2:] = _up(part[-2], _TILE_ROWS), _up(part[-1], _TILE_COLUMNS)
         return math.prod(part)
 
@@ -256,6 +256,19 @@ class Layout:
     def sum_scatter(self, x: jax.Array, form: Form) -> jax.Array:
         """Sums arrays over the replicas among which parts are spread; each receives its part. The transpose of `all_gather`."""
         return jax.lax.psum_scatter(form.store(x), self.axes, scatter_dimension=form.axis, tiled=True)
+
+    def sum_scatter_wide(self, x: jax.Array, form: Form, dtype: Any) -> jax.Array:
+        """Sums as `sum_scatter`, in a wider dtype than the arrays have.
+
+        Where any device reaches any other directly, the parts are exchanged as they are and added up by their receivers: half
+        the bytes, and no wide copy of the array. In a torus that would take several times the hops of a sum on the way.
+        """
+        if self.platform == "tpu":
+            return self.sum_scatter(x.astype(dtype), form)
+        x = form.store(x)
+        parts = x.reshape(*x.shape[: form.axis], self.num_parts, -1, *x.shape[form.axis + 1 :])
+        received = jax.lax.all_to_all(jnp.moveaxis(parts, form.axis, 0), self.axes, 0, 0, tiled=True)
+        return received.sum(0, dtype=dtype)
 
     def gather(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Gathers the array of a stored one, both in the devices' memory and seen from outside of the replicas."""

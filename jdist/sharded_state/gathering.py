@@ -115,13 +115,8 @@ class GradientsOfParts:
             is_number, others = [_is_number(x) for x in results], [None if _is_number(x) else x for x in results]
             results.clear()  # tracers of a trace that is over
 
-            def evaluated(*arrays: jax.Array) -> list[Any]:
-                given = [_Part(x, forms[i], x.dtype) if i in forms else x for i, x in zip(places, arrays, strict=True)]
-                return _Evaluation(self.layout).run(closed, given, [isinstance(x, _Part) for x in given])
-
-            arrays = [leaves[i] for i in places]
-            kept = evaluated if _has_effects(closed) else jax.checkpoint(evaluated, policy=_is_kept)
-            values = iter(kept(*arrays))
+            given = [_Part(leaves[i], forms[i], leaves[i].dtype) if i in forms else leaves[i] for i in places]
+            values = iter(_Evaluation(self.layout, closed).run(given))
             return jax.tree.unflatten(
                 trees[0], [next(values) if n else x for n, x in zip(is_number, others, strict=True)]
             )
@@ -164,109 +159,168 @@ class _Part:
 
 
 class _Evaluation:
-    """An evaluation of a traced function of whole arrays on parts of some of them."""
+    """An evaluation of a traced function of whole arrays on parts of some of them.
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
+    What depends on parts alone is computed where it is used, each time. The rest is computed in stretches, each between two
+    equations with a body of their own (a scan, a `jax.checkpoint`); the backward pass makes the gathers of a stretch again.
 
-    def gathered(self, part: _Part) -> jax.Array:
-        """Gathers an array; its gradient is summed in the dtype of the part."""
-        layout, form, dtype, own = self.layout, part.form, part.dtype, part.value.dtype
-        if dtype == own:
-            return layout.all_gather(part.value, form)
+    Args:
+        layout: how arrays are cut.
+        closed: the function.
+        gathers_again: whether the backward pass is to gather again; False inside a `jax.checkpoint` of the user's, which
+            says itself what is kept.
+    """
 
-        @jax.custom_vjp
-        def gather(x: jax.Array) -> jax.Array:
-            return layout.all_gather(x.astype(dtype), form)
+    def __init__(self, layout: Layout, closed: Any, *, gathers_again: bool = True):
+        self.layout, self.closed, self.gathers_again = layout, _entered(closed), gathers_again
+        jaxpr = graph.body_of(self.closed)
+        self.equations = jaxpr.eqns
+        self.last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not graph.is_literal(v)}
+        self.last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not graph.is_literal(v)}
+        self.known: dict[Any, Any] = {}
+        self.constants = set(jaxpr.constvars)
+        self.of_parts: dict[Any, Any] = {}  # the equations of what depends on parts alone, by result
 
-        gather.defvjp(lambda x: (gather(x), None), lambda _, g: (layout.sum_scatter(g.astype(own), form),))
-        return gather(part.value)
+    def run(self, arguments: Sequence[Any]) -> list[Any]:
+        """Evaluates the function, on arrays and parts of arrays."""
+        self.known = graph.values_at_start(self.closed, arguments)
+        stretch: list[Any] = []
+        for number, eqn in enumerate(self.equations):
+            with_parts = any(map(self.is_of_parts, eqn.invars))
+            if with_parts and eqn.primitive.name == "convert_element_type" and self.is_narrowed(eqn):
+                self.known[eqn.outvars[0]] = dataclasses.replace(self.known[eqn.invars[0]], dtype=eqn.params["new_dtype"])
+            elif eqn.effects or (with_parts and eqn.primitive.name in ("scan", "checkpoint", "remat2")):
+                self.compute(stretch, number)
+                stretch = []
+                self.known.update(zip(eqn.outvars, self.apply_body(eqn), strict=True))
+            elif with_parts and all(graph.is_literal(v) or v in self.constants or self.is_of_parts(v) for v in eqn.invars):
+                self.of_parts.update((v, eqn) for v in eqn.outvars)
+            else:
+                stretch.append(eqn)
+        self.compute(stretch, len(self.equations))
+        return self.values(graph.body_of(self.closed).outvars)
 
-    def run(self, closed: Any, arguments: Sequence[Any], of_weights: Sequence[bool]) -> list[Any]:
-        """Evaluates a function.
+    def is_of_parts(self, v: Any) -> bool:
+        """Whether a variable is an array in parts, or depends on such alone."""
+        return not graph.is_literal(v) and (v in self.of_parts or isinstance(self.known.get(v), _Part))
 
-        Args:
-            closed: the function.
-            arguments: arrays, and parts of arrays.
-            of_weights: of each whether it depends on nothing but what is in parts, so that it can be made again.
-        """
-        jaxpr = graph.body_of(closed)
-        known = graph.values_at_start(closed, arguments)
-        weights = {v for v, flag in zip(jaxpr.invars, of_weights, strict=True) if flag}
+    def is_narrowed(self, eqn: Any) -> bool:
+        """Whether an equation casts an array in parts so that less is to be gathered."""
+        part, new = self.known.get(eqn.invars[0]), jnp.dtype(eqn.params["new_dtype"])
+        is_part = isinstance(part, _Part)
+        return is_part and jnp.issubdtype(new, jnp.floating) and new.itemsize < jnp.dtype(part.dtype).itemsize
 
-        def is_weight(v: Any) -> bool:
-            return graph.is_literal(v) or v in weights or v in jaxpr.constvars
+    def compute(self, stretch: list[Any], until: int) -> None:
+        """Computes a stretch of equations; `until` is the number of the equation after it."""
+        if not stretch:
+            return
+        made = {v for eqn in stretch for v in eqn.outvars}
+        wanted = [v for v in made if self.last_read.get(v, -1) >= until]
+        self.known.update(zip(wanted, self.evaluated(stretch, wanted, self.gathers_again), strict=True))
 
-        for eqn in jaxpr.eqns:
-            operands = [graph.value_of(v, known) for v in eqn.invars]
-            flags = [is_weight(v) for v in eqn.invars]
-            # Not what is made of constants alone: zeros of a batch's shape and the like.
-            made_of_weights = all(flags) and any(graph.is_in(v, weights) for v in eqn.invars)
-            results = self.apply(closed, eqn, operands, flags)
-            if made_of_weights:
-                weights.update(eqn.outvars)
-            elif eqn.primitive.name in _MADE_AGAIN:
-                results = [x if x is None else _kept(x) for x in results]
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [self.whole(graph.value_of(v, known)) for v in jaxpr.outvars]
+    def values(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns the values of variables as whole arrays."""
+        return self.evaluated([], variables, False)
+
+    def evaluated(self, stretch: list[Any], wanted: Sequence[Any], gathers_again: bool) -> list[Any]:
+        """Computes variables by a stretch of equations, with what these need of parts."""
+        made = {v for eqn in stretch for v in eqn.outvars}
+        reads = {v for v in (*wanted, *(v for eqn in stretch for v in eqn.invars)) if not graph.is_literal(v)} - made
+        before: list[Any] = []
+        pending = [self.of_parts[v] for v in reads if v in self.of_parts]
+        while pending:
+            eqn = pending.pop()
+            if not any(eqn is other for other in before):
+                before.append(eqn)
+                reads.update(v for v in eqn.invars if not graph.is_literal(v))
+                pending.extend(self.of_parts[v] for v in eqn.invars if not graph.is_literal(v) and v in self.of_parts)
+        before.sort(key=lambda eqn: next(i for i, other in enumerate(self.equations) if other is eqn))
+        given = [v for v in reads if v in self.known]
+        originals = [self.known[v] for v in given]
+
+        def run(*values: Any) -> list[Any]:
+            known = dict(zip(given, map(self.whole, _like(originals, values)), strict=True))
+            for eqn in [*before, *stretch]:
+                results = graph.apply_equation(self.closed, eqn, [graph.value_of(v, known) for v in eqn.invars])
+                if gathers_again and eqn.primitive.name in _MADE_AGAIN and not any(eqn is other for other in before):
+                    results = [x if x is None else _kept(x) for x in results]
+                known.update(zip(eqn.outvars, results, strict=True))
+            return [graph.value_of(v, known) for v in wanted]
+
+        again = gathers_again and any(isinstance(x, _Part) for x in originals)
+        return (jax.checkpoint(run, policy=_is_kept) if again else run)(*map(_value, originals))
 
     def whole(self, x: Any) -> Any:
-        return self.gathered(x) if isinstance(x, _Part) else x
+        """Gathers an array in parts; its gradient is summed in the dtype of the part."""
+        if not isinstance(x, _Part):
+            return x
+        layout, form, dtype, own = self.layout, x.form, x.dtype, x.value.dtype
+        if dtype == own:
+            return layout.all_gather(x.value, form)
 
-    def apply(self, closed: Any, eqn: Any, operands: list[Any], of_weights: list[bool]) -> list[Any]:
-        """Computes the results of an equation."""
-        name = eqn.primitive.name
-        if any(isinstance(x, _Part) for x in operands):
-            if name in ("jit", "pjit", "closed_call") and collective_of(eqn) is None:
-                return self.run(graph.nested_jaxprs(eqn)[0], operands, of_weights)
-            if name in ("checkpoint", "remat2"):
-                return self.checkpointed(eqn, operands, of_weights)
-            if name == "scan":
-                return self.scanned(eqn, operands, of_weights)
-            if name == "convert_element_type" and self.is_narrowed(eqn, operands[0]):
-                return [dataclasses.replace(operands[0], dtype=eqn.params["new_dtype"])]
-        return graph.apply_equation(closed, eqn, list(map(self.whole, operands)))
+        @jax.custom_vjp
+        def gather(part: jax.Array) -> jax.Array:
+            return layout.all_gather(part.astype(dtype), form)
 
-    def is_narrowed(self, eqn: Any, part: _Part) -> bool:
-        """Whether a cast leaves less to gather."""
-        new = jnp.dtype(eqn.params["new_dtype"])
-        return jnp.issubdtype(new, jnp.floating) and new.itemsize < jnp.dtype(part.dtype).itemsize
+        gather.defvjp(lambda part: (gather(part), None), lambda _, g: (layout.sum_scatter_wide(g, form, own),))
+        return gather(x.value)
 
-    def checkpointed(self, eqn: Any, operands: list[Any], of_weights: list[bool]) -> list[Any]:
+    def apply_body(self, eqn: Any) -> list[Any]:
+        """Computes an equation with a body or an effect of its own."""
+        operands = [
+            self.known[v] if not graph.is_literal(v) and isinstance(self.known.get(v), _Part) else self.values([v])[0]
+            for v in eqn.invars
+        ]
+        if not any(isinstance(x, _Part) for x in operands) or eqn.primitive.name not in ("scan", "checkpoint", "remat2"):
+            return graph.apply_equation(self.closed, eqn, list(map(self.whole, operands)))
+        return self.scanned(eqn, operands) if eqn.primitive.name == "scan" else self.checkpointed(eqn, operands)
+
+    def checkpointed(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes a `jax.checkpoint` of the user's, which gathers again where it computes again."""
         body = graph.nested_jaxprs(eqn)[0]
 
         def run(*values: Any) -> list[Any]:
-            return self.run(body, _like(operands, values), of_weights)
+            return _Evaluation(self.layout, body, gathers_again=False).run(_like(operands, values))
 
         params = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
         return jax.checkpoint(run, **params)(*map(_value, operands))
 
-    def scanned(self, eqn: Any, operands: list[Any], of_weights: list[bool]) -> list[Any]:
-        """Computes a scan; of stacked layers each is gathered in the step that uses it."""
+    def scanned(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Computes a scan; of stacked layers each is gathered in the iteration that uses it."""
         body = graph.nested_jaxprs(eqn)[0]
         inner = graph.body_of(body)
         first = graph.number_not_scanned(eqn.invars, inner.invars)
         carry = graph.number_not_scanned(eqn.outvars, inner.outvars)
         constants, start = (list(map(self.whole, operands[a:b])) for a, b in ((0, first - carry), (first - carry, first)))
         stacks = [
-            x if not isinstance(x, _Part) else x if x.form.of_layer is not None else self.gathered(x)
+            x if not isinstance(x, _Part) else x if x.form.of_layer is not None else self.whole(x)
             for x in operands[first:]
         ]
-        # A carry depends on what the scan does with it.
-        flags = [*of_weights[: first - carry], *[False] * carry, *of_weights[first:]]
 
         def step(carried: list[Any], rows: list[Any]) -> Any:
             layers = [
                 _Part(row, x.form.of_layer, x.dtype) if isinstance(x, _Part) and x.form.of_layer is not None else row
                 for row, x in zip(rows, stacks, strict=True)
             ]
-            results = self.run(body, [*constants, *carried, *layers], flags)
+            layer = _Evaluation(self.layout, body, gathers_again=self.gathers_again)
+            results = layer.run([*constants, *carried, *layers])
             return results[:carry], results[carry:]
 
         params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         carried, stacked = jax.lax.scan(step, start, list(map(_value, stacks)), **params)
         return [*carried, *stacked]
+
+
+def _entered(closed: Any) -> Any:
+    """Enters the functions that a function calls by `jax.jit`; collectives of jdist stay."""
+
+    def is_call(eqn: Any) -> bool:
+        return eqn.primitive.name in ("jit", "pjit", "closed_call") and collective_of(eqn) is None
+
+    def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
+        return graph.run(_entered(graph.nested_jaxprs(eqn)[0]), operands) if is_call(eqn) else None
+
+    return graph.replaced(closed, entered) if any(map(is_call, graph.body_of(closed).eqns)) else closed
 
 
 def _value(x: Any) -> Any:
@@ -294,8 +348,3 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex)
-
-
-def _has_effects(closed: Any) -> bool:
-    """Whether a function prints or calls the host, which must not happen again in the backward pass."""
-    return bool(graph.effects_of(closed))

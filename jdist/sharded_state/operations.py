@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.core.step_state import pack, unpack, user_states
@@ -17,7 +18,7 @@ from jdist.sharded_state.division import divided, is_in_place, shapes
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
 from jdist.step import run_on_replicas as on_replicas
-from jdist.step.divergence import compare
+from jdist.step.divergence import compare, hash_leaf
 from jdist.step.mesh_program import Backend
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import StepOptions
@@ -84,9 +85,44 @@ def _store(layout: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
-    """Waits for the steps in flight, compares what replicas hold whole, joins the parts: `Strategy.fetch`."""
-    placement.check_in_parts(strategy, state)
+    """Waits for the steps in flight, compares what replicas hold in common, joins the parts: `Strategy.fetch`."""
+    check(strategy, state)
     return unpack(map_leaves(to_host, user_states(pack(state))))
+
+
+def check(strategy: Strategy, state: PyTree) -> None:
+    """Waits for the steps in flight and compares what replicas hold in common: `Strategy.check`."""
+    placement.check_in_parts(strategy, state)
+    compare_copies(strategy, state)
+
+
+def compare_copies(strategy: Strategy, state: PyTree) -> None:
+    """Raises ReplicaDivergenceError if groups of replicas, each of which holds all parts, hold different ones."""
+    layout = Layout.of(strategy)
+    groups = strategy.num_replicas // layout.num_parts
+    leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
+    parted = {path: x for path, x in leaves if is_in_place(layout, x) and not layout.on_host}
+    if groups == 1 or not parted:
+        return
+    hashes = to_host(_hash_parts(strategy, [x.shape for x in parted.values()])([x.stored for x in parted.values()]))
+    # Of each part a column, to be the same in all groups.
+    by_group = hashes.reshape(groups, -1)
+    columns = [f"{path}, part {i}" for i in range(layout.num_parts) for path in parted]
+    compare(by_group, columns)
+
+
+def _hash_parts(strategy: Strategy, shapes: list[tuple[int, ...]]) -> Callable[[list[jax.Array]], jax.Array]:
+    """Makes the function that hashes each replica's parts: uint32 [replicas, arrays]."""
+    layout = Layout.of(strategy)
+    return jax.jit(
+        jax.shard_map(
+            lambda parts: jnp.stack([hash_leaf(x) for x in parts])[None],
+            mesh=strategy.mesh,
+            in_specs=([layout.spec(shape) for shape in shapes],),
+            out_specs=PartitionSpec(strategy.axes),
+            check_vma=False,
+        )
+    )
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
@@ -104,6 +140,7 @@ def distribute(strategy: Strategy, step: Step, options: StepOptions) -> Distribu
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
     """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction."""
     placement.compare_replicas(strategy, state)
+    compare_copies(strategy, state)
     _, _, _, hashes = results
     if hashes:
         compare(np.stack([np.asarray(x) for x in hashes.values()], axis=1), list(hashes))

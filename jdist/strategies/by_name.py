@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from jdist.cluster.communication import CommunicationOptions
+from jdist.core.operations import Shard
 from jdist.core.strategy import Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction.by_name import AllReduce
@@ -17,6 +18,7 @@ from jdist.strategies.multi_worker import multi_worker
 from jdist.strategies.one_device import one_device
 from jdist.strategies.parameter_server import parameter_server
 from jdist.strategies.ps_arguments import PsKeywords
+from jdist.strategies.sharded import sharded
 from jdist.strategies.tpu import tpu
 from jdist.support.suggest import did_you_mean
 
@@ -26,6 +28,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "mirrored": mirrored,
     "tpu": tpu,
     "multi_worker": multi_worker,
+    "sharded": sharded,
     "central_storage": central_storage,
     "parameter_server": parameter_server,
 }
@@ -41,13 +44,17 @@ class StrategyKeywords(PsKeywords, total=False):
     topology: str | None
     name: str | None
     communication: CommunicationOptions | Mapping[str, Any] | None
+    shard: Shard | Mapping[str, Any] | None
+    within: int | None
+    whole_below: int
+    most_whole: float
 
 
 def make_strategy(name: str, /, **options: Unpack[StrategyKeywords]) -> Strategy:
     """Builds a strategy by name.
 
     Args:
-        name: "default", "one_device", "mirrored", "tpu", "multi_worker", "central_storage" or
+        name: "default", "one_device", "mirrored", "tpu", "multi_worker", "sharded", "central_storage" or
             "parameter_server".
         **options: arguments of the function of that name.
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist.core.operations import Operations, Parts
+from jdist.core.operations import Operations, Parts, Shard
 from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.run_on_replicas import run
+from jdist.strategies.shard_options import spread_state
 
 
 def describe(strategy: Strategy) -> str:
@@ -28,6 +31,10 @@ def describe(strategy: Strategy) -> str:
     replicas = "1 replica" if strategy.num_replicas == 1 else f"{strategy.num_replicas} replicas"
     if cluster.num_processes > 1:
         replicas += f" in {cluster.num_processes} processes, of which this is number {cluster.process_index},"
+    if strategy.parts is not None and strategy.parts.memory == "device":
+        size = math.prod(strategy.mesh.shape[axis] for axis in strategy.parts.axes)
+        what = "the state" if strategy.parts.of == "state" else "the optimiser's state"
+        replicas += f" with {what} in {size} parts"
     return (
         f"{replicas} on {devices[0].platform} devices {shown} ({', '.join(kinds)}), mesh {axes}, "
         f"transform {strategy.transform}, all-reduce {strategy.reduction.name}"
@@ -56,8 +63,9 @@ def strategy_over(
     operations: Operations = LOCAL,
     topology: str | None = None,
     parts: Parts | None = None,
+    shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
-    """Makes a strategy with one replica a device, on a mesh of one axis in the order of `devices`.
+    """Makes a strategy with one replica a device, on a mesh in the order of `devices`.
 
     Raises:
         StrategyError: `axis` is no name, or the all-reduce is for another number of replicas.
@@ -71,7 +79,7 @@ def strategy_over(
         )
     # Auto, not the default Explicit: sharding must not become part of every array's type inside users' models.
     mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
-    return Strategy(
+    strategy = Strategy(
         name=name,
         devices=devices,
         mesh=mesh,
@@ -82,6 +90,7 @@ def strategy_over(
         topology=topology,
         parts=parts,
     )
+    return strategy if shard is None else spread_state(strategy, shard)
 
 
 def check_axis(axis: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jdist.core.operations import Shard
 from jdist.core.strategy import Strategy, Transform
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
@@ -21,6 +22,7 @@ def mirrored(
     all_reduce: AllReduce = "psum",
     axis: str = "replica",
     topology: str | None = None,
+    shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Runs a step on every device of this machine: each holds the whole state and computes on its slice of the batch.
 
@@ -35,6 +37,8 @@ def mirrored(
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
         topology: devices that are not here, "h100:8", "a100-80gb:8" or "v5e:2x4", instead of `devices`: a step can then be
             lowered and compiled, not run.
+        shard: "state" or "optimizer": keeps that in parts, as `jdist.sharded` does; or a mapping of its options, such as
+            `{"of": "state", "within": 8}`. None: every device holds the whole state.
 
     Returns:
         A Strategy with one replica a device.
@@ -54,4 +58,5 @@ def mirrored(
         transform=transform,
         reduction=reduction,
         topology=topology,
+        shard=shard,
     )

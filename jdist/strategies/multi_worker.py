@@ -15,6 +15,7 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
+from jdist.core.operations import Shard
 from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
@@ -34,6 +35,7 @@ def multi_worker(
     all_reduce: AllReduce | None = None,
     axis: str = "replica",
     topology: str | None = None,
+    shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Runs a step on every device of every process: each device holds the whole state and computes on its slice.
 
@@ -52,6 +54,7 @@ def multi_worker(
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
         topology: hosts that are not here, such as "h100:4x8" for four with eight GPUs each, instead of `cluster`: a step
             can then be lowered and compiled, not run.
+        shard: keeps the state, or the optimiser's, in parts, as in `mirrored`.
 
     Returns:
         A Strategy with one replica a device, those of process 0 first.
@@ -72,7 +75,7 @@ def multi_worker(
     if topology is not None:
         if cluster is not None:
             raise StrategyError("`cluster` and `topology` both say where the step runs; leave one of them out.")
-        return _over(_by_process(topology_devices(topology)), options, transform, all_reduce, axis, topology)
+        return _over(_by_process(topology_devices(topology)), options, transform, all_reduce, axis, shard, topology)
     cuda.pass_over_plugin()
     spec = resolve(os.environ) if cluster is None else cluster
     if not isinstance(spec, ClusterSpec):
@@ -92,7 +95,7 @@ def multi_worker(
             f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {joined.num_processes}. On a Cloud "
             "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
         )
-    return dataclasses.replace(_over(devices, options, transform, all_reduce, axis), cluster=joined)
+    return dataclasses.replace(_over(devices, options, transform, all_reduce, axis, shard), cluster=joined)
 
 
 def multi_worker_on(
@@ -102,10 +105,11 @@ def multi_worker_on(
     transform: Transform = "shard_map",
     all_reduce: AllReduce | None = None,
     axis: str = "replica",
+    shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Makes what `multi_worker` would be on these devices of all processes; starts none, and waits for none."""
     _check_transform(transform)
-    return _over(_by_process(devices), _communication(communication), transform, all_reduce, axis)
+    return _over(_by_process(devices), _communication(communication), transform, all_reduce, axis, shard)
 
 
 def _by_process(devices: Iterable[Device]) -> tuple[Device, ...]:
@@ -126,12 +130,19 @@ def _over(
     transform: Transform,
     all_reduce: AllReduce | None,
     axis: str,
+    shard: Shard | Mapping[str, Any] | None,
     topology: str | None = None,
 ) -> Strategy:
     reduction = _reduction(all_reduce, options, devices)
     check_reduction(reduction, transform)
     return strategy_over(
-        devices, name="multi_worker", axis=axis, transform=transform, reduction=reduction, topology=topology
+        devices,
+        name="multi_worker",
+        axis=axis,
+        transform=transform,
+        reduction=reduction,
+        topology=topology,
+        shard=shard,
     )
 
 

@@ -1,50 +1,70 @@
-"""A part of the state on every device of one machine."""
+"""A part of the state on every device, under the same step as a copy on every device."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from jdist.core.operations import Parts
+from jdist.core.operations import Shard
 from jdist.core.strategy import Strategy
 from jdist.reduction import psum
-from jdist.sharded_state import operations as in_parts
-from jdist.step import placement
 from jdist.strategies.devices import devices_or_topology
-from jdist.strategies.local import LOCAL, strategy_over
-
-SHARDED = dataclasses.replace(
-    LOCAL,
-    init=in_parts.init,
-    fetch=in_parts.fetch,
-    check=placement.check_in_parts,
-    run=in_parts.run,
-    distribute=in_parts.distribute,
-)
+from jdist.strategies.local import strategy_over
 
 
 def sharded(
     devices: Sequence[Any] | None = None,
     *,
-    shard: Literal["state", "optimizer"] = "state",
+    shard: Shard = "state",
+    within: int | None = None,
     whole_below: int = 1024,
     most_whole: float = 0.02,
     axis: str = "replica",
     topology: str | None = None,
 ) -> Strategy:
-    """Spreads the state over the devices of this machine, a part each, under the same step as `mirrored`.
+    """Runs a step on every device of this machine, each of which holds a part of the state and computes on its slice of the batch.
+
+    Each array is cut into as many parts as there are devices. The step is `mirrored`'s: `jdist.value_and_grad` gathers every
+    parameter where the loss uses it, of layers in a `lax.scan` one at a time, and again in the backward pass; gradients are summed
+    such that each device receives its part, and the optimiser updates parts. A parameter that the step reads elsewhere is gathered
+    there.
+
+    Outside of a step, an array in parts stands in the state as a `ShardedLeaf`: `strategy.fetch` gives the array.
+
+    Args:
+        devices: jax devices or names such as "gpu:0"; None: every device of the default platform.
+        shard: "state": parameters and the optimiser's state are in parts. "optimizer": the latter alone; parameters are whole
+            on every device, and gathered once an update.
+        within: how many devices hold one state together; groups of so many hold copies of it. None: all of them.
+        whole_below: arrays of fewer elements stay whole on every device.
+        most_whole: the share of a state's bytes that may stay whole; more is an error that names the arrays.
+        axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves. With `within` there are two,
+            `jdist.replica_axes()`.
+        topology: devices that are not here, "h100:8" or "v5p:4x4x4", instead of `devices`: a step can then be lowered and
+            compiled, not run.
+
+    Returns:
+        A Strategy with one replica a device.
+
+    Raises:
+        DeviceError: a device is not there; or no such topology, or its compiler is missing.
+        StrategyError: an argument is not allowed.
+
+    Example:
+        >>> import jax.numpy as jnp, jdist
+        >>> strategy = jdist.sharded()
+        >>> state = strategy.init(lambda: {"w": jnp.ones((300, 500))})
+        >>> strategy.fetch(state)["w"].shape
+        (300, 500)
+
+    Source: ZeRO (Rajbhandari et al. 2020): "state" is its stage 3, "optimizer" its stage 1.
     """
-    used = devices_or_topology(devices, topology)
-    many = len(used) > 1
-    parts = Parts(of=shard, memory="device", axes=(axis,), whole_below=whole_below, most_whole=most_whole)
     return strategy_over(
-        used,
+        devices_or_topology(devices, topology),
         name="sharded",
         axis=axis,
         transform="shard_map",
         reduction=psum(),
-        operations=SHARDED if many else LOCAL,
         topology=topology,
-        parts=parts if many else None,
+        shard={"of": shard, "within": within, "whole_below": whole_below, "most_whole": most_whole},
     )

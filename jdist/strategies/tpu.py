@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from jdist.cluster import runtime
 from jdist.cluster.communication import CommunicationOptions
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
+from jdist.core.operations import Shard
 from jdist.core.strategy import Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import make_reduction
@@ -24,6 +27,7 @@ def tpu(
     transform: Transform = "shard_map",
     all_reduce: AllReduce = "psum",
     axis: str = "replica",
+    shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Runs a step on every TPU device: as `mirrored`, on a mesh in the order of the interconnect.
 
@@ -40,6 +44,7 @@ def tpu(
         transform: "shard_map" or "jit"; as in `mirrored`. "pmap" too, without `topology`.
         all_reduce: how replicas sum their gradients, as in `mirrored`.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+        shard: keeps the state, or the optimiser's, in parts, as in `mirrored`.
 
     Returns:
         A Strategy with one replica a device.
@@ -71,12 +76,13 @@ def tpu(
             transform=transform,
             reduction=reduction,
             topology=topology,
+            shard=shard,
         )
     spec = resolve(os.environ)
     cluster = runtime.start(spec, **CommunicationOptions().timeouts) if spec.num_processes > 1 else runtime.alone()
     devices = attached_tpu_devices(spec.num_processes)
     check_devices(devices)
-    strategy = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
+    strategy = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction, shard=shard)
     return dataclasses.replace(strategy, cluster=cluster)
 
 

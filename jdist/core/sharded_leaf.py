@@ -272,7 +272,9 @@ class Layout:
 
     def gather(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Gathers the array of a stored one, both in the devices' memory and seen from outside of the replicas."""
-        return self.restore(jax.lax.with_sharding_constraint(stored, self.whole), shape)
+        # In parts first: else the compiler may gather what it is computed from instead.
+        parts = jax.lax.with_sharding_constraint(stored, self.device(shape))
+        return self.restore(jax.lax.with_sharding_constraint(parts, self.whole), shape)
 
     def real(self, stored: jax.Array, shape: tuple[int, ...], filling: Any) -> jax.Array:
         """Writes `filling` into what was filled up of a stored array."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -33,17 +34,18 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
     described = [(x.shape, x.dtype) if hasattr(x, "dtype") else _described(x) for _, x in leaves]
     chosen = [layout.is_spread(*each) for each in described]
-    if parts.of == "optimizer":
-        of_optimizer = _of_optimizer(state)
-        if not any(of_optimizer) and any(chosen):
-            raise StepError(
-                'shard="optimizer" keeps the optimiser\'s state in parts, and the state has none that can be told apart: neither '
-                "a state of optax nor a field or key called opt_state or optimizer. "
-                f"It has {', '.join(jax.tree_util.keystr(path) for path, _ in leaves[:5])}. Rename the field, or take "
-                'shard="state".'
-            )
-        return [a and b for a, b in zip(chosen, of_optimizer, strict=True)]
     sizes = [_num_bytes(*each) for each in described]
+    if parts.of == "optimizer":
+        is_of_optimizer, is_found = _of_optimizer(state)
+        if not is_found and sum(sizes) >= _SMALL_STATE:
+            named = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves[:5])
+            warnings.warn(
+                f'shard="optimizer" keeps the optimiser\'s state in parts, and this state of {sum(sizes):,} bytes ({named}, ...) has '
+                "none that can be told apart: neither a state of optax nor a field or key called opt_state or optimizer. All of it is "
+                'whole on every device. Rename the field, or take shard="state".',
+                stacklevel=2,
+            )
+        return [a and b for a, b in zip(chosen, is_of_optimizer, strict=True)]
     left = [(size, path) for size, in_parts, (path, _) in zip(sizes, chosen, leaves, strict=True) if not in_parts]
     share = sum(size for size, _ in left) / max(1, sum(sizes))
     if share > parts.most_whole and sum(sizes) >= _SMALL_STATE and layout.num_parts > 1:
@@ -66,18 +68,23 @@ def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * getattr(dtype, "itemsize", 4)
 
 
-def _of_optimizer(state: PyTree) -> list[bool]:
-    """Finds the leaves in a state of optax, or in a field or under a key that is called like an optimiser."""
+def _of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
+    """Finds the leaves in a state of optax, or in a field or under a key that is called like an optimiser.
+
+    Returns:
+        Of each leaf whether it is one; and whether there is such a state at all, which may have no leaves.
+    """
 
     def is_optax(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
 
-    flags: list[bool] = []
+    flags, is_found = list[bool](), False
     for path, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: is_spread(x) or is_optax(x)):
         names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
         inside = is_optax(node) or any(map(_OPTIMIZER.fullmatch, names))
+        is_found |= inside
         flags += [inside] * len(jax.tree.leaves(node, is_leaf=is_spread))
-    return flags
+    return flags, is_found
 
 
 def shapes(strategy: Strategy, state: PyTree) -> PyTree:

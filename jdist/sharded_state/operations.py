@@ -104,14 +104,15 @@ def compare_copies(strategy: Strategy, state: PyTree) -> None:
     parted = {path: x for path, x in leaves if is_in_place(layout, x) and not layout.on_host}
     if groups == 1 or not parted:
         return
-    hashes = to_host(_hash_parts(strategy, [x.shape for x in parted.values()])([x.stored for x in parted.values()]))
+    hashes = to_host(_hash_parts(strategy, tuple(x.shape for x in parted.values()))([x.stored for x in parted.values()]))
     # Of each part a column, to be the same in all groups.
     by_group = hashes.reshape(groups, -1)
     columns = [f"{path}, part {i}" for i in range(layout.num_parts) for path in parted]
     compare(by_group, columns)
 
 
-def _hash_parts(strategy: Strategy, shapes: list[tuple[int, ...]]) -> Callable[[list[jax.Array]], jax.Array]:
+@functools.lru_cache(maxsize=64)
+def _hash_parts(strategy: Strategy, shapes: tuple[tuple[int, ...], ...]) -> Callable[[list[jax.Array]], jax.Array]:
     """Makes the function that hashes each replica's parts: uint32 [replicas, arrays]."""
     layout = Layout.of(strategy)
     return jax.jit(

@@ -146,10 +146,12 @@ class _SplitStep:
                 jax.device_put(x, self.layout.kept(s.shape)) if keep else x
                 for x, s, keep in zip(results, shapes, kept, strict=True)
             ]
-        results = [
-            ShardedLeaf(x, s.shape) if keep else x for x, s, keep in zip(results, shapes, kept, strict=True)
+        # A loop over steps lays out its carry by what goes in and what comes out.
+        new = [
+            ShardedLeaf(x, s.shape) if keep else jax.lax.with_sharding_constraint(x, self.layout.whole)
+            for x, s, keep in list(zip(results, shapes, kept, strict=True))[1 : 1 + len(leaves)]
         ]
-        new_state = jax.tree.unflatten(treedef, results[1 : 1 + len(leaves)])
+        new_state = jax.tree.unflatten(treedef, new)
         late = jax.tree.unflatten(jax.tree.structure(self.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]

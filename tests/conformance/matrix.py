@@ -55,6 +55,10 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "mirrored_bf16": lambda: jdist.mirrored(all_reduce=jdist.reduction.compressed("bf16")),
     "mirrored_int8": lambda: jdist.mirrored(all_reduce=jdist.reduction.compressed("int8")),
     "central_storage": jdist.central_storage,
+    # The models here are small: everything that has an element for each part is in parts.
+    "sharded": lambda: jdist.sharded(whole_below=0, most_whole=1),
+    "sharded_optimizer": lambda: jdist.sharded(shard="optimizer", whole_below=0),
+    "sharded_within": lambda: jdist.sharded(within=half(), whole_below=0, most_whole=1),
     "parameter_server": parameter_server,
     "parameter_server_sync": parameter_server_sync,
     # tpu() is left out: it needs a TPU. Its steps are mirrored's, on a mesh in another order (tests/strategies/test_tpu.py).

@@ -43,6 +43,8 @@ def make_program(spec: ProgramSpec) -> Program:
             return token, state, (outputs, hashes)
 
         token, state, (outputs, hashes) = repeat(spec, once, token, state, batches)
+        # The compiler lays out a loop's carry as it likes.
+        state = step.laid_out(state)
         # Here the loop over steps is outside the replicas; the axis of replicas leads all the same.
         outputs = jax.tree.map(
             lambda x: jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), x) if is_per_replica(x) else x,
@@ -146,9 +148,8 @@ class _SplitStep:
                 jax.device_put(x, self.layout.kept(s.shape)) if keep else x
                 for x, s, keep in zip(results, shapes, kept, strict=True)
             ]
-        # A loop over steps lays out its carry by what goes in and what comes out.
         new = [
-            ShardedLeaf(x, s.shape) if keep else jax.lax.with_sharding_constraint(x, self.layout.whole)
+            ShardedLeaf(x, s.shape) if keep else x
             for x, s, keep in list(zip(results, shapes, kept, strict=True))[1 : 1 + len(leaves)]
         ]
         new_state = jax.tree.unflatten(treedef, new)
@@ -160,6 +161,18 @@ class _SplitStep:
         if self.options.check_replicas:
             hashes_by_path |= {paths[i - 1]: x for i, x in late_hashes.items()}
         return results[0], new_state, outputs, hashes_by_path
+
+    def laid_out(self, state: PyTree) -> PyTree:
+        """Lays out a state as it came in."""
+        layout, constrain = self.layout, jax.lax.with_sharding_constraint
+        if layout.on_host:
+            return state
+        return map_leaves(
+            lambda x: ShardedLeaf(constrain(x.stored, layout.device(x.shape)), x.shape)
+            if is_spread(x)
+            else constrain(x, layout.whole),
+            state,
+        )
 
     def gradients(self, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """Runs the gradient part on all replicas.

@@ -34,8 +34,8 @@ from jdist.checkpoint.save import Job, save_together
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
-from jdist.core.sharded_leaf import is_spread
 from jdist.core.remote import fetched, shapes_of
+from jdist.core.sharded_leaf import is_spread
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support.checks import as_int, as_real

@@ -153,7 +153,7 @@ class Layout:
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
-        """Makes the layout of a strategy that keeps states in parts; raises DeviceError where its hosts have no memory for it."""
+        """Makes the layout of a strategy that keeps states in parts; raises DeviceError where hosts have no memory for it."""
         mesh, parts = strategy.mesh, strategy.parts
         assert mesh is not None  # a strategy that spreads has one
         assert parts is not None

@@ -22,6 +22,7 @@ from jdist.support.tracebacks import without_own_frames
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from jdist.core.state_report import StateReport
     from jdist.data.dataset import DistributedDataset
     from jdist.data.options import InputContext, InputOptions
     from jdist.data.sources.protocol import RandomAccessSource
@@ -154,6 +155,29 @@ class Strategy:
         self.need_devices("fetch")
         with self.cluster.blocked():
             return self.operations.fetch(self, state)
+
+    @without_own_frames
+    def report(self, state: PyTree) -> StateReport:
+        """Describes what each device holds of a state, leaf by leaf; nothing is computed or copied.
+
+        Args:
+            state: what `init` or a step returned, or its shapes: `jax.eval_shape(create_state, key)`.
+
+        Returns:
+            A report to print or to show in a notebook.
+
+        Raises:
+            StepError: more of the state would stay whole than the strategy allows.
+
+        Example:
+            >>> import jax.numpy as jnp, jdist
+            >>> strategy = jdist.one_device()
+            >>> strategy.report({"w": jnp.ones((3, 5))}).bytes_per_device
+            60
+        """
+        from jdist.core.state_report import report
+
+        return report(self, state)
 
     @without_own_frames
     def check(self, state: PyTree) -> None:

@@ -84,7 +84,10 @@ def split(
         closed = graph.replaced(closed, scattered)
     sizes = num_virtual[0] // num_microbatches, num_microbatches
     closed = graph.forwarded(closed)
-    invars, (num_state, num_batch, num_others) = graph.body_of(closed).invars, map(len, map(jax.tree.leaves, (state, batch, others)))
+    invars, (num_state, num_batch, num_others) = (
+        graph.body_of(closed).invars,
+        map(len, map(jax.tree.leaves, (state, batch, others))),
+    )
     of_leaves = dict(zip(parts, invars[num_state + num_batch + num_others - len(parts) : -1], strict=True))
     given = {invars[i]: part for i, part in of_leaves.items()}
     closed = graph.substituted(closed, lambda eqn: given.get(eqn.invars[0]) if is_own_part(eqn) else None)
@@ -120,9 +123,9 @@ class _Analysis:
         self.new_state, self.outputs = (_take(outvars, len(jax.tree.leaves(tree))) for tree in results)
         self.equations = list(jaxpr.eqns)
         # What is gathered of parts is gathered for each microbatch anew, as if it were the microbatch's own.
-        self.parts = set(self.others[len(self.others) - num_parts :])
         cut = [v for eqn in self.equations if is_own_part(eqn) for v in eqn.outvars]
-        self.own = variation.of_one_microbatch(closed, [*self.batch, self.microbatch, *self.parts, *cut])
+        self.parts = {*self.others[len(self.others) - num_parts :], *cut}
+        self.own = variation.of_one_microbatch(closed, [*self.batch, self.microbatch, *self.parts])
         self._check_nested()
         self.late_effects, self.early_effects = self._sort_effects()
 

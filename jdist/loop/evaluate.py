@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jdist.cluster.runtime import Runtime, alone
-from jdist.core.sharded_leaf import map_leaves
 from jdist.core.remote import shapes_of
+from jdist.core.sharded_leaf import map_leaves
 from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset

@@ -81,7 +81,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),
         capacity_note=_preallocated() if target.gpus_per_host else "",
-        state_bytes=0 if parts.strategy.name == "central_storage" else planned.state_bytes,
+        state_bytes=parts.strategy.report(planned.state).bytes_per_device,
         rows=max(1, config.train.global_batch // (parts.strategy.num_replicas * config.train.accumulate)),
         flops=planned.flops,
         steps_per_call=steps,

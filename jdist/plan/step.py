@@ -14,7 +14,6 @@ from jdist.experiment.dry_run import batch_shapes, state_shapes
 from jdist.experiment.prepare import Parts, make_train_step
 from jdist.jaxpr import graph
 from jdist.step.mesh_step import DistributedStep
-from jdist.support.arrays import is_key
 
 PyTree = Any
 
@@ -27,11 +26,6 @@ class PlannedStep:
     state: PyTree  # shapes of the state
     batch: PyTree  # shapes of the global batch of one call, over all replicas, padding and mask included
     flops: float  # operations of the matrix products and convolutions of one optimiser step on one device
-
-    @property
-    def state_bytes(self) -> int:
-        leaves = [jax.eval_shape(jax.random.key_data, x) if is_key(x) else x for x in jax.tree.leaves(self.state)]
-        return sum(x.size * x.dtype.itemsize for x in leaves)
 
 
 def plan_step(config: Config, parts: Parts) -> PlannedStep:

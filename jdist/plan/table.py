@@ -28,7 +28,7 @@ class Plan:
         summary: strategy, batch and length in words.
         capacity: bytes of a device's memory that a step can have; None if it is not known.
         capacity_note: what part of the memory that is, in words; "" if all of it.
-        state_bytes: of the state, if each device holds it whole; 0 where the hosts do.
+        state_bytes: what each device holds of the state.
         rows: of a microbatch, or of the batch, of one device.
         memory: of one device; None if the compiler refused the step.
         refusal: the compiler's message, if it refused.
@@ -213,10 +213,9 @@ def _remedies(plan: Plan) -> list[str]:
     """Names changes of the config by which the step would need less."""
     if plan.capacity is not None and plan.state_bytes > plan.capacity:
         return [
-            f"the state alone is {size(plan.state_bytes)} and each device holds all of it, so no batch fits in "
-            f"{size(plan.capacity)}:",
-            "strategy.name=central_storage keeps it in host memory, strategy.name=parameter_server on servers; or a device "
-            "with more memory, an optimiser that keeps less (sgd, adafactor), a smaller model",
+            f"each device holds {size(plan.state_bytes)} of the state alone, so no batch fits in {size(plan.capacity)}:",
+            "strategy.name=sharded keeps a part of it on each device, strategy.name=parameter_server all of it on servers; or "
+            "more devices, devices with more memory, an optimiser that keeps less (sgd, adafactor), a smaller model",
         ]
     if plan.rows == 1:
         return [

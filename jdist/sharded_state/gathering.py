@@ -1,4 +1,4 @@
-"""Gradients of a replica's parts of the parameters: each array is gathered inside the differentiated function, where it is used.
+"""Gradients by a replica's parts of the parameters: each is gathered inside the differentiated function, where it is used.
 
 The function is written over whole arrays and traced so. Run again on parts, it gathers each right before its use: an array
 that a `lax.scan` goes over layer by layer in the scan's body, one layer at a time. The transpose of a gather is the sum over
@@ -85,7 +85,11 @@ class GradientsOfParts:
             own = self.forms(arg) if i in argnums else {}
             leaves, treedef = jax.tree.flatten_with_path(arg)
             first = len(jax.tree.leaves(args[:i]))
-            forms |= {first + n: own[jax.tree_util.keystr(path)] for n, (path, _) in enumerate(leaves) if jax.tree_util.keystr(path) in own}
+            forms |= {
+                first + n: own[jax.tree_util.keystr(path)]
+                for n, (path, _) in enumerate(leaves)
+                if jax.tree_util.keystr(path) in own
+            }
             parts = [own_part(self.layout.own_part, x) if first + n in forms else x for n, (_, x) in enumerate(leaves)]
             cut.append(jax.tree.unflatten(treedef, parts))
         return differentiate(self.of_parts(fun, forms))(*cut, **kwargs)
@@ -96,9 +100,7 @@ class GradientsOfParts:
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jax.tree.flatten((args, kwargs))
             places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
-            shapes = [
-                jax.ShapeDtypeStruct(forms[i].of, leaves[i].dtype) if i in forms else leaves[i] for i in places
-            ]
+            shapes = [jax.ShapeDtypeStruct(forms[i].of, leaves[i].dtype) if i in forms else leaves[i] for i in places]
             results: list[Any] = []
 
             def flat(*arrays: Any) -> list[Any]:
@@ -123,7 +125,9 @@ class GradientsOfParts:
 
         return run
 
-    def reduce(self, value: jax.Array, grads: list[jax.Array], forms: Sequence[Form | None], op: Any) -> tuple[Any, Any]:
+    def reduce(
+        self, value: jax.Array, grads: list[jax.Array], forms: Sequence[Form | None], op: Any
+    ) -> tuple[Any, Any]:
         """Combines a loss and gradients, some of them parts, into whole ones: one collective, as `reduce_gradients`."""
         trace = current_trace()
         assert trace is not None
@@ -188,12 +192,16 @@ class _Evaluation:
         for number, eqn in enumerate(self.equations):
             with_parts = any(map(self.is_of_parts, eqn.invars))
             if with_parts and eqn.primitive.name == "convert_element_type" and self.is_narrowed(eqn):
-                self.known[eqn.outvars[0]] = dataclasses.replace(self.known[eqn.invars[0]], dtype=eqn.params["new_dtype"])
+                self.known[eqn.outvars[0]] = dataclasses.replace(
+                    self.known[eqn.invars[0]], dtype=eqn.params["new_dtype"]
+                )
             elif eqn.effects or (with_parts and eqn.primitive.name in ("scan", "checkpoint", "remat2")):
                 self.compute(stretch, number)
                 stretch = []
                 self.known.update(zip(eqn.outvars, self.apply_body(eqn), strict=True))
-            elif with_parts and all(graph.is_literal(v) or v in self.constants or self.is_of_parts(v) for v in eqn.invars):
+            elif with_parts and all(
+                graph.is_literal(v) or v in self.constants or self.is_of_parts(v) for v in eqn.invars
+            ):
                 self.of_parts.update((v, eqn) for v in eqn.outvars)
             else:
                 stretch.append(eqn)
@@ -271,7 +279,11 @@ class _Evaluation:
             self.known[v] if not graph.is_literal(v) and isinstance(self.known.get(v), _Part) else self.values([v])[0]
             for v in eqn.invars
         ]
-        if not any(isinstance(x, _Part) for x in operands) or eqn.primitive.name not in ("scan", "checkpoint", "remat2"):
+        if not any(isinstance(x, _Part) for x in operands) or eqn.primitive.name not in (
+            "scan",
+            "checkpoint",
+            "remat2",
+        ):
             return graph.apply_equation(self.closed, eqn, list(map(self.whole, operands)))
         return self.scanned(eqn, operands) if eqn.primitive.name == "scan" else self.checkpointed(eqn, operands)
 
@@ -291,7 +303,9 @@ class _Evaluation:
         inner = graph.body_of(body)
         first = graph.number_not_scanned(eqn.invars, inner.invars)
         carry = graph.number_not_scanned(eqn.outvars, inner.outvars)
-        constants, start = (list(map(self.whole, operands[a:b])) for a, b in ((0, first - carry), (first - carry, first)))
+        constants, start = (
+            list(map(self.whole, operands[a:b])) for a, b in ((0, first - carry), (first - carry, first))
+        )
         stacks = [
             x if not isinstance(x, _Part) else x if x.form.of_layer is not None else self.whole(x)
             for x in operands[first:]

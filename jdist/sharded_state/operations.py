@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jdist.core.division import divided, is_in_place, shapes
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
-from jdist.sharded_state.division import divided, is_in_place, shapes
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
 from jdist.step import run_on_replicas as on_replicas
@@ -104,7 +104,9 @@ def compare_copies(strategy: Strategy, state: PyTree) -> None:
     parted = {path: x for path, x in leaves if is_in_place(layout, x) and not layout.on_host}
     if groups == 1 or not parted:
         return
-    hashes = to_host(_hash_parts(strategy, tuple(x.shape for x in parted.values()))([x.stored for x in parted.values()]))
+    hashes = to_host(
+        _hash_parts(strategy, tuple(x.shape for x in parted.values()))([x.stored for x in parted.values()])
+    )
     # Of each part a column, to be the same in all groups.
     by_group = hashes.reshape(groups, -1)
     columns = [f"{path}, part {i}" for i in range(layout.num_parts) for path in parted]

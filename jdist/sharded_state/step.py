@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist.core.context import ReplicaTrace, tracing
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.core.per_replica import PerReplica, is_per_replica
+from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
 from jdist.sharded_state.gathering import gathering
@@ -79,7 +78,8 @@ class _SplitStep:
             self.split, mesh=self.strategy.mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False
         )
         self.leaves = jax.tree.leaves(state, is_leaf=is_spread)
-        gathers_late = self.strategy.parts == dataclasses.replace(self.strategy.parts, of="state", memory="device")
+        parts = self.strategy.parts
+        gathers_late = parts is not None and parts.of == "state" and parts.memory == "device"
         self.in_parts = tuple(i for i, x in enumerate(self.leaves) if gathers_late and is_spread(x))
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         jax.eval_shape(traced, token, state, batches, others)
@@ -168,9 +168,11 @@ class _SplitStep:
         if layout.on_host:
             return state
         return map_leaves(
-            lambda x: ShardedLeaf(constrain(x.stored, layout.device(x.shape)), x.shape)
-            if is_spread(x)
-            else constrain(x, layout.whole),
+            lambda x: (
+                ShardedLeaf(constrain(x.stored, layout.device(x.shape)), x.shape)
+                if is_spread(x)
+                else constrain(x, layout.whole)
+            ),
             state,
         )
 
@@ -247,7 +249,9 @@ class _SplitStep:
         rest = [(cut, xs) for cut, xs, done in zip(cuts, arrays, scattered, strict=True) if not done]
         reduced = iter(all_reduced(self.strategy)([cut for cut, _ in rest], [xs for _, xs in rest]))
         return [
-            [self.gradient(cut, x, shape.shape) for x, shape in zip(xs, cut.shapes, strict=True)] if done else next(reduced)
+            [self.gradient(cut, x, shape.shape) for x, shape in zip(xs, cut.shapes, strict=True)]
+            if done
+            else next(reduced)
             for cut, xs, done in zip(cuts, arrays, scattered, strict=True)
         ]
 
@@ -268,7 +272,9 @@ class _SplitStep:
     def sorted(self, values: list[jax.Array], shapes: Sequence[Any]) -> tuple[Any, Any]:
         """Sorts values by their place, those in parts and those that all replicas hold; cuts what is to be in parts."""
         specs = self.specs(shapes)
-        parts = {i: x if x.shape != shapes[i].shape else self.layout.own_part(x) for i, x in enumerate(values) if i in specs}
+        parts = {
+            i: x if x.shape != shapes[i].shape else self.layout.own_part(x) for i, x in enumerate(values) if i in specs
+        }
         return parts, {i: x for i, x in enumerate(values) if i not in specs}
 
     def specs(self, shapes: Sequence[Any]) -> dict[int, PartitionSpec]:

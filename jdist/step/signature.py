@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdist.core.sharded_leaf import is_spread
 from jdist.core.per_replica import is_per_replica
+from jdist.core.sharded_leaf import is_spread
 from jdist.core.step_state import StepState, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place

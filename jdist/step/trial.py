@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from jdist.core.sharded_leaf import is_spread
 from jdist.core.per_replica import is_per_replica
+from jdist.core.sharded_leaf import is_spread
 from jdist.core.step_state import pack
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token

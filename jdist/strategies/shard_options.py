@@ -39,18 +39,19 @@ def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strate
         raise StrategyError(f"`shard` is {options['of']!r}; allowed are {', '.join(map(repr, get_args(Shard)))}.")
     if strategy.transform != "shard_map":
         raise StrategyError(
-            f'`shard` keeps the state in parts, which takes transform="shard_map"; `transform` is {strategy.transform!r}. Leave it '
-            "out."
+            f'`shard` keeps the state in parts, which takes transform="shard_map"; `transform` is {strategy.transform!r}. '
+            "Leave it out."
         )
     if strategy.reduction.name != "psum":
         raise StrategyError(
-            f"`all_reduce` is {strategy.reduction.name}, and `shard` keeps the state in parts: gradients are then summed part by "
-            "part, each where it is needed. Leave one of them out."
+            f"`all_reduce` is {strategy.reduction.name}, and `shard` keeps the state in parts: gradients are then summed part "
+            "by part, each where it is needed. Leave one of them out."
         )
     whole_below, most_whole = as_int(options["whole_below"], least=0), as_real(options["most_whole"])
     if whole_below is None:
         raise StrategyError(
-            f"`whole_below` is {options['whole_below']!r}; it must be a number of elements, 0 or more: arrays of fewer stay whole."
+            f"`whole_below` is {options['whole_below']!r}; it must be a number of elements, 0 or more: arrays of fewer stay "
+            "whole."
         )
     if most_whole is None or not 0 <= most_whole <= 1:
         raise StrategyError(
@@ -77,9 +78,7 @@ def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strate
             run=in_parts.run,
             distribute=in_parts.distribute,
         ),
-        parts=Parts(
-            of=options["of"], memory="device", axes=axes[-1:], whole_below=whole_below, most_whole=most_whole
-        ),
+        parts=Parts(of=options["of"], memory="device", axes=axes[-1:], whole_below=whole_below, most_whole=most_whole),
     )
 
 

@@ -22,12 +22,12 @@ def sharded(
     axis: str = "replica",
     topology: str | None = None,
 ) -> Strategy:
-    """Runs a step on every device of this machine, each of which holds a part of the state and computes on its slice of the batch.
+    """Runs a step on every device of this machine: each holds a part of the state and computes on its slice of the batch.
 
     Each array is cut into as many parts as there are devices. The step is `mirrored`'s: `jdist.value_and_grad` gathers every
-    parameter where the loss uses it, of layers in a `lax.scan` one at a time, and again in the backward pass; gradients are summed
-    such that each device receives its part, and the optimiser updates parts. A parameter that the step reads elsewhere is gathered
-    there.
+    parameter where the loss uses it, of layers in a `lax.scan` one at a time, and again in the backward pass; gradients are
+    summed such that each device receives its part, and the optimiser updates parts. A parameter that the step reads elsewhere
+    is gathered there.
 
     Outside of a step, an array in parts stands in the state as a `ShardedLeaf`: `strategy.fetch` gives the array.
 

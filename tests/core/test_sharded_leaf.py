@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.core.sharded_leaf import ShardedLeaf, Layout, map_leaves, spread_like
+from jdist.core.sharded_leaf import Layout, ShardedLeaf, map_leaves, spread_like
 
 
 @pytest.fixture(scope="module")

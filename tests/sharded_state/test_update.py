@@ -32,7 +32,9 @@ def run(function, state, grads, scalar=SCALAR):
             if not LAYOUT.is_spread(x.shape, x.dtype):
                 return x
             stored = jax.device_put(LAYOUT.store(x), LAYOUT.device(x.shape))
-            return ShardedArray(jax.device_put(stored, LAYOUT.kept(x.shape)) if on_host else stored, x.shape, on_host=on_host)
+            return ShardedArray(
+                jax.device_put(stored, LAYOUT.kept(x.shape)) if on_host else stored, x.shape, on_host=on_host
+            )
 
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
         ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)

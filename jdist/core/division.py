@@ -32,7 +32,7 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
     parts, layout = strategy.parts, Layout.of(strategy)
     assert parts is not None
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
-    described = [(x.shape, x.dtype) if hasattr(x, "dtype") else _described(x) for _, x in leaves]
+    described = [_described(x) for _, x in leaves]
     chosen = [layout.is_spread(*each) for each in described]
     sizes = [_num_bytes(*each) for each in described]
     if parts.of == "optimizer":
@@ -40,9 +40,9 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
         if not is_found and sum(sizes) >= _SMALL_STATE:
             named = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves[:5])
             warnings.warn(
-                f'shard="optimizer" keeps the optimiser\'s state in parts, and this state of {sum(sizes):,} bytes ({named}, ...) has '
-                "none that can be told apart: neither a state of optax nor a field or key called opt_state or optimizer. All of it is "
-                'whole on every device. Rename the field, or take shard="state".',
+                f'shard="optimizer" keeps the optimiser\'s state in parts, and this state of {sum(sizes):,} bytes ({named}, ...) '
+                "has none that can be told apart: neither a state of optax nor a field or key called opt_state or optimizer. All of "
+                'it is whole on every device. Rename the field, or take shard="state".',
                 stacklevel=2,
             )
         return [a and b for a, b in zip(chosen, is_of_optimizer, strict=True)]
@@ -53,14 +53,14 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
         named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in left[:5])
         raise StepError(
             f"{share:.1%} of the state's {sum(sizes):,} bytes would stay whole on every device: {named}"
-            f"{f' and {len(left) - 5} more' if len(left) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements stay "
-            f"whole, and PRNG keys. Lower `whole_below`, or allow it: `most_whole={math.ceil(share * 100) / 100}`."
+            f"{f' and {len(left) - 5} more' if len(left) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements "
+            f"stay whole, and PRNG keys. Lower `whole_below`, or allow it: `most_whole={math.ceil(share * 100) / 100}`."
         )
     return chosen
 
 
 def _described(x: Any) -> tuple[tuple[int, ...], Any]:
-    x = jax.typeof(jnp.asarray(x))
+    x = x if hasattr(x, "dtype") else jax.typeof(jnp.asarray(x))
     return x.shape, x.dtype
 
 

@@ -1,0 +1,132 @@
+"""Where each leaf of a state is, and what it takes of a device's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist.core.division import divided
+from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread
+from jdist.core.step_state import pack
+from jdist.core.strategy import Strategy
+from jdist.support.html import table
+
+PyTree = Any
+_HEADER = ("leaf", "array", "bytes", "how it is kept", "bytes a device")
+_MOST_LEAVES = 100
+
+
+@dataclass(frozen=True)
+class LeafReport:
+    """One leaf of a state.
+
+    Attributes:
+        path: where it is in the state.
+        array: its dtype and shape.
+        num_bytes: of the whole array.
+        kept: how it is kept.
+        bytes_per_device: what each device holds of it, in its own memory; filling included.
+    """
+
+    path: str
+    array: str
+    num_bytes: int
+    kept: str
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """What each device holds of a state: `print` it, or show it in a notebook.
+
+    Attributes:
+        title: the strategy, in words.
+        leaves: in the order of the state.
+    """
+
+    title: str
+    leaves: Sequence[LeafReport]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state."""
+        return sum(leaf.num_bytes for leaf in self.leaves)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device holds of it."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        shown = self.leaves[:_MOST_LEAVES]
+        rows = [(x.path, x.array, f"{x.num_bytes:,}", x.kept, f"{x.bytes_per_device:,}") for x in shown]
+        if len(self.leaves) > len(shown):
+            rows.append((f"… {len(self.leaves) - len(shown):,} more", "", "", "", ""))
+        share = f"{self.bytes_per_device / max(1, self.num_bytes):.1%} of the state"
+        return [*rows, ("all", "", f"{self.num_bytes:,}", share, f"{self.bytes_per_device:,}")]
+
+    def __str__(self) -> str:
+        rows = [_HEADER, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        numbers = (2, 4)
+        lines = [
+            "  ".join(
+                x.rjust(w) if i in numbers else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        return "\n  ".join([self.title, *(line.rstrip() for line in lines)])
+
+    def _repr_html_(self) -> str:
+        return table(self._rows(), header=_HEADER, title=self.title)
+
+
+def report(strategy: Strategy, state: PyTree) -> StateReport:
+    """Describes where a strategy keeps each leaf of a state: `Strategy.report`."""
+    state = pack(state)
+    leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+    layout = None if strategy.parts is None else Layout.of(strategy)
+    in_parts = [False] * len(leaves) if layout is None else divided(strategy, state)
+    rows = [
+        _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, part)
+        for (path, leaf), part in zip(leaves, in_parts, strict=True)
+    ]
+    return StateReport(str(strategy), rows)
+
+
+def _leaf(strategy: Strategy, layout: Layout | None, path: str, leaf: Any, in_parts: bool) -> LeafReport:
+    x = leaf if isinstance(leaf, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(jnp.asarray(leaf))
+    itemsize = _itemsize(x.dtype)
+    num_bytes = math.prod(x.shape) * itemsize
+    array = f"{x.dtype}{list(x.shape)}"
+    if layout is None or not in_parts:
+        why = ""
+        if layout is not None and strategy.parts is not None and num_bytes:
+            is_large = layout.is_spread(x.shape, x.dtype)
+            why = (
+                ": no state of an optimiser"
+                if is_large
+                else f": fewer than {max(layout.whole_below, layout.num_parts):,} elements"
+            )
+            why = ": a PRNG key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else why
+        kept = "on the device" if strategy.num_replicas == 1 else f"whole on every device{why}"
+        return LeafReport(path, array, num_bytes, kept, num_bytes)
+    form, part = layout.form(x.shape), layout.part_shape(x.shape)
+    what = f"axis {form.axis} cut" if form.shape == form.of else f"as {list(form.shape)}, cut"
+    where = " in host memory" if layout.on_host else ""
+    copies = strategy.num_replicas // layout.num_parts
+    kept = f"{what} in {layout.num_parts} parts {list(part)}{where}{f', {copies} copies' if copies > 1 else ''}"
+    return LeafReport(path, array, num_bytes, kept, 0 if layout.on_host else math.prod(part) * itemsize)
+
+
+def _itemsize(dtype: Any) -> int:
+    """Counts the bytes of an element; of a PRNG key those of its data."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return data.size * data.dtype.itemsize
+    return dtype.itemsize

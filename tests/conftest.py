@@ -55,6 +55,12 @@ def pytest_configure(config: pytest.Config):
         os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(os.environ["TESTS_FOLDER"], "bytecode")
 
 
+def pytest_collection_finish():
+    """Modules and the thousands of tests stay to the end: collections look at what tests make, and less often at that."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
 @pytest.fixture
 def compiled() -> list[str]:
     """Every compilation by XLA since it was last cleared."""
@@ -64,7 +70,8 @@ def compiled() -> list[str]:
 
 @pytest.fixture
 def quick_collection():
-    """`gc.collect()` looks at what the test made, not at all that the process holds, which takes seconds."""
+    """`gc.collect()` looks at what the test made, not at all that the process holds, which takes seconds.
+
+    What it held stays frozen, or a collection after the test would look at all of it again.
+    """
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 import jax.monitoring
 import pytest
 
+gc.set_threshold(50_000, 10, 10)  # what is traced is many small objects, which collections look at again and again
 _compiled: list[str] = []
 
 
@@ -56,9 +57,8 @@ def pytest_configure(config: pytest.Config):
 
 
 def pytest_collection_finish():
-    """Modules and the thousands of tests stay to the end: collections look at what tests make, and less often at that."""
+    """Modules and the thousands of tests stay to the end: no collection looks at them again."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture

@@ -360,18 +360,6 @@ def test_options_are_checked_at_once(options, said):
         jdist.parameter_server(local_workers=1, **options)
 
 
-def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost():
-    made = jdist.parameter_server(local_workers=1)
-    state, _ = jdist.distribute(train_step, made)(made.init(lambda: create(optax.sgd(0.1))), BATCH)
-    made.coordinator.close()
-    with pytest.raises(
-        StrategyError, match="this state is not here: it was on parameter servers when they were closed"
-    ):
-        made.fetch(state)
-    with pytest.raises(StrategyError, match="this parameter server was closed"):
-        jdist.distribute(train_step, made)(state, BATCH)
-
-
 TX = optax.adam(0.1)
 SEVERAL = {"args": ("state", "state", "batch")}
 
@@ -502,3 +490,15 @@ def test_batches_whose_rows_are_on_another_axis(strategy):
     near(w, expected_w)
     with pytest.raises(StrategyError, match="batches that workers read have their rows first"):
         strategy.distribute_datasets_from_function(lambda context: batches, batch_axis=1)
+
+
+def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost(strategy):
+    """The last of the file: it closes the servers that the others share."""
+    state, _ = jdist.distribute(train_step, strategy)(strategy.init(lambda: create(optax.sgd(0.1))), BATCH)
+    strategy.coordinator.close()
+    with pytest.raises(
+        StrategyError, match="this state is not here: it was on parameter servers when they were closed"
+    ):
+        strategy.fetch(state)
+    with pytest.raises(StrategyError, match="this parameter server was closed"):
+        jdist.distribute(train_step, strategy)(state, BATCH)

@@ -16,6 +16,7 @@ import tempfile
 import jaxlib.version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin, in each of the processes that share few cores
 os.environ.setdefault("JDIST_TRACEBACK_FILTERING", "off")  # a failing test shows where in jdist
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()

@@ -16,6 +16,7 @@ import tempfile
 import jaxlib.version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin, in each of the processes that share few cores
 os.environ.setdefault("JDIST_TRACEBACK_FILTERING", "off")  # a failing test shows where in jdist
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -36,6 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 import jax.monitoring
 import pytest
 
+gc.set_threshold(50_000, 10, 10)  # what is traced is many small objects, which collections look at again and again
 _compiled: list[str] = []
 
 
@@ -55,6 +57,11 @@ def pytest_configure(config: pytest.Config):
         os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(os.environ["TESTS_FOLDER"], "bytecode")
 
 
+def pytest_collection_finish():
+    """Modules and the thousands of tests stay to the end: no collection looks at them again."""
+    gc.freeze()
+
+
 @pytest.fixture
 def compiled() -> list[str]:
     """Every compilation by XLA since it was last cleared."""
@@ -64,7 +71,8 @@ def compiled() -> list[str]:
 
 @pytest.fixture
 def quick_collection():
-    """`gc.collect()` looks at what the test made, not at all that the process holds, which takes seconds."""
+    """`gc.collect()` looks at what the test made, not at all that the process holds, which takes seconds.
+
+    What it held stays frozen, or a collection after the test would look at all of it again.
+    """
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -23,6 +23,14 @@ def strategy():
     made.coordinator.close()
 
 
+@pytest.fixture(scope="module")
+def in_step():
+    """Synchronous mode, one worker and one server."""
+    made = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
+    yield made
+    made.coordinator.close()
+
+
 def eval_step(state, batch):
     return {"loss": loss(state.params, batch)}
 
@@ -199,7 +207,7 @@ def test_a_gradient_that_is_not_finite(strategy):
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_the_mean_of_an_epoch_leaves_out_the_steps_that_were_left_out_and_no_other(strategy, mode, steps_per_call):
+def test_the_mean_of_an_epoch_leaves_out_the_steps_that_were_left_out_and_no_other(request, mode, steps_per_call):
     def step(state, batch):
         def loss_of(params):
             value = loss(params, batch)
@@ -214,18 +222,12 @@ def test_the_mean_of_an_epoch_leaves_out_the_steps_that_were_left_out_and_no_oth
     rows = {"x": rng.normal(size=(20, 3)).astype(np.float32), "y": np.ones(20, np.float32), "number": number}
     rows |= {"bad": (number == 1).astype(np.float32), "odd": (number == 2).astype(np.float32)}
     given = {"epochs": 1, "steps_per_call": steps_per_call, "progress": False, "log_to": None, "verify": "off"}
-    made = strategy
-    if mode == "sync":
-        made = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
-    try:
-        state = made.init(lambda: create(optax.sgd(0.1)))
-        distributed = jdist.distribute(step, made, non_finite="skip", steps_per_call=steps_per_call)
-        source = jdist.data.from_arrays(rows, global_batch=4)
-        state, history = jdist.fit(distributed, state, source, **given)
-        assert int(made.fetch(state).step) == 4
-    finally:
-        if made is not strategy:
-            made.coordinator.close()
+    made = request.getfixturevalue({"async": "strategy", "sync": "in_step"}[mode])
+    state = made.init(lambda: create(optax.sgd(0.1)))
+    distributed = jdist.distribute(step, made, non_finite="skip", steps_per_call=steps_per_call)
+    source = jdist.data.from_arrays(rows, global_batch=4)
+    state, history = jdist.fit(distributed, state, source, **given)
+    assert int(made.fetch(state).step) == 4
     (row,) = history.epochs
     assert row["number"] == pytest.approx((0 + 2 + 3 + 4) / 4)
     assert np.isfinite(row["loss"])
@@ -330,13 +332,9 @@ class TestAKeyOfTheStateThatTheBatchChanges:
     def test_is_what_one_device_makes_of_it(self, strategy):
         near(*under(strategy, self.do))
 
-    def test_in_synchronous_mode_is_refused(self):
-        strategy = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
-        try:
-            with pytest.raises(BoundaryError, match=r"\['key'\], a PRNG key, from the batch"):
-                self.do(strategy)
-        finally:
-            strategy.coordinator.close()
+    def test_in_synchronous_mode_is_refused(self, in_step):
+        with pytest.raises(BoundaryError, match=r"\['key'\], a PRNG key, from the batch"):
+            self.do(in_step)
 
 
 def test_a_state_of_other_servers_is_refused_with_how_to_take_it(strategy):
@@ -360,18 +358,6 @@ def test_a_state_of_other_servers_is_refused_with_how_to_take_it(strategy):
 def test_options_are_checked_at_once(options, said):
     with pytest.raises(StrategyError, match=said):
         jdist.parameter_server(local_workers=1, **options)
-
-
-def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost():
-    made = jdist.parameter_server(local_workers=1)
-    state, _ = jdist.distribute(train_step, made)(made.init(lambda: create(optax.sgd(0.1))), BATCH)
-    made.coordinator.close()
-    with pytest.raises(
-        StrategyError, match="this state is not here: it was on parameter servers when they were closed"
-    ):
-        made.fetch(state)
-    with pytest.raises(StrategyError, match="this parameter server was closed"):
-        jdist.distribute(train_step, made)(state, BATCH)
 
 
 TX = optax.adam(0.1)
@@ -504,3 +490,15 @@ def test_batches_whose_rows_are_on_another_axis(strategy):
     near(w, expected_w)
     with pytest.raises(StrategyError, match="batches that workers read have their rows first"):
         strategy.distribute_datasets_from_function(lambda context: batches, batch_axis=1)
+
+
+def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost(strategy):
+    """The last of the file: it closes the servers that the others share."""
+    state, _ = jdist.distribute(train_step, strategy)(strategy.init(lambda: create(optax.sgd(0.1))), BATCH)
+    strategy.coordinator.close()
+    with pytest.raises(
+        StrategyError, match="this state is not here: it was on parameter servers when they were closed"
+    ):
+        strategy.fetch(state)
+    with pytest.raises(StrategyError, match="this parameter server was closed"):
+        jdist.distribute(train_step, strategy)(state, BATCH)

@@ -132,15 +132,6 @@ def test_keys_are_arguments_and_no_results(strategy):
         strategy.coordinator.schedule(key_of, (np.int32(3),))
 
 
-def test_after_close_there_is_an_error():
-    made = jdist.parameter_server(local_workers=1, local_ps=1)
-    assert float(made.coordinator.schedule(square, (np.float32(2),))) == 4.0
-    made.coordinator.close()
-    made.coordinator.close()
-    with pytest.raises(StrategyError, match="this parameter server was closed"):
-        made.coordinator.schedule(square, (np.float32(2),))
-
-
 def slow(x):
     return jnp.linalg.eigvalsh(x).sum()
 
@@ -172,3 +163,12 @@ def test_in_synchronous_mode_nothing_is_cancelled():
     assert not metrics["loss"].cancel()
     assert np.isfinite(float(metrics["loss"]))
     made.coordinator.close()
+
+
+def test_after_close_there_is_an_error(strategy):
+    """The last of the file: it closes the servers that the others share."""
+    assert float(strategy.coordinator.schedule(square, (np.float32(2),))) == 4.0
+    strategy.coordinator.close()
+    strategy.coordinator.close()
+    with pytest.raises(StrategyError, match="this parameter server was closed"):
+        strategy.coordinator.schedule(square, (np.float32(2),))

@@ -60,6 +60,7 @@ NAMES = [
     "scale_regularization_loss",
     "scaling",
     "set_strategy",
+    "sharded",
     "tpu",
     "train",
     "train_and_evaluate",

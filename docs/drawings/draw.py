@@ -229,6 +229,29 @@ def central_storage() -> Drawing:
     return d
 
 
+def sharded() -> Drawing:
+    d = Drawing(800, 400, "sharded: a part of the state on every device")
+    d.frame(24, 24, 752, 290, "devices of one machine, a replica each")
+    for i in range(4):
+        x = 52 + 178 * i
+        d.box(x, 50, 150, 36, f"part {i} of every array", "state")
+        d.box(x, 110, 150, 28, "one layer, whole", "state")
+        d.box(x, 144, 150, 28, "its rows", "batch")
+        d.box(x, 178, 150, 28, "gradient of the layer", "grad")
+        d.box(x, 230, 150, 28, f"sum, part {i}", "grad")
+        d.box(x, 264, 150, 34, f"update of part {i}", "state")
+        d.arrow((x + 75, 86), (x + 75, 108), kind="state")
+        d.arrow((x + 75, 206), (x + 75, 228), kind="grad")
+        d.arrow((x, 281), (x - 10, 281), (x - 10, 68), (x - 1, 68), kind="state")
+        if i:
+            d.arrow((x - 101, 97), (x + 73, 97), kind="state", both=True)
+            d.arrow((x - 101, 217), (x + 73, 217), kind="grad", both=True)
+    d.text(24, 340, "blue: all-gather of a layer where the loss uses it, in the backward pass again", "small soft", "start")
+    d.text(24, 358, "orange: reduce-scatter leaves each device its part of the summed gradient", "small soft", "start")
+    d.legend(384, *LEGEND)
+    return d
+
+
 def parameter_server() -> Drawing:
     d = Drawing(800, 420, "parameter_server: the state on servers, steps on workers, each at its own pace")
     d.frame(24, 24, 200, 330, "your program (chief)")
@@ -276,7 +299,7 @@ def parameter_server() -> Drawing:
     return d
 
 
-DRAWINGS = (overview, one_device, mirrored, tpu, multi_worker, central_storage, parameter_server)
+DRAWINGS = (overview, one_device, mirrored, tpu, multi_worker, sharded, central_storage, parameter_server)
 
 if __name__ == "__main__":
     for draw in DRAWINGS:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread
-from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 
 PyTree = Any
+Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 _SMALL_STATE = 1 << 20  # bytes; a state of less fits anywhere, in parts or not
 _OPTIMIZER = re.compile(r"opt(im(i[sz]er)?)?(_?states?)?")
 

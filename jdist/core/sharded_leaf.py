@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist.core.strategy import Strategy
 from jdist.errors import DeviceError
 
 PyTree = Any
+Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
 # Of an array stored in rows, the empty rest of its last tiles included: host memory is plenty, device memory is not.

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jdist.core.division import divided
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread
 from jdist.core.step_state import pack
-from jdist.core.strategy import Strategy
 from jdist.support.html import table
 
 PyTree = Any
+Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 _HEADER = ("leaf", "array", "bytes", "how it is kept", "bytes a device")
 _MOST_LEAVES = 100
 

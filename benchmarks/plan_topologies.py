@@ -1,6 +1,6 @@
 """What each strategy's step of `text` needs on TPUs and GPUs that are not here, as `jdist plan` finds it: a table in Markdown.
 
-    python benchmarks/plan_topologies.py
+    python benchmarks/plan_topologies.py [case ...]
 
 The transformer of configs/text.yaml at 101 M parameters in bfloat16 under AdamW, rows of 512 bytes, 8 a replica.
 """
@@ -24,6 +24,8 @@ CASES = {
     "mirrored, bucketed 25 MB": ["strategy.all_reduce.name=bucketed", "strategy.all_reduce.bytes_per_pack=25000000"],
     "mirrored, accumulate=4": ["train.accumulate=4"],
     "central_storage": ["strategy.name=central_storage"],
+    "sharded, optimizer": ["strategy.name=sharded", "strategy.shard=optimizer"],
+    "sharded": ["strategy.name=sharded"],
 }
 TOPOLOGIES = {"v5p:8x8x8": 512, "h100:8": 8, "h100:4x8": 32}
 CONFIG = Path(__file__).parents[1] / "configs" / "text.yaml"
@@ -38,7 +40,8 @@ def main() -> None:
             "| strategy | topology | memory of a device, MB | collectives | MB | in flight beside products | exchange / step |"
         )
         print("|---|---|---|---|---|---|---|")
-        for name, overrides in CASES.items():
+        for name in sys.argv[1:] or CASES:
+            overrides = CASES[name]
             for topology, devices in TOPOLOGIES.items():
                 rows = 8 * (1 if name == "one_device" else devices) * (4 if "accumulate" in name else 1)
                 try:
@@ -46,7 +49,7 @@ def main() -> None:
                         CONFIG, *options, f"train.global_batch={rows}", *overrides, topology=topology
                     )
                 except jdist.errors.JDistError as exc:
-                    print(f"| {name} | {topology} | {str(exc).partition(':')[0]} | | | | |", flush=True)
+                    print(f"| {name} | {topology} | refused: {str(exc).split(': ')[-1][:60]} | | | | |", flush=True)
                     continue
                 print(row(name, topology, plan), flush=True)
 

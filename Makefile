@@ -13,7 +13,7 @@ PYTHON ?= python3
 CONFIG ?= configs/digits.yaml
 # Where `make pytest` keeps the GPU compiler, and what it tests with it.
 GPU       := build/plan-gpu
-GPU_TESTS := tests/strategies/test_gpu_topology.py tests/strategies/test_strategies_on_gpu.py tests/plan/test_gpu.py
+GPU_TESTS := tests/strategies/test_gpu_topology.py tests/strategies/test_strategies_on_gpu.py tests/strategies/test_sharded_on_gpu.py tests/plan/test_gpu.py
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.

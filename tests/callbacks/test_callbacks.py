@@ -71,6 +71,7 @@ class TestCallback:
         assert int(state.step) == 3
         assert history.stopped == "enough"
         assert ended == [(3, "enough")]
+        assert repr(history).startswith("History(3 steps, 0 rows, ")  # nothing was logged yet
 
     @pytest.mark.parametrize(
         ("values", "text"),

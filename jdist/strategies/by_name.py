@@ -19,6 +19,7 @@ from jdist.strategies.parameter_server import parameter_server
 from jdist.strategies.ps_arguments import PsKeywords
 from jdist.strategies.tpu import tpu
 from jdist.support.suggest import did_you_mean
+from jdist.support.tracebacks import without_own_frames
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "default": default,
@@ -43,6 +44,7 @@ class StrategyKeywords(PsKeywords, total=False):
     communication: CommunicationOptions | Mapping[str, Any] | None
 
 
+@without_own_frames
 def make_strategy(name: str, /, **options: Unpack[StrategyKeywords]) -> Strategy:
     """Builds a strategy by name.
 

@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from jdist.core.strategy import Device
 from jdist.errors import DeviceError
 from jdist.strategies import cuda
+from jdist.support.tracebacks import callers_level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +137,12 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]
     """
     gpu = GPUS[chip]
     if gpus_per_host > gpu.gpus_per_host:
-        several = f"{chip}:{-(-gpus_per_host // gpu.gpus_per_host)}x{gpu.gpus_per_host}"
+        hosts_needed = -(-gpus_per_host // gpu.gpus_per_host)
+        several = f"{chip}:{hosts_needed}x{gpu.gpus_per_host}"
         warnings.warn(
             f"{chip}:{gpus_per_host} is one host with {gpus_per_host} GPUs, but hosts with {chip} have at most "
-            f"{gpu.gpus_per_host}; for several hosts write {several}.",
-            stacklevel=2,
+            f"{gpu.gpus_per_host}. Several hosts are HOSTSxGPUS: {several} has {hosts_needed * gpu.gpus_per_host} GPUs.",
+            stacklevel=callers_level(),
         )
     options = {"target_config": _target_config(gpu), "topology": f"1x{hosts}x{gpus_per_host}"}
     _check_plugin(chip)

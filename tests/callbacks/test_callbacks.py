@@ -589,6 +589,8 @@ class TestEma:
         assert float(average.average()) == pytest.approx(2 - 0.999**100, rel=1e-5)
 
     def test_errors(self):
+        with pytest.raises(StepError, match=r"ema: `params` is 3; it must be a function of the state"):
+            callbacks.ema(params=3)  # pyright: ignore[reportArgumentType]
         with pytest.raises(StepError, match=r"`decay` is 1\.0"):
             callbacks.ema(1.0)
         with pytest.raises(StepError, match="Say how"):

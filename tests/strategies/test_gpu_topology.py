@@ -119,7 +119,7 @@ class TestDevices:
 
     def test_more_than_a_host_holds_is_a_warning(self):
         with pytest.warns(
-            UserWarning, match=r"h100:16 is one host with 16 GPUs, but .* at most 8; .* write h100:2x8\."
+            UserWarning, match=r"h100:16 is one host with 16 GPUs, but .* at most 8\. .* h100:2x8 has 16 GPUs\."
         ):
             assert jdist.mirrored(topology="h100:16").num_replicas == 16
 

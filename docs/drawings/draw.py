@@ -246,7 +246,9 @@ def sharded() -> Drawing:
         if i:
             d.arrow((x - 101, 97), (x + 73, 97), kind="state", both=True)
             d.arrow((x - 101, 217), (x + 73, 217), kind="grad", both=True)
-    d.text(24, 340, "blue: all-gather of a layer where the loss uses it, in the backward pass again", "small soft", "start")
+    d.text(
+        24, 340, "blue: all-gather of a layer where the loss uses it, in the backward pass again", "small soft", "start"
+    )
     d.text(24, 358, "orange: reduce-scatter leaves each device its part of the summed gradient", "small soft", "start")
     d.legend(384, *LEGEND)
     return d

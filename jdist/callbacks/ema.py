@@ -48,13 +48,18 @@ def ema(
         The callback, with `average()`: `jdist.evaluate(eval_step, state.replace(params=ema.average()), ...)`.
 
     Raises:
-        StepError: `decay` is not allowed; while training: the state lives on parameter servers, or has no such part.
+        StepError: an argument is not allowed; while training: the state lives on parameter servers, or has no such part.
 
     Source: Polyak and Juditsky 1992; `tf.keras.callbacks.SwapEMAWeights`
     """
     number = as_real(decay)
     if number is None or not 0 <= number < 1:
         raise StepError(f"ema: `decay` is {decay!r}; it must be from 0 to 1, without 1, such as 0.999.")
+    if not callable(params):
+        raise StepError(
+            f"ema: `params` is {params!r:.80}; it must be a function of the state that returns the part to average, such as "
+            "`lambda state: state.params`."
+        )
     average: PyTree = None
 
     def begin(state: PyTree) -> None:

@@ -40,9 +40,9 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
         if not is_found and sum(sizes) >= _SMALL_STATE:
             named = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves[:5])
             warnings.warn(
-                f'shard="optimizer" keeps the optimiser\'s state in parts, and this state of {sum(sizes):,} bytes ({named}, ...) '
-                "has none that can be told apart: neither a state of optax nor a field or key called opt_state or optimizer. All of "
-                'it is whole on every device. Rename the field, or take shard="state".',
+                f'shard="optimizer" keeps the optimiser\'s state in parts, and this state of {sum(sizes):,} bytes '
+                f"({named}, ...) has none that can be told apart: neither a state of optax nor a field or key called opt_state "
+                'or optimizer. All of it is whole on every device. Rename the field, or take shard="state".',
                 stacklevel=2,
             )
         return [a and b for a, b in zip(chosen, is_of_optimizer, strict=True)]

@@ -33,6 +33,11 @@ def is_first(batch_axis: BatchAxis) -> bool:
 
 def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
     """Raises `error` unless `batch_axis` is a tree of axes."""
+    if not jax.tree.leaves(batch_axis, is_leaf=lambda x: x is None):
+        raise error(
+            f"`batch_axis` is {batch_axis!r}, which names no axis. Give the axis that rows are on, 0 for the first, or a tree "
+            "with one for each part of the batch."
+        )
     for path, axis in jax.tree_util.tree_leaves_with_path(batch_axis, is_leaf=lambda x: x is None):
         if as_int(axis, least=0) is None:
             raise error(

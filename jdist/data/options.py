@@ -28,7 +28,7 @@ class InputOptions:
             batches differ in rows, shapes or number are refused. "file": of `jdist.data.from_files`, file i is read by
             process `i % processes`, which makes its part of every global batch from its own files. "off": each process's
             source gives its own rows already. "auto": "file" where there are as many files as processes, else "data". What a
-            batch holds depends on the number of processes under "file" and "off", and does not under "data".
+            batch holds, its padding included, depends on the number of processes under "file" and "off", not under "data".
 
     Raises:
         DatasetError: a value is not allowed.

@@ -14,6 +14,7 @@ from jdist.data.batching import (
     DatasetOptions,
     fit,
     hand_on_real_rows,
+    padded_rows,
     plan_layout,
     remember_real_rows,
     stack,
@@ -34,7 +35,9 @@ def learn_layout(
     for position, part in filter(None, numbered):
         if (rows := sum(part.sizes)) > 0:
             # Some sources know their full batch from the first one on.
-            layout = plan_layout(part.batch, part.full or full() or options.share.sizes(rows), options)
+            known = part.full or full()
+            by_process = known or options.share.sizes(rows, padded_rows((rows,), num_replicas=options.num_replicas))
+            layout = plan_layout(part.batch, by_process, options)
             return layout, itertools.chain([(position, part)], numbered)
     return None
 

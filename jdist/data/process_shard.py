@@ -17,30 +17,27 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessShard:
-    """A process's part of every global batch: as many successive rows as any other's, or one less.
+    """A process's part of every global batch: the rows whose places in the padded batch are those of its replicas.
+
+    So a row is on the same replica whatever the number of processes, and the padding is at the end of the whole batch.
 
     Attributes:
         index: the process, from 0.
         count: how many processes share a batch.
 
     Example:
-        >>> ProcessShard(index=1, count=2).rows(6)  # of 6 rows the last three
-        (3, 6)
+        >>> ProcessShard(index=1, count=2).sizes(6, 8)  # of 6 rows, filled up to 8: the second process has two
+        (4, 2)
     """
 
     index: int = 0
     count: int = 1
 
-    def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Divides rows among the processes."""
-        least, more = divmod(num_rows, self.count)
-        return tuple(least + (i < more) for i in range(self.count))
-
-    def rows(self, num_rows: int) -> tuple[int, int]:
-        """Finds where this process's rows start and stop."""
-        sizes = self.sizes(num_rows)
-        start = sum(sizes[: self.index])
-        return start, start + sizes[self.index]
+    def sizes(self, num_rows: int, padded: int) -> tuple[int, ...]:
+        """Counts the real rows of each process in a batch that is filled up to `padded` rows over all processes."""
+        each = padded // self.count
+        before_last = [min(max(num_rows - i * each, 0), each) for i in range(self.count - 1)]
+        return *before_last, num_rows - sum(before_last)
 
 
 WHOLE = ProcessShard()
@@ -67,10 +64,11 @@ def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
     """Takes this process's part of a global batch that is padded to `rows` over all processes."""
     batch = to_numpy(batch)
     num_rows = count_rows(batch)
+    sizes = share.sizes(num_rows, rows)
     if share.count == 1 or num_rows == 0:
-        return LocalRows(batch, share.sizes(num_rows))
+        return LocalRows(batch, sizes)
     selected = _select(num_rows, share, rows)
-    return LocalRows(jax.tree.map(lambda leaf: leaf[selected], batch), share.sizes(num_rows))
+    return LocalRows(jax.tree.map(lambda leaf: leaf[selected], batch), sizes)
 
 
 def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int) -> LocalRows:
@@ -78,19 +76,16 @@ def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: 
     if share.count == 1 or not isinstance(source, ArraySource):
         return part_of(source.batch_at(step), share, rows)
     num_rows = source.rows_of(step)
-    return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows))
+    return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows, rows))
 
 
 def _select(num_rows: int, share: ProcessShard, rows: int) -> slice | np.ndarray:
     """Selects this process's rows among those of a batch, and the rows that fill its part up.
 
-    All processes together fill up with the rows that one process would, the first ones in turn, so that statistics of a
-    batch do not depend on the number of processes.
+    They are those that one process would put there: the batch's own, and behind its end the first ones in turn.
     """
-    each, sizes = rows // share.count, share.sizes(num_rows)
-    start, stop = share.rows(num_rows)
-    before = sum(each - size for size in sizes[: share.index])
-    filling = each - sizes[share.index]
-    if filling <= 0:
+    each = rows // share.count
+    start, stop = share.index * each, (share.index + 1) * each
+    if stop <= num_rows:
         return slice(start, stop)
-    return np.concatenate([np.arange(start, stop), np.arange(before, before + filling) % num_rows])
+    return np.arange(start, stop) % num_rows

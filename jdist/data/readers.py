@@ -51,7 +51,7 @@ class GlobalReader:
     def full(self) -> tuple[int, ...] | None:
         """Rows of a full batch by process; None: known from the first batch on."""
         rows = _full_rows(self.source)
-        return None if rows is None else self._share.sizes(rows)
+        return None if rows is None else self._share.sizes(rows, self._padded(rows))
 
     def peek(self) -> Iterator[NumberedPart | None]:
         """Reads parts of a random-access source from the beginning, without asking other processes."""
@@ -64,7 +64,7 @@ class GlobalReader:
         """
         if isinstance(self.source, RandomAccessSource):  # the same on all processes
             source, share = self.source, self._share
-            rows = padded_rows(share.sizes(source.global_batch), num_replicas=self._num_replicas)
+            rows = self._padded(int(source.global_batch))
             return ((number + 1, read_part(source, number, share, rows)) for number in steps_from(source, start))
         batches = _numpys(self.source)
         if self._peers is not None:
@@ -73,15 +73,17 @@ class GlobalReader:
         return self._of_iterable(batches)
 
     def _of_iterable(self, batches: Iterator[PyTree | None]) -> Iterator[NumberedPart | None]:
-        full, number = self.full, 0
+        full, number = _full_rows(self.source), 0
         for batch in batches:
             if batch is None:
                 yield None
                 continue
-            if full is None and (rows := count_rows(batch)):
-                full = self._share.sizes(rows)
+            full = full or count_rows(batch)
             number += 1
-            yield number, part_of(batch, self._share, padded_rows(full or (0,), num_replicas=self._num_replicas))
+            yield number, part_of(batch, self._share, self._padded(full))
+
+    def _padded(self, full: int) -> int:
+        return padded_rows((full,), num_replicas=self._num_replicas)
 
 
 class LocalReader:

@@ -26,6 +26,7 @@ from jdist.step.decorator import distribute
 from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.strategies.devices import find_devices
+from jdist.support.checks import largest_divisor
 from jdist.support.suggest import nearest
 from jdist.tasks.options import OptionError
 
@@ -178,9 +179,16 @@ def _check_numbers(
             remedy=f" For all rows in every step say {rows}.",
         )
     share = -(-train.global_batch // strategy.num_replicas) if strategy is not None else 0
-    if share % train.accumulate:
-        text = f"a replica's {share:,} rows cannot be worked through in {train.accumulate:,} equal parts"
-        yield Problem(key=("train", "accumulate"), text=text)
+    if share % train.accumulate and strategy is not None:
+        replicas = strategy.num_replicas
+        least = replicas * train.accumulate
+        fits = -(-train.global_batch // least) * least
+        yield Problem(
+            key=("train", "accumulate"),
+            text=f"a replica's {share:,} rows cannot be worked through in {train.accumulate:,} equal parts: train.global_batch "
+            f"is {train.global_batch:,}, over {replicas:,} replica{'s' if replicas > 1 else ''}",
+            remedy=f" Say train.global_batch={fits}, or train.accumulate={largest_divisor(share, train.accumulate)}.",
+        )
     if steps is not None and steps % train.steps_per_call:
         text = f"{train.steps_per_call} does not divide the {steps:,} steps of the run"
         yield Problem(key=("train", "steps_per_call"), text=text)

@@ -12,6 +12,7 @@ from jdist.experiment.load import Document, Key, dotted, leaves, load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.render import flow
 from jdist.experiment.validate import Problem, refusal, validate
+from jdist.support.checks import largest_divisor
 
 # What may change from one start of a run to the next: where and on what it runs, how often it reports and
 # saves, and how long it goes on. All else decides which parameters a step leads to.
@@ -81,7 +82,9 @@ def check_goes_on(restored: Resume, folder: RunFolder, config: Config, document:
         )
     if (total - step) % per_call:
         text = f"{per_call} does not divide the {total - step:,} steps that are left"
-        raise refusal(document, [Problem(key=("train", "steps_per_call"), text=text)])
+        fits = largest_divisor(total - step, per_call)
+        remedy = f" Say train.steps_per_call={fits}; a run that goes on may have another."
+        raise refusal(document, [Problem(key=("train", "steps_per_call"), text=text, remedy=remedy)])
     if restored.data is None:
         raise ConfigError(
             f"{folder.checkpoints}: step {step:,} was saved without a data position, so not by `jdist run`. "

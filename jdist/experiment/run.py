@@ -164,7 +164,9 @@ def run(
                     data = write_state(parts.train_data, good)
                     checkpoints.save(good, train_step.last_state, data=data, wait=True)
                     saved = good
-            raise NonFiniteError(non_finite_advice(exc, good, saved), exc.leaf, good) from exc
+            length = {"total": parts.total_steps, "steps_per_call": train.steps_per_call}
+            advice = non_finite_advice(exc, good, saved, **length)
+            raise NonFiniteError(advice, exc.leaf, good) from exc
 
         # The end, or a pause.
         step, first = training.step, training.first or 0

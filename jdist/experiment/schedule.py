@@ -12,7 +12,7 @@ from jdist.experiment.load import Key, dotted
 from jdist.experiment.options import check_options
 from jdist.experiment.validate import Problem, show
 from jdist.scaling import gradual_warmup
-from jdist.support.suggest import nearest
+from jdist.support.suggest import closest, nearest
 
 # What optax raises for arguments that it cannot use.
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
@@ -69,7 +69,12 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
     name, options = value["schedule"], {k: v for k, v in value.items() if k != "schedule"}
     function = _schedules().get(name) if isinstance(name, str) else None
     if function is None:
-        remedy = nearest(str(name), _schedules(), label="Schedules", limit=20)
+        known = _schedules()
+        longer = [each for each in known if name and isinstance(name, str) and name.lower() in each]
+        if longer and closest(str(name), known) is None:  # as "cosine", a part of several names and close to none
+            remedy = f" Did you mean {min(longer, key=len)}?"
+        else:
+            remedy = nearest(str(name), known, label="Schedules", limit=20)
         yield Problem(key=(*key, "schedule"), text=f"there is no schedule {show(name)}", remedy=remedy)
         return
     called = f"{'jdist.scaling' if function is gradual_warmup else 'optax'}.{name}"

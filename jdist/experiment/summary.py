@@ -13,6 +13,7 @@ from jdist.experiment.optimizer import explain
 from jdist.experiment.prepare import Parts
 from jdist.report.metrics_file import Row
 from jdist.report.progress import readable
+from jdist.support.checks import largest_divisor
 
 
 def arithmetic(config: Config, parts: Parts) -> str:
@@ -37,13 +38,15 @@ def arithmetic(config: Config, parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def non_finite_advice(error: NonFiniteError, good: int, saved: int) -> str:
+def non_finite_advice(error: NonFiniteError, good: int, saved: int, *, total: int, steps_per_call: int) -> str:
     """Says what to do after a step that was not finite.
 
     Args:
         error: what the step raised.
         good: the step before it.
         saved: the step of the newest checkpoint; 0 if there is none.
+        total: the steps of the run.
+        steps_per_call: how many of them one call makes, which the steps that are left have to divide by.
     """
     if saved == good:
         where, begin = f"The state before it, at step {good:,}, is saved.", "go on from here"
@@ -54,8 +57,16 @@ def non_finite_advice(error: NonFiniteError, good: int, saved: int) -> str:
     return (
         f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite. {where}\nThe same command would come to the same "
         "step again: lower the learning rate or set train.clip_norm in a run of another name, or "
-        f"{begin} and leave such steps out with train.non_finite=skip."
+        f"{begin} and leave such steps out with train.non_finite=skip{_calls_of(total - saved, steps_per_call)}."
     )
+
+
+def _calls_of(left: int, steps_per_call: int) -> str:
+    """Names the `steps_per_call` to go on with, where the one of the run does not divide the steps that are left."""
+    if left % steps_per_call == 0:
+        return ""
+    fits = largest_divisor(left, steps_per_call)
+    return f" and train.steps_per_call={fits}, as {steps_per_call} does not divide the {left:,} steps that are left"
 
 
 def results(rows: Sequence[Row], baselines: Mapping[str, float]) -> str:

@@ -161,6 +161,26 @@ def open_feed(
     )
 
 
+def check_filled(data: Any, global_batch: int | None) -> None:
+    """Refuses to train in batches that are mostly padding, as `jdist run` does: of more than twice the rows that there are.
+
+    Raises:
+        DatasetError: `data` is arrays, or a source of them, of fewer rows.
+    """
+    if isinstance(data, ArraySource):
+        rows, batch = data.num_rows, data.global_batch
+    elif is_arrays(data) and global_batch is not None:
+        rows, batch = max((np.shape(leaf) or (0,))[0] for leaf in jax.tree.leaves(data)), global_batch
+    else:
+        return
+    if batch > 2 * rows > 0:
+        raise DatasetError(
+            f"`global_batch` is {batch:,}, more than twice the {rows:,} rows that there are to train on: most of every step "
+            f"would be padding. For all rows in every step say global_batch={rows}; a dataset that you distribute yourself, "
+            "`strategy.distribute_dataset(jdist.data.from_arrays(...))`, is taken as it is."
+        )
+
+
 def _is_begun(data: Any) -> bool:
     """Whether data without a position was read before by this program."""
     if inspect.isgenerator(data):

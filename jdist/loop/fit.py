@@ -16,7 +16,7 @@ from jdist.callbacks.row_files import jsonl
 from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
-from jdist.loop.data import is_arrays, open_feed
+from jdist.loop.data import check_filled, is_arrays, open_feed
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.keras_hints import with_hints
 from jdist.loop.metric_totals import Metrics
@@ -72,8 +72,8 @@ def fit(
             a call more, where passes that are no multiple of it end in shorter calls.
         steps_per_epoch: how many steps make an epoch, in as many passes over the data as they take; for data without end, or
             for epochs that are no passes. None: a pass is an epoch.
-        global_batch: rows of a step over all replicas, if `data` is arrays; the last of an epoch may have fewer, which are
-            filled up and masked.
+        global_batch: rows of a step over all replicas, if `data` is arrays; at most twice those there are. The last of an epoch
+            may have fewer, which are filled up and masked.
         shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
         steps_per_call: how many steps are compiled into one call; None: the step's own, else 1.
         eval_data: to evaluate on, as `data`; arrays in batches of `global_batch`.
@@ -97,7 +97,7 @@ def fit(
 
     Raises:
         StepError: the step, its results or an option is not valid.
-        DatasetError: `data` is not data, or ends before `steps`.
+        DatasetError: `data` is not data, has less than half the rows of a batch, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
         VerificationError: the first step is another than on one replica, and `verify` is "strict".
         SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
@@ -138,6 +138,7 @@ def fit(
         if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):
             eval_step = objects.of_state(eval_step)
     metrics = metrics_of(step, metrics)
+    check_filled(data, global_batch)
     feed = open_feed(
         data,
         strategy,

@@ -167,6 +167,7 @@ class Run:
                 self._restore_notes(answer.notes, depth + 1)
             else:
                 self._act_on("resume", answer)
+        self.history.steps = self.step
         self._totals.begin(self._train_step.count_left_out(self.state))
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
@@ -215,6 +216,7 @@ class Run:
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
         self.state, measured = self._train_step(self.state, batch)
         self._before, self.step = self.step, self.step + count
+        self.history.steps = self.step
         per_epoch = self._feed.steps_per_epoch
         if not self._measures_epochs:
             self._totals.note(measured)

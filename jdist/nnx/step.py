@@ -29,6 +29,7 @@ PyTree = Any
 
 
 @spelling_keywords
+@without_own_frames
 def distribute(
     strategy: Strategy,
     *,
@@ -83,7 +84,9 @@ def distribute(
                 f"jdist.nnx.distribute: `metrics` has {op!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
                 f"{', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}"
             )
-    return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, metric_ops)
+    return without_own_frames(
+        lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, metric_ops)
+    )
 
 
 class NNXStep(Distributed):

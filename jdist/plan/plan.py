@@ -84,6 +84,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         state_bytes=parts.strategy.report(planned.state).bytes_per_device,
         rows=max(1, config.train.global_batch // (parts.strategy.num_replicas * config.train.accumulate)),
         flops=planned.flops,
+        products=planned.products,
         steps_per_call=steps,
         chip=chip,
     )
@@ -137,7 +138,7 @@ def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
     estimates = tuple(
         roofline.estimate(
             chip,
-            flops=plan.flops,
+            products=plan.products,
             memory_bytes=plan.bytes_moved,
             exchanged=plan.collectives,
             chips=n,
@@ -146,6 +147,10 @@ def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
         )
         for n in sorted({*roofline.CHIPS, plan.num_devices} if plan.num_devices > 1 else {1})
     )
+    if plan.products.get("wider"):
+        missing.append(
+            "float64 and whole numbers, which are multiplied more slowly than float32: they are counted as that"
+        )
     if any(e.host_s is None for e in estimates):
         missing.append(f"{plan.host_bytes:,} bytes between each chip and its host: no public figure of their link")
     return dataclasses.replace(plan, estimates=estimates, not_in_model=tuple(missing), domain_chips=domain)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from jdist.plan.collectives import BETWEEN_SLICES, Collective
 
+# What is multiplied: 16 bits or less, float32 at XLA's default precision, float32 at a higher one; float64 and 32-bit integers.
+ProductKind = Literal["16 bits", "float32", "float32 in full", "wider"]
 CHIPS = (8, 64, 512, 4096)
 FORMULA = (
     "device = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
@@ -38,6 +40,25 @@ class Chip:
     network_bytes_per_s: float | None  # of a chip over the network; None: nothing is published
     host_bytes_per_s: float | None  # between a chip and its host, each way; None: nothing is published
     source: str  # of the figures
+    tf32_flops_per_s: float | None = None  # of a GPU, dense; None: it has no such units
+    fp32_flops_per_s: float | None = None  # of a GPU without its tensor cores; None: float32 is multiplied in bfloat16
+
+    def peak(self, kind: ProductKind) -> tuple[float, str]:
+        """Finds the rate at which products of a kind are multiplied by XLA's defaults, and the name of the peak.
+
+        Example:
+            >>> load_chips()["H100"].peak("float32"), load_chips()["V100"].peak("float32")
+            ((494500000000000.0, 'TF32'), (15700000000000.0, 'float32'))
+        """
+        if kind == "16 bits" or self.fp32_flops_per_s is None:
+            return self.flops_per_s, "bfloat16"
+        if kind == "float32" and self.tf32_flops_per_s is not None:
+            return self.tf32_flops_per_s, "TF32"
+        return self.fp32_flops_per_s, "float32"
+
+    def compute_s(self, products: Mapping[ProductKind, float]) -> float:
+        """Models the time of products, one after another, by the FLOPs of each kind."""
+        return sum(flops / self.peak(kind)[0] for kind, flops in products.items())
 
 
 def load_chips() -> dict[str, Chip]:
@@ -53,6 +74,7 @@ def load_chips() -> dict[str, Chip]:
 
 def _chip(name: str, figures: dict[str, Any]) -> Chip:
     network, host = figures["network_gb_per_s"], figures["host_gb_per_s"]
+    tf32, fp32 = figures.get("tf32_tflops"), figures.get("fp32_tflops")
     return Chip(
         name=name,
         kinds=tuple(figures["kinds"]),
@@ -64,6 +86,8 @@ def _chip(name: str, figures: dict[str, Any]) -> Chip:
         network_bytes_per_s=None if network is None else network * 1e9,
         host_bytes_per_s=None if host is None else host * 1e9,
         source=figures["source"],
+        tf32_flops_per_s=None if tf32 is None else tf32 * 1e12,
+        fp32_flops_per_s=None if fp32 is None else fp32 * 1e12,
     )
 
 
@@ -100,7 +124,7 @@ class Estimate:
 def estimate(
     chip: Chip,
     *,
-    flops: float,
+    products: Mapping[ProductKind, float],
     memory_bytes: float,
     exchanged: Sequence[Collective],
     chips: int,
@@ -111,7 +135,7 @@ def estimate(
 
     Args:
         chip: public figures.
-        flops: operations of one step on one chip.
+        products: operations of one step on one chip, by the kind of product.
         memory_bytes: bytes that one step moves to and from the chip's memory.
         exchanged: collectives of one step; their bytes are those of one device.
         chips: how many chips exchange.
@@ -122,7 +146,7 @@ def estimate(
     Returns:
         The estimate, by `FORMULA`.
     """
-    by_flops, by_memory = flops / chip.flops_per_s, memory_bytes / chip.hbm_bytes_per_s
+    by_flops, by_memory = chip.compute_s(products), memory_bytes / chip.hbm_bytes_per_s
     domain = chip.domain_chips if domain_chips is None else domain_chips
     messages = any(c.kind.endswith(BETWEEN_SLICES) for c in exchanged)
     within = crossing = 0.0

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jdist.core.context import ReplicaTrace, tracing
+from jdist.core.precision import precision
+from jdist.data.leaves import MASK
 from jdist.experiment.config import Config
 from jdist.experiment.dry_run import batch_shapes, state_shapes
 from jdist.experiment.prepare import Parts, make_train_step
 from jdist.jaxpr import graph
+from jdist.plan.roofline import ProductKind
 from jdist.step.mesh_step import DistributedStep
+from jdist.strategies.default import default
 
 PyTree = Any
 
@@ -25,7 +33,11 @@ class PlannedStep:
     step: DistributedStep  # the config's train step
     state: PyTree  # shapes of the state
     batch: PyTree  # shapes of the global batch of one call, over all replicas, padding and mask included
-    flops: float  # operations of the matrix products and convolutions of one optimiser step on one device
+    products: dict[ProductKind, float]  # operations of matrix products and convolutions in one step on one device
+
+    @property
+    def flops(self) -> float:
+        return sum(self.products.values())
 
 
 def plan_step(config: Config, parts: Parts) -> PlannedStep:
@@ -37,10 +49,26 @@ def plan_step(config: Config, parts: Parts) -> PlannedStep:
     if steps > 1:
         of_one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     # Without a strategy the step sees all rows and does the work of all replicas, none of it in jdist's own loops.
-    flops = count_flops(parts.task.train_step, state, of_one_step)
+    products = count_products(_in_precision(parts.task.train_step, config.train.precision), state, of_one_step)
     return PlannedStep(
-        step=make_train_step(config, parts), state=state, batch=batch, flops=flops / parts.strategy.num_replicas
+        step=make_train_step(config, parts),
+        state=state,
+        batch=batch,
+        products={kind: flops / parts.strategy.num_replicas for kind, flops in products.items()},
     )
+
+
+def _in_precision(step: Any, name: str | None) -> Any:
+    """Makes a step compute as under `jdist.distribute(..., precision=...)`, for the dtypes of its products."""
+    if name is None:
+        return step
+    chosen = precision(name)
+
+    def in_16_bits(state: PyTree, batch: PyTree) -> Any:
+        with tracing(ReplicaTrace(strategy=default(), precision=chosen)):
+            return step(state, chosen.cast_to_compute(batch, keep=(MASK,)))
+
+    return in_16_bits
 
 
 def count_flops(function: Any, *args: Any) -> int:
@@ -59,24 +87,45 @@ def count_flops(function: Any, *args: Any) -> int:
         >>> count_flops(lambda x: x @ x, jnp.ones((8, 8)))
         1024
     """
-    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+    return count_products(function, *args).total()
 
 
-def _flops(jaxpr: Any) -> int:
-    total = 0
+def count_products(function: Any, *args: Any) -> Counter[ProductKind]:
+    """Counts the operations of one call as `count_flops` does, by the kind of product."""
+    return _products(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _products(jaxpr: Any) -> Counter[ProductKind]:
+    total: Counter[ProductKind] = Counter()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             left = eqn.invars[0].aval.shape
-            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[i] for i in contracted)
+            total[_kind(eqn)] += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[i] for i in contracted)
         elif name == "conv_general_dilated":
-            total += _convolution(eqn)
+            total[_kind(eqn)] += _convolution(eqn)
         else:
-            inner = [_flops(closed.jaxpr) for closed in graph.nested_jaxprs(eqn)]
-            if inner:
-                total += max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
+            inner = [_products(closed.jaxpr) for closed in graph.nested_jaxprs(eqn)]
+            if name == "cond":
+                inner = [max(inner, key=Counter.total)]
+            for each in inner:
+                total.update({kind: flops * eqn.params.get("length", 1) for kind, flops in each.items()})
     return total
+
+
+def _kind(eqn: Any) -> ProductKind:
+    dtypes = [jnp.dtype(v.aval.dtype) for v in eqn.invars[:2]]
+    bytes_each = max(dtype.itemsize for dtype in dtypes)
+    if bytes_each <= 2:
+        return "16 bits"
+    if bytes_each > 4 or not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return "wider"
+    asked = eqn.params["precision"]  # a pair, a preset, or None
+    is_full = (
+        lax.Precision.HIGHEST in asked if isinstance(asked, tuple) else asked == lax.DotAlgorithmPreset.F32_F32_F32
+    )
+    return "float32 in full" if is_full else "float32"
 
 
 def _convolution(eqn: Any) -> int:

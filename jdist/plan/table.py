@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jdist.plan import roofline
 from jdist.plan.collectives import Collective
 from jdist.plan.compile import Memory, MemoryCheck, TooLarge
-from jdist.plan.roofline import Chip
+from jdist.plan.roofline import Chip, ProductKind
 from jdist.report.progress import size
 from jdist.support.html import paragraph, table
 
@@ -33,6 +33,7 @@ class Plan:
         memory: of one device; None if the compiler refused the step.
         refusal: the compiler's message, if it refused.
         flops: operations of matrix products and convolutions on one device.
+        products: those by the kind of product, which says at what rate they are multiplied.
         bytes_moved: between a device and its memory.
         recomputed: results that one step computes a second time, by the compiler's choice, to have their memory meanwhile.
         collectives: what the devices exchange in one step.
@@ -61,6 +62,7 @@ class Plan:
     memory: Memory | None = None
     refusal: TooLarge | None = None
     flops: float = 0.0
+    products: dict[ProductKind, float] = dataclasses.field(default_factory=dict)
     bytes_moved: float = 0.0
     recomputed: int = 0
     collectives: tuple[Collective, ...] = ()
@@ -193,13 +195,14 @@ def _memory(plan: Plan) -> _Section:
         margin = f"{size(plan.free_bytes)} free" if plan.fits else f"{size(-plan.free_bytes)} too much"
         note = f"of {size(plan.capacity)}: {plan.verdict}, {margin}"
     m = plan.memory
+    on_chip = "; a TPU keeps small ones on the chip, not here" if "TPU" in plan.device_kind else ""
     rows = [
         ("arguments", size(m.arguments), "state and batch"),
         ("outputs", size(m.outputs), f"{size(m.aliased)} of it in place of donated arguments"),
         (
             "temporaries",
             size(m.temporaries),
-            "activations, gradients, buffers; a TPU keeps small ones on the chip, not here",
+            "activations, gradients, buffers" + on_chip,
         ),
         ("program", size(m.code), ""),
         ("host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
@@ -290,9 +293,13 @@ def _model(plan: Plan) -> _Section:
     host = ""
     if chip.host_bytes_per_s is not None and plan.host_bytes:
         host = f", to the host {chip.host_bytes_per_s / 1e9:,.0f} GB/s each way"
+    network = ""
+    if chip.network_bytes_per_s is not None and any(e.chips > plan.domain_chips for e in plan.estimates):
+        network = f", network {chip.network_bytes_per_s / 1e9:,.4g} GB/s each way of a chip"
     peaks = (
-        f"{chip.name}: {chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory {chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, "
-        f"links {chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over d = {plan.domain_chips:,} chips{host} ({chip.source})"
+        f"{chip.name}: {_peaks(chip, plan.products)}, memory {chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, "
+        f"links {chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over d = {plan.domain_chips:,} chips"
+        f"{network}{host} ({chip.source})"
     )
     return _Section(
         title="time of a step: a model from public peaks, not a measurement",
@@ -300,6 +307,27 @@ def _model(plan: Plan) -> _Section:
         rows=rows,
         notes=[*missing, *formula, peaks],
     )
+
+
+def _peaks(chip: Chip, products: Mapping[ProductKind, float]) -> str:
+    """Names the peak of each kind of product, and how many of the FLOPs it is for where there are several."""
+    flops: dict[tuple[float, str], float] = {}
+    for kind, count in products.items():
+        flops[chip.peak(kind)] = flops.get(chip.peak(kind), 0.0) + count
+    total = sum(flops.values())
+    rates = [
+        f"{rate / 1e12:,.5g} TFLOP/s {name}" + (f" for {count / total:.1%} of the FLOPs" if len(flops) > 1 else "")
+        for (rate, name), count in sorted((flops or {chip.peak("16 bits"): 0.0}).items(), reverse=True)
+    ]
+    return " and ".join(rates) + (f" ({_of_float32(chip)})" if products.get("float32") else "")
+
+
+def _of_float32(chip: Chip) -> str:
+    """Says how a chip multiplies float32 by XLA's default, in words."""
+    name = chip.peak("float32")[1]
+    if name == "float32":
+        return "no tensor cores for float32"
+    return f"float32 is multiplied in {name} by JAX's default matmul precision"
 
 
 def _checks(plan: Plan) -> _Section:

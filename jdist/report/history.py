@@ -25,6 +25,7 @@ class History:
         rows: dicts, "step" and "epoch" first, then metrics: "loss" of one step, "epoch/loss" over an epoch, "eval/loss" of an
             evaluation.
         stopped: why the run ended before its time; None if it did not.
+        steps: steps made, which may be more than the last row's; None: as many as the rows say.
 
     Example:
         >>> history = History([{"step": 1, "epoch": 0, "loss": 2.0}, {"step": 2, "epoch": 1, "loss": 1.0, "eval/loss": 1.5}])
@@ -35,6 +36,7 @@ class History:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     stopped: str | None = None
+    steps: int | None = None
 
     @property
     def epochs(self) -> list[dict[str, Any]]:
@@ -97,6 +99,7 @@ class History:
         return rows
 
     def __repr__(self) -> str:
-        last = self.rows[-1]["step"] if self.rows else 0
+        logged = self.rows[-1]["step"] if self.rows else 0
+        steps = logged if self.steps is None else self.steps
         stopped = f", stopped: {self.stopped}" if self.stopped else ""
-        return f"History({last:,} steps, {len(self.rows):,} rows, {len(self.evals):,} evaluations{stopped})"
+        return f"History({steps:,} steps, {len(self.rows):,} rows, {len(self.evals):,} evaluations{stopped})"

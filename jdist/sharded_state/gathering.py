@@ -238,7 +238,7 @@ class _Evaluation:
         return math.prod(part.form.of) * jnp.dtype(part.dtype).itemsize
 
     def parts_read(self, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Finds the equations of what depends on parts alone that variables need, and the arrays in parts among all they read."""
+        """Finds the equations of what depends on parts alone that variables need, and the parts among all that they read."""
         equations, parts, pending = (
             dict[int, Any](),
             dict[Any, None](),

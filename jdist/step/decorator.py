@@ -13,6 +13,7 @@ from jdist.errors import StepError
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import StepKeywords, StepOptions, make_options, spelling_keywords
 from jdist.step.signature import Step
+from jdist.support.tracebacks import callers_level, without_own_frames
 
 
 @overload
@@ -22,6 +23,7 @@ def distribute(
 @overload
 def distribute(step: Step, strategy: Strategy, **options: Unpack[StepKeywords]) -> DistributedStep: ...
 @spelling_keywords
+@without_own_frames
 def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[StepKeywords]) -> Any:
     """Runs a train step, written for one replica, on all replicas of a strategy.
 
@@ -90,7 +92,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
             raise StepError("jdist.distribute takes the step first: write `distribute(step, strategy)`.")
         _check_job(step)
         checked = make_options(**options)
-        return lambda function: _distribute(function, step, checked)
+        return without_own_frames(lambda function: _distribute(function, step, checked))
     if not isinstance(strategy, Strategy):
         got = step if strategy is None else strategy
         raise StepError(
@@ -118,4 +120,4 @@ def _verify(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
 
 def _check_job(strategy: Strategy) -> None:
     if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ)) is not None:
-        warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
+        warnings.warn(f"{strategy.name}: {job}", stacklevel=callers_level())

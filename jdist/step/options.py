@@ -19,6 +19,7 @@ NonFinite = Literal["raise", "skip", "apply"]
 Verify = Literal["first", "strict", "off"]
 
 # By the names that jit and pmap have for them.
+MOST_STEPS = 2**31 - 1
 _REMEDIES = {
     "donate_argnums": " The state is donated by default; `donate=False` keeps it.",
     "donate_argnames": " The state is donated by default; `donate=False` keeps it.",
@@ -78,6 +79,10 @@ class StepOptions:
             number = as_int(value, least=least)
             if number is None:
                 raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+            if name == "steps_per_call" and number > MOST_STEPS:
+                raise StepError(
+                    f"`{name}` is {number:,}; it must be at most {MOST_STEPS:,}, as an axis of arrays has no more."
+                )
             object.__setattr__(self, name, number)
         if (donate := as_bool(self.donate)) is None:
             raise StepError(f"`donate` is {self.donate!r:.80}; it must be True or False.")

@@ -21,6 +21,7 @@ from jdist.strategies.ps_arguments import PsKeywords
 from jdist.strategies.sharded import sharded
 from jdist.strategies.tpu import tpu
 from jdist.support.suggest import did_you_mean
+from jdist.support.tracebacks import without_own_frames
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "default": default,
@@ -50,6 +51,7 @@ class StrategyKeywords(PsKeywords, total=False):
     most_whole: float
 
 
+@without_own_frames
 def make_strategy(name: str, /, **options: Unpack[StrategyKeywords]) -> Strategy:
     """Builds a strategy by name.
 

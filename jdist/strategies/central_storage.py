@@ -14,6 +14,7 @@ from jdist.sharded_state import operations as central
 from jdist.step import placement
 from jdist.strategies.devices import devices_or_topology
 from jdist.strategies.local import LOCAL, strategy_over
+from jdist.support.tracebacks import without_own_frames
 
 CENTRAL = dataclasses.replace(
     LOCAL,
@@ -25,6 +26,7 @@ CENTRAL = dataclasses.replace(
 )
 
 
+@without_own_frames
 def central_storage(
     devices: Sequence[Any] | None = None, *, axis: str = "replica", topology: str | None = None
 ) -> Strategy:

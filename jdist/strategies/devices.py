@@ -34,7 +34,8 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
             ) from exc
     if isinstance(devices, str | jax.Device):
         devices = (devices,)
-    if not isinstance(devices, Iterable):
+    is_one_number = getattr(devices, "shape", None) == ()  # of an array, whose type says that it can be iterated over
+    if not isinstance(devices, Iterable) or is_one_number:
         raise DeviceError(
             f"`devices` is {devices!r}; it must be a list of devices, for example jax.devices()[:2] or "
             '["gpu:0", "gpu:1"].'

@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from jdist.core.strategy import Device
 from jdist.errors import DeviceError
 from jdist.strategies import cuda
+from jdist.support.tracebacks import callers_level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]
         warnings.warn(
             f"{name} {has} with {gpus_per_host} GPUs{'' if hosts == 1 else ' each'}, but hosts with {chip} have at most "
             f"{gpu.gpus_per_host}; for several hosts write {chip}:{several}x{each}.",
-            stacklevel=2,
+            stacklevel=callers_level(),
         )
     options = {"target_config": _target_config(gpu), "topology": f"1x{hosts}x{gpus_per_host}"}
     _check_plugin(chip)

@@ -12,8 +12,10 @@ from jdist.reduction.by_name import AllReduce
 from jdist.strategies.devices import devices_or_topology
 from jdist.strategies.local import check_reduction, check_transform, strategy_over
 from jdist.support.tensorflow_names import without_tensorflow_keywords
+from jdist.support.tracebacks import without_own_frames
 
 
+@without_own_frames
 @without_tensorflow_keywords
 def mirrored(
     devices: Sequence[Any] | None = None,

@@ -23,10 +23,12 @@ from jdist.reduction.by_name import AllReduce
 from jdist.strategies import cuda
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import topology_devices
+from jdist.support.tracebacks import without_own_frames
 
 TRANSFORMS = ("shard_map", "jit")
 
 
+@without_own_frames
 def multi_worker(
     cluster: ClusterSpec | None = None,
     *,

@@ -8,8 +8,10 @@ from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.strategies.devices import find_device, find_devices
 from jdist.strategies.local import strategy_over
+from jdist.support.tracebacks import without_own_frames
 
 
+@without_own_frames
 def one_device(device: Any = None, *, axis: str = "replica") -> Strategy:
     """Runs a step on one device: everything is placed there explicitly, and batches are prefetched to it.
 

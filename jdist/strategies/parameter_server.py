@@ -36,10 +36,12 @@ from jdist.step.options import StepOptions
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.ps_arguments import Mode, PsArguments, PsKeywords
 from jdist.support.arrays import check_arguments_not_donated, to_host
+from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
 
 
+@without_own_frames
 def parameter_server(
     cluster: ClusterSpec | None = None,
     *,

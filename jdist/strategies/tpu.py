@@ -18,8 +18,10 @@ from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.local import check_reduction, check_transform, strategy_over
 from jdist.strategies.topology import attached_tpu_devices, parse_topology, topology_devices
+from jdist.support.tracebacks import without_own_frames
 
 
+@without_own_frames
 def tpu(
     topology: str | None = None,
     name: str | None = None,

@@ -63,3 +63,13 @@ def is_number(value: Any) -> bool:
         kinds = (jnp.bool_, jnp.integer, jnp.floating)
         return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     return isinstance(value, SupportsFloat) and getattr(value, "ndim", 0) == 0  # another library's array too
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Finds the largest divisor of a number that is no larger than `most`.
+
+    Example:
+        >>> largest_divisor(35, 8)
+        7
+    """
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)

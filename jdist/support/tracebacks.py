@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,14 @@ def hide_own_frames(exc: BaseException) -> None:
             to_visit += current.exceptions
 
 
+def callers_level() -> int:
+    """Finds the `stacklevel` with which the calling function's warning names the line that called jdist."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def without_own_frames(function: Callable[P, R], /) -> Callable[P, R]:
     """Wraps a function so that the tracebacks of its errors lack jdist's frames."""
 
@@ -70,7 +79,10 @@ def without_own_frames(function: Callable[P, R], /) -> Callable[P, R]:
 
 
 def _is_own(tb: TracebackType) -> bool:
-    return tb.tb_frame.f_code.co_filename.startswith(_OWN)
+    name = tb.tb_frame.f_code.co_filename
+    if name == "<string>":  # what `dataclasses` writes
+        return tb.tb_frame.f_globals.get("__name__", "").startswith("jdist.")
+    return name.startswith(_OWN)
 
 
 def _raised_here(exc: BaseException) -> bool:

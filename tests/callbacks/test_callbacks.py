@@ -71,6 +71,7 @@ class TestCallback:
         assert int(state.step) == 3
         assert history.stopped == "enough"
         assert ended == [(3, "enough")]
+        assert repr(history).startswith("History(3 steps, 0 rows, ")  # nothing was logged yet
 
     @pytest.mark.parametrize(
         ("values", "text"),
@@ -588,6 +589,8 @@ class TestEma:
         assert float(average.average()) == pytest.approx(2 - 0.999**100, rel=1e-5)
 
     def test_errors(self):
+        with pytest.raises(StepError, match=r"ema: `params` is 3; it must be a function of the state"):
+            callbacks.ema(params=3)  # pyright: ignore[reportArgumentType]
         with pytest.raises(StepError, match=r"`decay` is 1\.0"):
             callbacks.ema(1.0)
         with pytest.raises(StepError, match="Say how"):

@@ -18,6 +18,9 @@ import numpy as np
 import jdist
 from jdist.data import from_arrays, from_files
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.data import drawing
+
 folder = Path(sys.argv[1])
 strategy = jdist.multi_worker()
 assert strategy.cluster is not None
@@ -164,6 +167,7 @@ if len(sys.argv) > 2:
     facts["resumed"] = of_resumed()
 else:
     facts["data"] = [shown(batch) for batch in strategy.distribute_dataset(arrays(range(14), 8))]
+    facts["drawing"] = drawing.losses(strategy)
     facts["saved"], facts["state"] = of_saved()
     facts["files"], facts["reads"] = of_files()
     facts["own"], facts["told"] = of_own()

@@ -8,6 +8,7 @@ import pytest
 
 import jdist
 from jdist.data import from_arrays
+from tests.data import drawing
 
 PROGRAM = Path(__file__).with_name("input_of_processes.py")
 pytestmark = pytest.mark.xdist_group("processes")
@@ -42,8 +43,14 @@ def rows_of_steps(processes, what):
 
 
 def test_each_process_has_its_rows_of_a_global_batch(two):
-    assert two[0]["data"] == [[[0, 1], [2, 3]], [[8, 9], [10]]]
-    assert two[1]["data"] == [[[4, 5], [6, 7]], [[11, 12], [13]]]
+    assert two[0]["data"] == [[[0, 1], [2, 3]], [[8, 9], [10, 11]]]
+    assert two[1]["data"] == [[[4, 5], [6, 7]], [[12, 13], []]]
+
+
+def test_what_each_replica_draws_meets_the_rows_of_one_process(two):
+    one = drawing.losses(jdist.mirrored([f"cpu:{i}" for i in range(4)]))
+    for process in two:
+        np.testing.assert_allclose(process["drawing"], one, rtol=1e-6)
 
 
 def test_each_process_reads_its_own_files(two):

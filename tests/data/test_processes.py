@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist.data import distributed_dataset, from_arrays, from_files
+from jdist.data.batch_axis import TurnedSource
 from jdist.data.lockstep import Peers
 from jdist.data.prefetch import THREAD_NAME
 from jdist.data.process_shard import ProcessShard
@@ -90,10 +91,56 @@ class Plain(Iterable):
 # ---- which rows
 
 
-def test_tensorflows_example_of_two_workers():
+def test_the_rows_of_a_short_batch_stay_with_the_replicas_that_one_process_gives_them_to():
     zero, one = Job(2).batches(arrays(range(14), 8), autoshard="data", prefetch=0)
-    assert real(zero) == [[0, 1, 2, 3], [8, 9, 10]]
-    assert real(one) == [[4, 5, 6, 7], [11, 12, 13]]
+    assert real(zero) == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert real(one) == [[4, 5, 6, 7], [12, 13]]
+    assert one[1]["x"].tolist() == [12, 13, 8, 9], "filled up as one process fills up"
+
+
+def outcome(parts):
+    """The batches that the parts of all processes make together, their masks included; or why there are none."""
+    if any(isinstance(part, Exception) for part in parts):
+        (refused,) = {(type(part), str(part)) for part in parts}
+        return refused
+    joined = [
+        {key: np.concatenate([part[key] for part in step], axis=-1) for key in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+    return [{key: leaf.tolist() for key, leaf in batch.items()} for batch in joined]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=st.integers(1, 40),
+    global_batch=st.integers(1, 20),
+    replicas=st.sampled_from([4, 8]),
+    kind=st.sampled_from(["arrays", "iterable", "files", "numbered"]),
+    weights=st.booleans(),
+    partial=st.sampled_from(["pad", "drop", "error"]),
+    steps_per_call=st.integers(1, 3),
+    seed=st.none() | st.integers(0, 3),
+)
+def test_by_data_the_global_batch_is_the_same_whatever_the_number_of_processes(
+    rows, global_batch, replicas, kind, weights, partial, steps_per_call, seed
+):
+    data = {"x": np.arange(rows)} | ({"mask": np.arange(rows) % 3 / 2} if weights else {})
+    source: Any = from_arrays(data, global_batch=global_batch, shuffle_seed=seed)
+    if kind == "iterable":
+        source = list(source)
+    elif kind == "files":
+        source = from_files(["all"], lambda _: data, global_batch=global_batch)
+    elif kind == "numbered":  # a source that is not asked for parts of batches
+        source = TurnedSource(source, lambda batch: batch)
+    one, two, four = (
+        outcome(
+            Job(count, replicas_each=replicas // count).batches(
+                [source] * count, autoshard="data", prefetch=0, partial=partial, steps_per_call=steps_per_call
+            )
+        )
+        for count in (1, 2, 4)
+    )
+    assert one == two == four
 
 
 @settings(deadline=None, max_examples=100)
@@ -310,7 +357,7 @@ def test_by_data_iterables_of_one_length_end_together_and_begin_again():
 
     zero, one = job.run(program)
     assert zero == [[[1], [3], [5]]] * 2
-    assert one == [[[2], [4], []]] * 2
+    assert one == [[[2], [4], []]] * 2, "the first process has the one row of the last batch"
     job.network.beat()
     assert (job.network.state.values, job.network.state.forgotten) == ({}, {})
 

@@ -54,8 +54,15 @@ SCHEDULE = (
         (["strategy.name=mirored"], 'no strategy "mirored" (override strategy.name=mirored). Did you mean mirrored?'),
         (["strategy.tranform=jit"], "strategy mirrored has no such option (override strategy.tranform=jit). Did you"),
         (["strategy.transform=jot"], "(override strategy.transform=jot)"),
-        (["train.accumulate=3"], "train.accumulate: a replica's 2 rows cannot be worked through in 3 equal parts"),
+        (
+            ["train.accumulate=3"],
+            "train.accumulate: a replica's 2 rows cannot be worked through in 3 equal parts: "
+            "train.global_batch is 16, over 8 replicas (override train.accumulate=3). Say train.global_batch=24, or "
+            "train.accumulate=2.",
+        ),
         (["train.optimizer.name=adamv"], 'optax has no optimizer "adamv" (override train.optimizer.name=adamv)'),
+        (["train.optimizer.learning_rate={schedule: cosine}"], 'no schedule "cosine" '),
+        (["train.optimizer.learning_rate={schedule: cosine}"], "Did you mean cosine_decay_schedule?"),
         (["train.steps_per_call=5"], "5 does not divide the 24 steps of the run"),
         (["checkpoint.best=accuracy"], 'no metric "accuracy" (override checkpoint.best=accuracy). It has: close, loss'),
         (["log.folder=toy.yaml"], "toy.yaml/toy: cannot be written: Not a directory"),

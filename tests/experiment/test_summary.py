@@ -2,8 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdist.errors import NonFiniteError
 from jdist.experiment.config import OptimizerSection, ScalingSection
-from jdist.experiment.summary import arithmetic, results
+from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.report.progress import figures, readable
 
 SGD = OptimizerSection(name="sgd")
@@ -73,3 +74,13 @@ def test_results_keep_small_and_large_values_readable():
         "for comparison",
         "  guess  0.5000",
     ]
+
+
+def test_advice_after_a_nan_names_calls_that_divide_the_steps_that_are_left():
+    def advice(saved):
+        return non_finite_advice(NonFiniteError("x", "w", 9), 9, saved, total=24, steps_per_call=4)
+
+    assert advice(8).endswith("leave such steps out with train.non_finite=skip.")
+    assert advice(9).endswith(
+        "with train.non_finite=skip and train.steps_per_call=3, as 4 does not divide the 15 steps that are left."
+    )

@@ -244,6 +244,27 @@ class TestEpochs:
         assert int(a.step) == int(b.step) == 5
         np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=1e-6)
 
+    @pytest.mark.parametrize(
+        "make", [lambda rows, batch: rows, lambda rows, batch: jdist.data.from_arrays(rows, global_batch=batch)]
+    )
+    def test_a_batch_of_all_rows_and_as_many_again_is_filled_up_and_a_larger_one_refused(self, make):
+        def run(batch: int) -> Any:
+            data = make(DATA, batch)
+            batch_of_arrays = {"global_batch": batch} if data is DATA else {}
+            return jdist.fit(train_step, create_state(), data, **batch_of_arrays, **QUIET)
+
+        assert int(run(200)[0].step) == 1
+        with pytest.raises(DatasetError, match=r"more than twice the 100 rows .* say global_batch=100; a dataset that"):
+            run(201)
+
+    def test_what_the_user_has_distributed_is_taken_as_it_is_and_so_is_what_is_evaluated(self):
+        feed = jdist.one_device().distribute_dataset(jdist.data.from_arrays(DATA, global_batch=400))
+        few = jax.tree.map(lambda rows: rows[:3], HELD_OUT)
+        evaluate = {"eval_data": jdist.data.from_arrays(few, global_batch=100), "eval_step": eval_step}
+        state, _ = jdist.fit(train_step, create_state(), feed, strategy=jdist.one_device(), **evaluate, **QUIET)
+        assert int(state.step) == 1
+        jdist.fit(train_step, create_state(), DATA, global_batch=100, **evaluate, **QUIET)
+
 
 class TestEvaluation:
     def test_after_each_epoch_or_as_often_as_asked_and_at_the_end(self):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jdist.plan.step import count_flops
+from jdist.plan.step import count_flops, count_products
 
 X = jnp.ones((8, 8))
 PRODUCT = 2 * 8**3
@@ -26,6 +26,30 @@ PRODUCT = 2 * 8**3
 )
 def test_products(function, products):
     assert count_flops(function, X) == products * PRODUCT
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "kind"),
+    [
+        (lambda x: x @ x, jnp.float32, "float32"),
+        (lambda x: x @ x, jnp.bfloat16, "16 bits"),
+        (lambda x: lax.dot(x, x, preferred_element_type=jnp.float32), jnp.float16, "16 bits"),
+        (lambda x: x @ x.astype(jnp.float32), jnp.bfloat16, "float32"),
+        (lambda x: lax.dot(x, x, precision="high"), jnp.float32, "float32"),
+        (lambda x: lax.dot(x, x, precision="highest"), jnp.float32, "float32 in full"),
+        (lambda x: x @ x, jnp.int32, "wider"),
+        (lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "VALID"), jnp.bfloat16, "16 bits"),
+    ],
+)
+def test_kinds_of_products(function, dtype, kind):
+    counted = count_products(function, X.astype(dtype))
+    assert set(counted) == {kind}
+    assert counted[kind] == count_flops(function, X.astype(dtype)) > 0
+
+
+def test_the_kind_follows_jaxs_default_precision():
+    with jax.default_matmul_precision("float32"):
+        assert set(count_products(lambda x: x @ x, X)) == {"float32 in full"}
 
 
 CONVOLUTIONS = [

@@ -16,6 +16,7 @@ from jdist.plan.hlo import bytes_accessed, overlap, parse, recomputed
 from jdist.plan.roofline import estimate, load_chips
 from jdist.plan.table import Plan, show
 from jdist.strategies.gpu_topology import GPUS
+from tests.plan.plan_toy import config_file
 from tests.strategies.gpu_steps import needs_compiler
 
 CONFIG = "configs/digits.yaml"
@@ -40,7 +41,9 @@ class TestTheModel:
             kind="all-reduce", axes="replica", groups=1, group_size=32, count=1, bytes=10**9, certain=True
         )
         exchanged = [Collective(**(collective | fields))]
-        return estimate(self.H100, flops=0, memory_bytes=0, exchanged=exchanged, chips=chips, domain_chips=8).exchange_s
+        return estimate(
+            self.H100, products={}, memory_bytes=0, exchanged=exchanged, chips=chips, domain_chips=8
+        ).exchange_s
 
     def test_what_stays_within_a_host_never_crosses(self):
         within = 2 * 7 / 8 * 1e9 / self.H100.link_bytes_per_s
@@ -141,6 +144,58 @@ def test_results_computed_twice_are_counted_and_said():
     found = Plan(target="h100:8", device_kind="H100", num_devices=8, global_batch=8, summary="", capacity=None)
     assert "computed twice" not in show(dataclasses.replace(found, memory=MEMORY))
     assert "has 2 results computed twice" in show(dataclasses.replace(found, memory=MEMORY, recomputed=2))
+
+
+class TestThePeak:
+    @pytest.fixture
+    def made(self, tmp_path):
+        """A plan for the CPUs that are here, with a chip's figures put in."""
+
+        def make(chip, *overrides, chips=(8,)):
+            found = jdist.plan.plan_config(config_file(tmp_path), *overrides, topology="cpu:2")
+            times = [
+                estimate(load_chips()[chip], products=found.products, memory_bytes=0, exchanged=[], chips=n)
+                for n in chips
+            ]
+            found = dataclasses.replace(
+                found,
+                chip=load_chips()[chip],
+                estimates=tuple(times),
+                domain_chips=8,
+                device_kind=load_chips()[chip].kinds[0],
+            )
+            return found, jdist.plan.show(found)
+
+        return make
+
+    def test_it_follows_the_precision_of_the_config(self, made):
+        found, text = made("H100")
+        assert set(found.products) == {"float32"}
+        assert (
+            "H100: 494.5 TFLOP/s TF32 (float32 is multiplied in TF32 by JAX's default matmul precision), memory" in text
+        )
+        half, text = made("H100", "train.precision=bf16")
+        assert set(half.products) == {"16 bits"}
+        assert half.flops == found.flops
+        assert "H100: 989 TFLOP/s bfloat16, memory" in text
+        assert half.estimates[0].device_s == pytest.approx(found.estimates[0].device_s / 2)
+
+    def test_a_mixture_says_what_each_is_for(self, made):
+        found, _ = made("H100")
+        mixed = dataclasses.replace(found, products={"16 bits": 30.0, "float32": 10.0})
+        text = jdist.plan.show(mixed)
+        assert "989 TFLOP/s bfloat16 for 75.0% of the FLOPs and 494.5 TFLOP/s TF32 for 25.0% of the FLOPs (" in text
+
+    def test_of_a_tpu_float32_is_multiplied_in_bfloat16_and_said_to_be(self, made):
+        _, text = made("v5p")
+        assert "v5p: 459 TFLOP/s bfloat16 (float32 is multiplied in bfloat16 by JAX's default matmul precision)" in text
+        assert "a TPU keeps small ones on the chip" in text
+
+    def test_the_network_is_there_where_a_row_crosses_it(self, made):
+        assert "network 50 GB/s each way of a chip" in made("H100", chips=(8, 64))[1]
+        _, text = made("H100")
+        assert "network 50" not in text
+        assert "a TPU" not in text
 
 
 @needs_compiler

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jdist.plan.collectives import BETWEEN_SLICES, Collective
-from jdist.plan.roofline import Chip, estimate
+from jdist.plan.roofline import Chip, estimate, load_chips
 
 CHIP = Chip(
     name="x",
@@ -23,7 +23,9 @@ GRADIENTS = Collective(kind="all-reduce", axes="replica", groups=1, group_size=8
 
 
 def model(chips, collectives=(GRADIENTS,), chip=CHIP, flops=2e12, memory_bytes=1e9, **more):
-    return estimate(chip, flops=flops, memory_bytes=memory_bytes, exchanged=collectives, chips=chips, **more)
+    return estimate(
+        chip, products={"16 bits": flops}, memory_bytes=memory_bytes, exchanged=collectives, chips=chips, **more
+    )
 
 
 def of_kind(kind, size=10**8):
@@ -33,6 +35,26 @@ def of_kind(kind, size=10**8):
 def test_the_slower_of_compute_and_memory_bounds():
     assert (model(8).device_s, model(8).bound) == (2.0, "compute")
     assert (model(8, flops=1e11).device_s, model(8, flops=1e11).bound) == (1.0, "memory")
+
+
+def test_the_peak_is_that_of_the_products():
+    chips = load_chips()
+    rates = {
+        name: [
+            f"{rate / 1e12:g} {peak}" for rate, peak in map(chips[name].peak, ("16 bits", "float32", "float32 in full"))
+        ]
+        for name in ("H100", "A100-80GB", "V100", "v5p")
+    }
+    assert rates == {
+        "H100": ["989 bfloat16", "494.5 TF32", "67 float32"],
+        "A100-80GB": ["312 bfloat16", "156 TF32", "19.5 float32"],
+        "V100": ["125 bfloat16", "15.7 float32", "15.7 float32"],
+        "v5p": ["459 bfloat16"] * 3,
+    }
+    found = estimate(
+        chips["H100"], products={"16 bits": 989e12, "float32": 989e12}, memory_bytes=0, exchanged=[], chips=1
+    )
+    assert found.device_s == pytest.approx(1 + 2)
 
 
 def test_an_all_reduce_sends_twice_all_but_a_share():

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import jax
+import numpy as np
 import pytest
 
 import jdist
@@ -66,8 +67,9 @@ def test_devices_that_cannot_serve_are_refused(devices, message):
 
 
 def test_a_number_of_devices_is_refused_with_what_to_write():
-    with pytest.raises(DeviceError, match="2"):
-        jdist.mirrored(2)
+    for number in (2, np.array(2)):
+        with pytest.raises(DeviceError, match=r"2\)?; it must be a list of devices"):
+            jdist.mirrored(number)
 
 
 def test_one_device_refuses_as_well():

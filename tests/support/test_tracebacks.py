@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jdist
-from jdist.errors import DatasetError, StepError
+from jdist.errors import DatasetError, DeviceError, JDistError, StepError
 from jdist.support.tracebacks import hide_own_frames, without_own_frames
 
 OWN = str(Path(jdist.__file__).parent)
@@ -155,6 +155,37 @@ def test_what_jdist_refuses_is_shown_where_it_was_called():
         jdist.fit(wrong, 0.0, ROWS, epochs=1, steps=1)
     assert [frame.name for frame in frames_of(raised.value)] == ["test_what_jdist_refuses_is_shown_where_it_was_called"]
     assert not getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jdist.mirrored(["cpu:99"]),
+        lambda: jdist.one_device("cpu:99"),
+        lambda: jdist.central_storage(["cpu:99"]),
+        lambda: jdist.tpu(topology="x"),
+        lambda: jdist.multi_worker(all_reduce="x"),  # pyright: ignore[reportArgumentType]
+        lambda: jdist.parameter_server(local_workers=-1),
+        lambda: jdist.make_strategy("x"),
+        lambda: jdist.distribute(strategy(), steps_per_call=0),
+        lambda: jdist.nnx.distribute(strategy(), metrics={int: "x"}),  # pyright: ignore[reportArgumentType]
+        lambda: jdist.nnx.distribute(strategy(), steps_per_call=0)(loss_of),
+    ],
+)
+def test_an_argument_that_is_refused_is_shown_by_the_users_line_alone(make):
+    with pytest.raises(JDistError) as raised:
+        make()
+    assert {frame.filename for frame in frames_of(raised.value)} == {__file__}
+
+
+def test_a_warning_names_the_line_that_called_jdist(monkeypatch):
+    def is_missing(chip: str) -> None:
+        raise DeviceError("no plugin")
+
+    monkeypatch.setattr("jdist.strategies.gpu_topology._check_plugin", is_missing)
+    with pytest.warns(UserWarning, match="h100:9 is one host with 9 GPUs") as warned, pytest.raises(JDistError):
+        jdist.mirrored(topology="h100:9")
+    assert [each.filename for each in warned] == [__file__]
 
 
 def test_a_cause_stays_and_loses_its_frames_too():

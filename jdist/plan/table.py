@@ -216,7 +216,7 @@ def _remedies(plan: Plan) -> list[str]:
     """Names changes of the config by which the step would need less."""
     if plan.capacity is not None and plan.state_bytes > plan.capacity:
         return [
-            f"each device holds {size(plan.state_bytes)} of the state alone, so no batch fits in {size(plan.capacity)}:",
+            f"the state alone is {size(plan.state_bytes)} on each device, so no batch fits in {size(plan.capacity)}:",
             "strategy.name=sharded keeps a part of it on each device, strategy.name=parameter_server all of it on servers; or "
             "more devices, devices with more memory, an optimiser that keeps less (sgd, adafactor), a smaller model",
         ]

@@ -223,7 +223,7 @@ class TestText:
         assert small.state_bytes > 1000
         text = show(small)
         assert "the state alone is" in text
-        assert "central_storage" in text
+        assert "strategy.name=sharded keeps a part of it on each device" in text
         assert "train.global_batch" not in text
         one_row = dataclasses.replace(small, state_bytes=0, rows=1)
         assert "one row at a time, so no batch is smaller: train.precision=bf16" in show(one_row)

@@ -60,6 +60,7 @@ def compiled(name, operations, backend, state, **options):
         transform="shard_map",
         reduction=jdist.reduction.psum(),
         operations=operations,
+        parts=Parts(of="state", memory="host", axes=("replica",)) if operations is CENTRAL else None,
     )
     checked = make_options(**options)
     lead = (checked.steps_per_call,) if checked.steps_per_call > 1 else ()

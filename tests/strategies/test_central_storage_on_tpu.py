@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
+from jdist.core.operations import Parts
 from jdist.sharded_state.operations import BACKEND
 from jdist.step.mesh_program import REPLICATED
 from jdist.step.options import make_options

@@ -102,6 +102,7 @@ bench: setup
 	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/input.py
 	$(BIN)/python benchmarks/reductions.py
+	$(BIN)/python benchmarks/sharded.py
 	$(BIN)/python benchmarks/central_storage.py
 	$(BIN)/python benchmarks/multi_worker.py
 	$(BIN)/python benchmarks/restart.py

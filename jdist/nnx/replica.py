@@ -71,12 +71,48 @@ def value_and_grad(
     local = nnx.value_and_grad(lowered, argnums=argnums, has_aux=has_aux)
 
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
-        value, grads = local(*args, **kwargs)
+        trace = context.current_trace()
+        in_parts = None if trace is None or collectives.replica_axes() is None else trace.in_parts
+        place = argnums if isinstance(argnums, int) else None
+        if in_parts is None or place is None or not _is_alone(args, kwargs, place):
+            value, grads = local(*args, **kwargs)
+            forms = {}
+        else:
+            value, grads = _by_parts(in_parts, lowered, args, kwargs, place, has_aux)
+            forms = in_parts.forms(nnx.state(args[place], nnx.Param))
         loss, aux = value if has_aux else (value, None)
-        loss, grads = gradients.combine_gradients(loss, grads, op)
+        loss, grads = gradients.combine_gradients(loss, grads, op, forms)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad_of_all
+
+
+def _is_alone(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
+    """Whether one argument is an nnx module and no other holds objects, which a loss might change."""
+    others = [*args[:place], *args[place:][1:], *kwargs.values()]
+    return isinstance(args[place], nnx.Module) and not any(map(holds_objects, others))
+
+
+def _by_parts(
+    in_parts: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: int, has_aux: bool
+) -> tuple[Any, Any]:
+    """Differentiates as `nnx.value_and_grad`, by this replica's parts of the module's parameters.
+
+    What else the module holds is changed in place, as there; gradients of parameters in parts are parts.
+    """
+    graphdef, params, rest = nnx.split(args[place], nnx.Param, ...)
+
+    def of_params(params: Any) -> Any:
+        # A copy of the variables: the loss changes the module in place.
+        module = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))
+        result = f(*args[:place], module, *args[place:][1:], **kwargs)
+        loss, aux = result if has_aux else (result, None)
+        return loss, (aux, nnx.split(module, nnx.Param, ...)[2])
+
+    differentiate = functools.partial(jax.value_and_grad, has_aux=True)
+    (loss, (aux, new)), grads = in_parts.take(differentiate, of_params, (params,), {}, {0})
+    nnx.update(args[place], new)
+    return ((loss, aux) if has_aux else loss), grads
 
 
 def grad(

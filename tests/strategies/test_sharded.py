@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
@@ -181,6 +182,41 @@ def test_gradients_that_a_later_gradient_reads():
         want, expected, _ = run(jdist.one_device(), step)
         np.testing.assert_allclose(losses, expected, rtol=0, atol=2e-6)
         assert_close(got, want, atol=5e-6)
+
+
+def test_a_module_of_nnx_is_gathered_where_it_computes():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.norm = nnx.Linear(16, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+            self.dropout, self.down = nnx.Dropout(0.2, rngs=rngs), nnx.Linear(64, 5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
+
+    def trained(strategy):
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @jdist.nnx.distribute(strategy)
+        def step(model, optimizer, batch):
+            def loss_fn(model):
+                out = model(jax.nn.one_hot(batch["token"] % 16, 16))
+                losses = optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
+                return jdist.mean(losses, batch["mask"]), out
+
+            (loss, _), grads = jdist.nnx.value_and_grad(loss_fn, has_aux=True)(model)
+            optimizer.update(model, grads)
+            return loss
+
+        losses = [float(step(model, optimizer, batch)) for batch in BATCHES]
+        text = step.lower(model, optimizer, BATCHES[0]).as_text()
+        return losses, jax.tree.map(np.asarray, nnx.state(model, nnx.BatchStat)), text
+
+    (losses, statistics, text), (expected, same, _) = trained(jdist.sharded(**EVERYTHING)), trained(jdist.mirrored())
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), statistics, same)
+    kernels = re.findall(r"stablehlo.all_gather.*-> tensor<(?:16x64|64x5|320)xf32>", text)
+    assert len(kernels) >= 3  # two for the forward pass, and that of the last layer for the backward pass
 
 
 class TestWhereThingsAre:

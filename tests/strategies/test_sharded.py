@@ -210,7 +210,7 @@ def test_a_module_of_nnx_is_gathered_where_it_computes():
 
         losses = [float(step(model, optimizer, batch)) for batch in BATCHES]
         text = step.lower(model, optimizer, BATCHES[0]).as_text()
-        return losses, jax.tree.map(np.asarray, nnx.state(model, nnx.BatchStat)), text
+        return losses, strategy.fetch(nnx.state(model, nnx.BatchStat)), text
 
     (losses, statistics, text), (expected, same, _) = trained(jdist.sharded(**EVERYTHING)), trained(jdist.mirrored())
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)

@@ -29,6 +29,7 @@ def make(
     heads: int = 4,
     dropout: float = 0.0,
     dtype: str = "float32",
+    stacked: bool = False,
     eval_context: int | None = None,
     eval_bytes: int | None = None,
 ) -> Task:
@@ -43,6 +44,8 @@ def make(
         heads: attention heads; `width / heads` is even.
         dropout: share of each branch dropped in training.
         dtype: "float32", or "bfloat16" for activations on GPU and TPU; parameters are float32 always.
+        stacked: whether the blocks' parameters are stacked and a `lax.scan` goes over them, each block computed again in the
+            backward pass: for models of many layers, which then compile as fast as one of few.
         eval_context: bytes that each evaluated row sees before the first byte it is scored on, less than
             `length`; None for half of `length`. More is better and slower: `length - eval_context` bytes are
             scored a row.
@@ -70,7 +73,7 @@ def make(
             f"{context} is not less than length, which is {length}: a row scores the bytes that are left",
             others=["length"],
         )
-    model = _model(layers=layers, width=width, heads=heads, dropout=dropout, dtype=dtype)
+    model = _model(layers=layers, width=width, heads=heads, dropout=dropout, dtype=dtype, stacked=stacked)
     with options.blaming("files"):
         data = corpus.load(_patterns(files))
     train_rows = training_rows(data.train, length=length)
@@ -180,7 +183,7 @@ def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.n
     return data[: count // scored * scored]
 
 
-def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str) -> Transformer:
+def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str, stacked: bool) -> Transformer:
     width, heads = options.whole("width", width), options.whole("heads", heads)
     if width % (2 * heads):
         raise OptionError(
@@ -196,6 +199,7 @@ def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str) -
         heads=heads,
         dropout=options.fraction("dropout", dropout),
         dtype=jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16"))),
+        stacked=options.switch("stacked", stacked),
     )
 
 

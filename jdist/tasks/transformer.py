@@ -78,6 +78,8 @@ class Transformer(nn.Module):
         heads: attention heads; `width // heads` is even.
         dropout: share of each branch dropped in training; it needs the rng "dropout".
         dtype: dtype of the activations; parameters, normalisation and logits are float32.
+        stacked: whether the parameters of all blocks are in one tree of arrays [layers, ...], over which a scan goes; each block
+            is then computed again in the backward pass.
 
     Example:
         >>> model = Transformer(vocabulary=257, layers=2, width=32, heads=2)
@@ -93,14 +95,24 @@ class Transformer(nn.Module):
     heads: int
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    stacked: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
         embed = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(1.0))
         x = embed(tokens).astype(self.dtype)
         dropout = self.dropout if train else 0.0
-        for i in range(self.layers):
-            x = Block(self.heads, self.layers, dropout, self.dtype, name=f"block_{i}")(x)
+        if self.stacked:
+            of_layers = nn.scan(
+                nn.remat(lambda block, x: (block(x), None), prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=self.layers,
+            )
+            x, _ = of_layers(Block(self.heads, self.layers, dropout, self.dtype, name="blocks"), x)
+        else:
+            for i in range(self.layers):
+                x = Block(self.heads, self.layers, dropout, self.dtype, name=f"block_{i}")(x)
         x = nn.RMSNorm(dtype=self.dtype)(x)
         # Small at the start, so that the first loss is that of the uniform distribution.
         head = nn.Dense(self.vocabulary, kernel_init=nn.initializers.normal(0.02), dtype=self.dtype, name="logits")

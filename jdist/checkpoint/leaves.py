@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.checkpoint.pieces import Box, LocalLeaf
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread, restored, spread_like
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
@@ -78,6 +78,9 @@ def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
 
     The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
     """
+    if is_spread(leaf):
+        boxes = [Box(start, box) for start, box in leaf.local_boxes()]
+        return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return _whole(_host_copy(leaf), is_chief)
     if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
@@ -94,8 +97,6 @@ def _whole(array: np.ndarray, is_chief: bool) -> LocalLeaf:
 
 
 def _host_copy(leaf: Any) -> np.ndarray:
-    if is_spread(leaf):
-        return restored(_host_copy(leaf.stored), leaf.shape)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf, order="C")
     copy = np.empty(leaf.shape, leaf.dtype)

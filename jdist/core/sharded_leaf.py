@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.errors import DeviceError
+from jdist.support.arrays import put, to_host
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -63,6 +64,26 @@ class ShardedLeaf:
         sharding = self.stored.sharding
         memory = "host" if sharding.memory_kind in _HOST_MEMORIES else "device"
         return f"{num_parts_of(sharding)} parts in {memory} memory"
+
+    def to_host(self) -> np.ndarray:
+        """Copies the whole array to the host; if processes hold its parts, all of them have to call it."""
+        return restored(to_host(self.stored), self.shape)
+
+    def local_boxes(self) -> list[tuple[tuple[int, ...], np.ndarray]]:
+        """Copies this process's parts to the host, of which copies on other devices count once: `(start in the array, box)`."""
+        shards = [shard for shard in self.stored.addressable_shards if shard.replica_id == 0]
+        for shard in shards:
+            shard.data.copy_to_host_async()
+        boxes: list[tuple[tuple[int, ...], np.ndarray]] = []
+        for shard in shards:
+            start, part = tuple(each.start or 0 for each in shard.index), np.array(shard.data)
+            if part.ndim == self.ndim:
+                real = tuple(slice(max(0, length - at)) for length, at in zip(self.shape, start, strict=True))
+                boxes.append((start, part[real]))
+            else:  # rows of the elements in row-major order
+                first = start[0] * math.prod(part.shape[1:])
+                boxes.extend(_boxes_of_range(self.shape, first, part.reshape(-1)[: max(0, self.size - first)]))
+        return [(start, box) for start, box in boxes if box.size]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = restored(np.array(self.stored), self.shape)  # a copy, whatever `copy` asks for
@@ -314,6 +335,34 @@ def _host_memory(strategy: Strategy) -> str:
     return kinds[0]
 
 
+def _boxes_of_range(
+    shape: tuple[int, ...], first: int, elements: np.ndarray
+) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Cuts successive elements of an array in row-major order into boxes of it: `(start, box)`."""
+    if not elements.size:
+        return []
+    size = math.prod(shape[1:])
+    if len(shape) == 1 or (first % size == 0 and elements.size % size == 0):
+        start = (first // size, *(0,) * (len(shape) - 1))
+        return [(start, elements.reshape(-1, *shape[1:]))]
+    # The rest of a row, whole rows, the beginning of a row.
+    to_next_row = min(elements.size, -first % size)
+    whole = (elements.size - to_next_row) // size * size
+    boxes = []
+    for at, length in (
+        (0, to_next_row),
+        (to_next_row, whole),
+        (to_next_row + whole, elements.size - to_next_row - whole),
+    ):
+        part = elements[at : at + length]
+        if length and (first + at) % size == 0 and length % size == 0:
+            boxes += _boxes_of_range(shape, first + at, part)
+        elif length:
+            row, within = divmod(first + at, size)
+            boxes += [((row, *start), box[None]) for start, box in _boxes_of_range(shape[1:], within, part)]
+    return boxes
+
+
 def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Restores the array of a stored one, on the host."""
     if stored.ndim == len(shape):
@@ -328,7 +377,7 @@ def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
         stored[tuple(map(slice, array.shape))] = array
     else:
         stored.reshape(-1)[: array.size] = array.reshape(-1)
-    return ShardedLeaf(jax.device_put(stored, like.stored.sharding), like.shape)
+    return ShardedLeaf(put(stored, like.stored.sharding), like.shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         heads: attention heads; `width // heads` is even.
         dropout: share of each branch dropped in training; it needs the rng "dropout".
         dtype: dtype of the activations; parameters, normalisation and logits are float32.
-        stacked: whether the parameters of all blocks are in one tree of arrays [layers, ...], over which a scan goes; each block
+        stacked: whether the parameters of all blocks are in arrays [layers, ...], over which a scan goes; each block
             is then computed again in the backward pass.
 
     Example:

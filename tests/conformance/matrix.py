@@ -92,6 +92,8 @@ MULTI_WORKER: dict[str, Callable[[], jdist.Strategy]] = {
     "shard_map": jdist.multi_worker,
     "jit": lambda: jdist.multi_worker(transform="jit"),
     "hierarchical": lambda: jdist.multi_worker(all_reduce="hierarchical"),
+    "sharded": lambda: jdist.multi_worker(shard={"of": "state", "whole_below": 0, "most_whole": 1}),
+    "sharded_optimizer": lambda: jdist.multi_worker(shard={"of": "optimizer", "whole_below": 0, "within": 4}),
     "ring": lambda: jdist.multi_worker(communication=jdist.CommunicationOptions(implementation="ring")),
 }
 

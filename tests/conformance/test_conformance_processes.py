@@ -32,6 +32,8 @@ CHOSEN = sorted(pairwise(all_cases(MULTI_WORKER, FAMILIES)))
 SHARED_OUT = {layout: CHOSEN[i :: 12 * len(LAYOUTS)] for i, layout in enumerate(LAYOUTS)}
 IN_16_BITS = [("shard_map", "plain_pytree", "fp16", "sgd"), ("jit", "transformer", "bf16", "sgd")]
 SHARED_OUT["2x4"].append(IN_16_BITS[0])
+SHARED_OUT["2x4"].append(("sharded", "params_and_opt_state", "accumulate", "adam"))
+SHARED_OUT["4x1"].append(("sharded", "gan", "steps_per_call", "sgd"))
 
 
 @functools.cache

@@ -222,8 +222,7 @@ class _Evaluation:
         """Computes a stretch of equations; `until` is the number of the equation after it."""
         if not stretch:
             return
-        made = {v for eqn in stretch for v in eqn.outvars}
-        wanted = [v for v in made if self.last_read.get(v, -1) >= until]
+        wanted = [v for eqn in stretch for v in eqn.outvars if self.last_read.get(v, -1) >= until]
         self.known.update(zip(wanted, self.evaluated(stretch, wanted, self.gathers_again), strict=True))
 
     def values(self, variables: Sequence[Any]) -> list[Any]:
@@ -233,14 +232,16 @@ class _Evaluation:
     def evaluated(self, stretch: list[Any], wanted: Sequence[Any], gathers_again: bool) -> list[Any]:
         """Computes variables by a stretch of equations, with what these need of parts."""
         made = {v for eqn in stretch for v in eqn.outvars}
-        reads = {v for v in (*wanted, *(v for eqn in stretch for v in eqn.invars)) if not graph.is_literal(v)} - made
+        # In the program's order, not a set's: all processes are to gather in the same one.
+        read = (v for v in (*wanted, *(v for eqn in stretch for v in eqn.invars)) if not graph.is_literal(v))
+        reads = dict.fromkeys(v for v in read if v not in made)
         before: list[Any] = []
         pending = [self.of_parts[v] for v in reads if v in self.of_parts]
         while pending:
             eqn = pending.pop()
             if not any(eqn is other for other in before):
                 before.append(eqn)
-                reads.update(v for v in eqn.invars if not graph.is_literal(v))
+                reads.update((v, None) for v in eqn.invars if not graph.is_literal(v))
                 pending.extend(self.of_parts[v] for v in eqn.invars if not graph.is_literal(v) and v in self.of_parts)
         before.sort(key=lambda eqn: next(i for i, other in enumerate(self.equations) if other is eqn))
         given = [v for v in reads if v in self.known]

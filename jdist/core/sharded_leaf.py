@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.errors import DeviceError
+from jdist.support.arrays import put, to_host
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -65,6 +66,11 @@ class ShardedLeaf:
         return f"{num_parts_of(sharding)} parts in {memory} memory"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if isinstance(self.stored, jax.Array) and not self.stored.is_fully_addressable:
+            raise DeviceError(
+                f"a {self.dtype} array of shape {self.shape} is in parts on the devices of several processes: a process alone "
+                "cannot read it. Call `strategy.fetch(x)` on all of them, which gathers it."
+            )
         whole = restored(np.array(self.stored), self.shape)  # a copy, whatever `copy` asks for
         return whole if dtype is None else whole.astype(dtype)
 
@@ -84,6 +90,11 @@ _HOST_MEMORIES = ("pinned_host", "unpinned_host")
 def is_spread(node: object) -> bool:
     """Whether `node` is a `ShardedLeaf`, for use as `is_leaf`."""
     return isinstance(node, ShardedLeaf)
+
+
+def whole_on_host(x: Any) -> Any:
+    """Copies an array, in parts or not, to the host whole; `to_host` of the whole array."""
+    return restored(to_host(x.stored), x.shape) if is_spread(x) else to_host(x)
 
 
 def num_parts_of(sharding: Any) -> int:
@@ -328,7 +339,7 @@ def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
         stored[tuple(map(slice, array.shape))] = array
     else:
         stored.reshape(-1)[: array.size] = array.reshape(-1)
-    return ShardedLeaf(jax.device_put(stored, like.stored.sharding), like.shape)
+    return ShardedLeaf(put(stored, like.stored.sharding), like.shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -65,6 +65,14 @@ class GradientsOfParts:
                 found[jax.tree_util.keystr(path)] = self.layout.form(x.shape)
         return found
 
+    def fits(self, grads: PyTree, tree: PyTree) -> bool:
+        """Whether gradients are where the leaves are that they were taken by, so that parts among them can be told."""
+        forms = self.forms(tree)
+        shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+        shapes |= {path: self.layout.part_shape(form.of) for path, form in forms.items()}
+        found = jax.tree.leaves_with_path(grads)
+        return all(shapes.get(jax.tree_util.keystr(path)) == jnp.shape(x) for path, x in found)
+
     def take(
         self,
         differentiate: Differentiate,

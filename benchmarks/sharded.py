@@ -3,8 +3,8 @@
     python benchmarks/sharded.py [--devices 2 8] [--rounds 15]
 
 `mirrored`, `sharded(shard="optimizer")` and `sharded()` run one step, a stack of six layers of 1,024 x 1,024 in a scan under
-AdamW at global batch 512. By hand is the same in `shard_map`: parts gathered in the scan's body under `jax.checkpoint`, updated in
-parts. jit is the plain step with parameters laid out in parts by `NamedSharding`, and the compiler left to it. On CPU all
+AdamW at global batch 512. By hand is the same in `shard_map`: parts gathered in the scan's body under `jax.checkpoint`, updated
+in parts. jit is the plain step with parameters laid out in parts by `NamedSharding`, and the compiler left to it. On CPU all
 devices share one memory, so this shows what the program does, not what a network would.
 
 With accumulate=8 it compares one reduction an update with the reduction in every microbatch that jit makes.

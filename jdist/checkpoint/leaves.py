@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +80,52 @@ def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
     The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
     """
     if is_spread(leaf):
-        boxes = [Box(start, box) for start, box in leaf.local_boxes()]
-        return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
+        return _in_parts(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return _whole(_host_copy(leaf), is_chief)
     if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
         return _whole(_host_copy(leaf), True) if is_chief else LocalLeaf(leaf.shape, np.dtype(leaf.dtype))
-    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), _own_boxes(leaf))
+
+
+def _own_boxes(array: jax.Array) -> list[Box]:
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
-    boxes = [Box(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+    return [Box(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+
+
+def _in_parts(leaf: ShardedLeaf) -> LocalLeaf:
+    """Copies this process's parts of an array in parts, without what was filled up."""
+    boxes: list[Box] = []
+    in_a_row = leaf.stored.ndim != leaf.ndim
+    for start, values in _own_boxes(leaf.stored):
+        if in_a_row:
+            first = start[0] * math.prod(values.shape[1:])
+            boxes += boxes_of_elements(leaf.shape, first, values.reshape(-1)[: max(0, leaf.size - first)])
+            continue
+        real = values[tuple(slice(max(0, size - first)) for first, size in zip(start, leaf.shape, strict=True))]
+        boxes += [Box(start, real)] if real.size else []
     return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
+
+
+def boxes_of_elements(shape: tuple[int, ...], first: int, values: np.ndarray) -> list[Box]:
+    """Cuts successive elements of an array in row-major order, from number `first` on, into boxes of it."""
+    if len(shape) < 2:
+        return [Box((first,), values)] if values.size else []
+    size = math.prod(shape[1:])
+    row, offset = divmod(first, size)
+    boxes: list[Box] = []
+    while values.size:
+        count = (values.size // size if not offset else 0) * size or min(size - offset, values.size)
+        now, values = values[:count], values[count:]
+        if count % size:
+            inner = boxes_of_elements(shape[1:], offset, now)
+            boxes += [Box((row, *start), box[None]) for start, box in inner]
+        else:
+            boxes.append(Box((row, *(0,) * (len(shape) - 1)), now.reshape(-1, *shape[1:])))
+        row, offset = row + max(1, count // size), 0
+    return boxes
 
 
 def _whole(array: np.ndarray, is_chief: bool) -> LocalLeaf:

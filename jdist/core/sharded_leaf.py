@@ -65,27 +65,12 @@ class ShardedLeaf:
         memory = "host" if sharding.memory_kind in _HOST_MEMORIES else "device"
         return f"{num_parts_of(sharding)} parts in {memory} memory"
 
-    def to_host(self) -> np.ndarray:
-        """Copies the whole array to the host; if processes hold its parts, all of them have to call it."""
-        return restored(to_host(self.stored), self.shape)
-
-    def local_boxes(self) -> list[tuple[tuple[int, ...], np.ndarray]]:
-        """Copies this process's parts to the host, of which copies on other devices count once: `(start in the array, box)`."""
-        shards = [shard for shard in self.stored.addressable_shards if shard.replica_id == 0]
-        for shard in shards:
-            shard.data.copy_to_host_async()
-        boxes: list[tuple[tuple[int, ...], np.ndarray]] = []
-        for shard in shards:
-            start, part = tuple(each.start or 0 for each in shard.index), np.array(shard.data)
-            if part.ndim == self.ndim:
-                real = tuple(slice(max(0, length - at)) for length, at in zip(self.shape, start, strict=True))
-                boxes.append((start, part[real]))
-            else:  # rows of the elements in row-major order
-                first = start[0] * math.prod(part.shape[1:])
-                boxes.extend(_boxes_of_range(self.shape, first, part.reshape(-1)[: max(0, self.size - first)]))
-        return [(start, box) for start, box in boxes if box.size]
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if isinstance(self.stored, jax.Array) and not self.stored.is_fully_addressable:
+            raise DeviceError(
+                f"a {self.dtype} array of shape {self.shape} is in parts on the devices of several processes: a process alone "
+                "cannot read it. Call `strategy.fetch(x)` on all of them, which gathers it."
+            )
         whole = restored(np.array(self.stored), self.shape)  # a copy, whatever `copy` asks for
         return whole if dtype is None else whole.astype(dtype)
 
@@ -105,6 +90,11 @@ _HOST_MEMORIES = ("pinned_host", "unpinned_host")
 def is_spread(node: object) -> bool:
     """Whether `node` is a `ShardedLeaf`, for use as `is_leaf`."""
     return isinstance(node, ShardedLeaf)
+
+
+def whole_on_host(x: Any) -> Any:
+    """Copies an array, in parts or not, to the host whole; `to_host` of the whole array."""
+    return restored(to_host(x.stored), x.shape) if is_spread(x) else to_host(x)
 
 
 def num_parts_of(sharding: Any) -> int:
@@ -333,34 +323,6 @@ def _host_memory(strategy: Strategy) -> str:
             f"{', '.join(offered)}. Use jdist.mirrored()."
         )
     return kinds[0]
-
-
-def _boxes_of_range(
-    shape: tuple[int, ...], first: int, elements: np.ndarray
-) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Cuts successive elements of an array in row-major order into boxes of it: `(start, box)`."""
-    if not elements.size:
-        return []
-    size = math.prod(shape[1:])
-    if len(shape) == 1 or (first % size == 0 and elements.size % size == 0):
-        start = (first // size, *(0,) * (len(shape) - 1))
-        return [(start, elements.reshape(-1, *shape[1:]))]
-    # The rest of a row, whole rows, the beginning of a row.
-    to_next_row = min(elements.size, -first % size)
-    whole = (elements.size - to_next_row) // size * size
-    boxes = []
-    for at, length in (
-        (0, to_next_row),
-        (to_next_row, whole),
-        (to_next_row + whole, elements.size - to_next_row - whole),
-    ):
-        part = elements[at : at + length]
-        if length and (first + at) % size == 0 and length % size == 0:
-            boxes += _boxes_of_range(shape, first + at, part)
-        elif length:
-            row, within = divmod(first + at, size)
-            boxes += [((row, *start), box[None]) for start, box in _boxes_of_range(shape[1:], within, part)]
-    return boxes
 
 
 def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

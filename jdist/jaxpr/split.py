@@ -60,6 +60,7 @@ def split(
     Raises:
         BoundaryError: a collective of the step stands inside a loop, a condition or a `jax.checkpoint` of its own; the
             step combines no gradient; or it writes to its state what microbatches have no common value of.
+        PartsVaryError: with `parts` alone.
     """
 
     num_virtual = [1]
@@ -90,8 +91,21 @@ def split(
     )
     of_leaves = dict(zip(parts, invars[num_state + num_batch + num_others - len(parts) : -1], strict=True))
     given = {invars[i]: part for i, part in of_leaves.items()}
+    rows = [*invars[num_state : num_state + num_batch], invars[-1]]
+    if parts and _cuts_what_varies(closed, rows):
+        raise PartsVaryError
     closed = graph.substituted(closed, lambda eqn: given.get(eqn.invars[0]) if is_own_part(eqn) else None)
     return _Analysis(closed, (state, batch, others), shapes, sizes, otherwise, len(parts)).split()
+
+
+class PartsVaryError(Exception):
+    """A step takes replicas' own parts of what is not the same on all of them, which together are no array."""
+
+
+def _cuts_what_varies(closed: Any, rows: Sequence[Any]) -> bool:
+    cut = [eqn.invars[0] for eqn in graph.body_of(closed).eqns if is_own_part(eqn)]
+    varying = variation.varying(closed, rows) if cut else set[Any]()
+    return any(graph.is_in(v, varying) for v in cut)
 
 
 class _Analysis:
@@ -122,8 +136,9 @@ class _Analysis:
         self.microbatch = next(invars)
         self.new_state, self.outputs = (_take(outvars, len(jax.tree.leaves(tree))) for tree in results)
         self.equations = list(jaxpr.eqns)
+        self.of_rows = variation.of_one_microbatch(closed, [*self.batch, self.microbatch])
         # What is gathered of parts is gathered for each microbatch anew, as if it were the microbatch's own.
-        cut = [v for eqn in self.equations if is_own_part(eqn) for v in eqn.outvars]
+        cut = [v for eqn in self.equations if is_own_part(eqn) for v in eqn.outvars if v not in self.of_rows]
         self.parts = {*self.others[len(self.others) - num_parts :], *cut}
         self.own = variation.of_one_microbatch(closed, [*self.batch, self.microbatch, *self.parts])
         self._check_nested()
@@ -290,7 +305,7 @@ class _Analysis:
         """Decides how the values that microbatches compute of a leaf become one: added up, or averaged."""
         old, new = self.state[i], self.new_state[i]
         dtype = old.aval.dtype
-        if self.sizes[1] == 1:
+        if self.sizes[1] == 1 or not graph.is_in(new, self.of_rows):  # of parameters alone: all have the same
             return Carried(i, adds_up=False)
         rule = AffineRule(self.closed, old, new, self.sizes)
         slope = rule.of_program()

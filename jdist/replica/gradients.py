@@ -103,12 +103,17 @@ def value_and_grad(
     @without_own_frames
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         trace = context.current_trace()
-        in_parts = None if trace is None or replica_axes() is None else trace.in_parts
+        # Under a transformation of the user's (`jax.vmap`, `jax.jvp`, a gradient of this one) parts would not be the leaves'.
+        is_plain = trace is not None and replica_axes() is not None and trace.at_step_level()
+        in_parts = trace.in_parts if trace is not None and is_plain else None
         first = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         if in_parts is None:
             value, grads = local(*args, **kwargs)
         else:
             value, grads = in_parts.take(differentiate, lowered, args, kwargs, _places(argnums, args))
+            if using is not None and not in_parts.fits(grads, first):
+                in_parts = None
+                value, grads = local(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
         if trace is not None:
             for parameter in jax.tree.leaves(first)[:1]:
@@ -163,7 +168,7 @@ def combine_gradients(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    if trace is not None and trace.in_parts is not None and forms:
+    if trace is not None and forms:
         of_parts = [forms.get(paths[i]) for i in real]
         value, combined = trace.in_parts.reduce(value, [leaves[i][1] for i in real], of_parts, op)
     else:

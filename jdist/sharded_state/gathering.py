@@ -68,6 +68,14 @@ class GradientsOfParts:
                 found[jax.tree_util.keystr(path)] = self.layout.form(x.shape)
         return found
 
+    def fits(self, grads: PyTree, tree: PyTree) -> bool:
+        """Whether gradients are where the leaves are that they were taken by, so that parts among them can be told."""
+        forms = self.forms(tree)
+        shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+        shapes |= {path: self.layout.part_shape(form.of) for path, form in forms.items()}
+        found = jax.tree.leaves_with_path(grads)
+        return all(shapes.get(jax.tree_util.keystr(path)) == jnp.shape(x) for path, x in found)
+
     def take(
         self,
         differentiate: Differentiate,
@@ -425,29 +433,30 @@ def _gathering_again(run: Callable[..., list[Any]], values: list[Any], parts: Se
     by = [i for i, x in enumerate(values) if _is_inexact(x)]
     places: list[int] = []
 
-    def filled(xs: Sequence[Any]) -> list[Any]:
-        known = dict(zip(by, xs, strict=True))
-        return [known.get(i, x) for i, x in enumerate(values)]
+    # All values are arguments: what the function closes over could be of a trace that is over once the backward pass is made.
+    def forward(*values: Any) -> Any:
+        def of_inexact(*xs: Any) -> list[Any]:
+            known = dict(zip(by, xs, strict=True))
+            return run(*(known.get(i, x) for i, x in enumerate(values)))
 
-    checkpointed = jax.checkpoint(lambda *xs: run(*filled(xs)), policy=_is_kept, prevent_cse=False)
-
-    def forward(*xs: Any) -> Any:
-        results, backward = jax.vjp(checkpointed, *xs)
+        differentiated = [values[i] for i in by]
+        results, backward = jax.vjp(jax.checkpoint(of_inexact, policy=_is_kept, prevent_cse=False), *differentiated)
         kept = jax.tree.leaves(backward)
-        own = [xs[by.index(i)] for i in parts]
-        computed = [i for i, x in enumerate(kept) if not any(x is other for other in xs)]
+        own = [values[i] for i in parts]
+        computed = [i for i, x in enumerate(kept) if not any(x is other for other in values)]
         places[:] = [i for i, x in enumerate(kept) if any(x is part for part in own)]
         # A gradient of the loss itself is known from the start, so what was kept last stands for the forward pass's end.
         places.extend(computed[-1:])
         return results, backward
 
-    def backward(backward: Any, cotangents: Any) -> Any:
+    def backward(backward: Any, cotangents: Any) -> tuple[Any, ...]:
         leaves, treedef = jax.tree.flatten(backward)
         found, cotangents = jax.lax.optimization_barrier(([leaves[i] for i in places], cotangents))
         for i, x in zip(places, found, strict=True):
             leaves[i] = x
-        return jax.tree.unflatten(treedef, leaves)(cotangents)
+        grads = dict(zip(by, jax.tree.unflatten(treedef, leaves)(cotangents), strict=True))
+        return tuple(grads.get(i) for i in range(len(values)))
 
-    function = jax.custom_vjp(lambda *xs: run(*filled(xs)))
+    function = jax.custom_vjp(run)
     function.defvjp(forward, backward)
-    return function(*(values[i] for i in by))
+    return function(*values)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist.core.division import divided, is_in_place, shapes
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
+from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves, whole_on_host
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
@@ -59,7 +59,8 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     kept = [is_in_place(layout, x) for x in leaves]
     # Other leaves, a `ShardedLeaf` of another strategy too, go through the layout with a copy on every device.
     others = jax.tree.unflatten(
-        treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
+        treedef,
+        [None if keep else whole_on_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)],
     )
     whole = iter(jax.tree.leaves(placement.adopt_state(strategy, others)))
     seen: set[int] = set()
@@ -87,7 +88,7 @@ def _store(layout: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """Waits for the steps in flight, compares what replicas hold in common, joins the parts: `Strategy.fetch`."""
     check(strategy, state)
-    return unpack(map_leaves(to_host, user_states(pack(state))))
+    return unpack(map_leaves(whole_on_host, user_states(pack(state))))
 
 
 def check(strategy: Strategy, state: PyTree) -> None:
@@ -131,7 +132,7 @@ def _hash_parts(strategy: Strategy, shapes: tuple[tuple[int, ...], ...]) -> Call
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Runs a function on the replicas, with states among its arguments whole: `Strategy.run`."""
     check_arguments_not_donated("strategy.run", args, kwargs)
-    args, kwargs = map_leaves(lambda x: to_host(x) if is_spread(x) else x, (args, kwargs))
+    args, kwargs = map_leaves(lambda x: whole_on_host(x) if is_spread(x) else x, (args, kwargs))
     return on_replicas.run(strategy, fn, args, kwargs)
 
 

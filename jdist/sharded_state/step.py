@@ -14,6 +14,7 @@ from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
+from jdist.jaxpr.split import PartsVaryError
 from jdist.sharded_state.gathering import gathering
 from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
@@ -88,16 +89,24 @@ class _SplitStep:
         """Traces the step as a replica sees it, and splits it."""
         all_flags: list[FiniteFlags] = []
         pure = self.spec.splittable(all_flags)
-        plan = make_plan(
-            self.strategy,
-            gathering(pure, self.layout) if self.in_parts else pure,
-            self.options.accumulate,
-            state,
-            batches,
-            self.with_parts(others),
-            parts=self.in_parts,
-            otherwise="use `jdist.mirrored()`, which does not split a step",
-        )
+
+        def planned() -> Plan:
+            return make_plan(
+                self.strategy,
+                gathering(pure, self.layout) if self.in_parts else pure,
+                self.options.accumulate,
+                state,
+                batches,
+                self.with_parts(others),
+                parts=self.in_parts,
+                otherwise="use `jdist.mirrored()`, which does not split a step",
+            )
+
+        try:
+            plan = planned()
+        except PartsVaryError:  # a gradient by what each replica computed of its own rows: whole, as it has it
+            self.in_parts = ()
+            plan = planned()
         if self.spec.compares_replicas:
             plan.check_averages_combined()
         flags = all_flags[-1]

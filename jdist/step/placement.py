@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves, whole_on_host
 from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
@@ -146,7 +146,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
 
     def put_whole(x: Any) -> Any:
         if is_spread(x):  # parameters in parts, passed to an evaluation
-            return jax.device_put(np.asarray(x), whole)
+            return put(whole_on_host(x), whole)
         if isinstance(x, jax.Array) and x.sharding != whole:
             return put(x, whole)
         return x

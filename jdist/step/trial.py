@@ -12,7 +12,7 @@ import jax
 from jax.extend import core as jex
 
 from jdist.core.per_replica import is_per_replica
-from jdist.core.sharded_leaf import is_spread
+from jdist.core.sharded_leaf import is_spread, whole_on_host
 from jdist.core.step_state import pack
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token
@@ -20,7 +20,6 @@ from jdist.step.outputs import Traced
 from jdist.step.placement import place_batches, replicate
 from jdist.step.quiet import draws, prints, quiet, shaken
 from jdist.step.signature import Call
-from jdist.support.arrays import to_host
 
 PyTree = Any
 Run = Callable[[tuple[PyTree, ...]], Any]  # from `(token, state, batches, others)` to `(token, state, outputs)`
@@ -111,4 +110,4 @@ def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
 
 
 def on_host(x: Any) -> Any:
-    return to_host(x) if isinstance(x, jax.Array) or is_spread(x) else x
+    return whole_on_host(x) if isinstance(x, jax.Array) or is_spread(x) else x

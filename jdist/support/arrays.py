@@ -120,8 +120,6 @@ def to_host(x: Any) -> Any:
     """
     if is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(to_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-    if hasattr(type(x), "to_host"):  # an array in parts
-        return x.to_host()
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if not x.is_fully_replicated:
             return np.array(multihost_utils.process_allgather(x, tiled=True))

@@ -219,6 +219,135 @@ def test_a_module_of_nnx_is_gathered_where_it_computes():
     assert len(kernels) >= 3  # two for the forward pass, and that of the last layer for the backward pass
 
 
+def loss_of(params, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["token"]), batch["y"])
+    return jdist.mean(losses, batch["mask"])
+
+
+def ensemble(state, batch):
+    """Members of a stack whose shape is cut on another axis than theirs."""
+
+    def member(w, b):
+        def loss_fn(w, b):
+            return jdist.mean(jnp.tanh(w[batch["token"] % 24] + b).sum(-1) ** 2, batch["mask"])
+
+        return jdist.value_and_grad(loss_fn, argnums=(0, 1))(w, b)
+
+    loss, (w, b) = jax.vmap(member)(state.params["layers"]["w"], state.params["layers"]["b"])
+    grads = {**jax.tree.map(jnp.zeros_like, state.params), "layers": {"w": w, "b": b}}
+    return state.apply_gradients(grads=grads), {"loss": loss.mean()}
+
+
+def curvature(state, batch):
+    """A product with the Hessian."""
+    loss, grads = jdist.value_and_grad(loss_of)(state.params, batch)
+    _, product = jax.jvp(jdist.grad(lambda params: loss_of(params, batch)), (state.params,), (grads,))
+    return state.apply_gradients(grads=jax.tree.map(lambda g, h: g + 0.1 * h, grads, product)), {"loss": loss}
+
+
+def gradient_in_gradient(state, batch):
+    """The gradient of the loss after a step."""
+
+    def after_a_step(params):
+        grads = jdist.grad(loss_of)(params, batch)
+        return loss_of(jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), batch)
+
+    loss, grads = jdist.value_and_grad(after_a_step)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def inner_steps(state, batch):
+    """A gradient by parameters that a loop over gradients has made."""
+
+    def descend(params, _):
+        grads = jdist.grad(loss_of)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), None
+
+    params, _ = jax.lax.scan(descend, state.params, None, length=2)
+    loss, grads = jdist.value_and_grad(loss_of)(params, batch)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def other_tree(state, batch):
+    """What takes the gradient returns it in a list."""
+
+    def using(fun, has_aux):
+        def value_and_grads(params):
+            value, grads = jax.value_and_grad(fun)(params)
+            return value, jax.tree.leaves(grads)
+
+        return value_and_grads
+
+    loss, grads = jdist.value_and_grad(lambda params: loss_of(params, batch), using=using)(state.params)
+    grads = jax.tree.unflatten(jax.tree.structure(state.params), grads)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+@pytest.mark.parametrize("step", [ensemble, curvature, gradient_in_gradient, inner_steps, other_tree])
+def test_gradients_under_transformations(step):
+    got, losses, _ = run(jdist.sharded(jax.devices()[:3], **EVERYTHING), step, num_steps=3)
+    want, expected, _ = run(jdist.one_device(), step, num_steps=3)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    assert_close(got, want, atol=2e-6)
+
+
+def test_a_gradient_by_what_each_replica_made_of_its_rows():
+    """Each replica's own weights, of which there is no whole array: the mean of the gradients, as on mirrored."""
+
+    def step(state, batch):
+        own = jax.grad(lambda p: logits(p, batch["token"]).mean())(state.params)
+        loss, grads = jdist.value_and_grad(loss_of)(jax.tree.map(lambda p, g: p - g, state.params, own), batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    got, losses, _ = run(jdist.sharded(jax.devices()[:3], **EVERYTHING), step, num_steps=3)
+    want, expected, _ = run(jdist.mirrored(jax.devices()[:3]), step, num_steps=3)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=2e-6)
+    assert_close(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_a_state_that_a_loss_computes_of_parameters_alone(accumulate):
+    """A step of a power iteration."""
+
+    def step(state, batch):
+        def loss_fn(params):
+            row = params["embedding"] @ state.extra["direction"]
+            return loss_of(params, batch) / jnp.linalg.norm(row), params["embedding"].T @ row
+
+        (loss, new), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, direction=new / jnp.linalg.norm(new)), {"loss": loss}
+
+    def make():
+        return create().replace(extra={"direction": jnp.ones(24) / 5})
+
+    got, losses, _ = run(jdist.sharded(jax.devices()[:3], **EVERYTHING), step, make, 3, accumulate=accumulate)
+    want, expected, _ = run(jdist.one_device(), step, make, 3)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=2e-6)
+    assert_close(got, want, atol=2e-6)
+
+
+def test_every_process_would_gather_in_the_same_order():
+    """A set's order follows from addresses in memory, which no two processes share."""
+
+    def step(state, batch):
+        def loss_fn(params):
+            x = batch["x"]
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jdist.mean((x**2).sum(-1), batch["mask"])
+
+        loss, grads = jdist.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), {"loss": loss}
+
+    state = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 12
+    batch = {"x": np.ones((24, 16), np.float32), "mask": np.ones(24, bool)}
+    programs = {
+        jdist.distribute(step, jdist.sharded(jax.devices()[:2], **EVERYTHING)).lower(state, batch).as_text()
+        for _ in range(3)
+    }
+    assert len(programs) == 1
+
+
 class TestWhereThingsAre:
     @pytest.mark.parametrize("within", [None, 4])
     def test_a_device_holds_its_part(self, within):

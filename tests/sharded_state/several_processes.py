@@ -1,0 +1,40 @@
+"""Run by `jdist launch` as two processes of two devices: each trains a state in parts, saves it, and prints what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jdist
+
+strategy = jdist.multi_worker(shard={"of": "state", "whole_below": 0, "most_whole": 1})
+
+import jax  # noqa: E402 # multi_worker comes first
+import numpy as np  # noqa: E402
+
+from jdist.checkpoint.checkpointer import Checkpointer  # noqa: E402
+from jdist.errors import DeviceError  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.sharded_state import toy  # noqa: E402
+
+folder = Path(sys.argv[1])
+state, losses = toy.trained(strategy)
+whole = strategy.fetch(state)
+found = {"losses": losses, "params": [np.asarray(x).tolist() for x in jax.tree.leaves(whole.params)]}
+with Checkpointer(folder / "checkpoints", cluster=strategy.cluster) as checkpointer:
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    restored = checkpointer.restore(strategy.init(toy.create)).state
+again = strategy.fetch(restored)
+found["restored"] = all(
+    np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (again.opt_state, whole.opt_state)), strict=True)
+)
+norms = strategy.run(lambda params: jax.tree.map(lambda x: (x**2).sum(), params), state.params)
+found["run"] = [[float(x) for x in jax.tree.leaves(each)] for each in strategy.local_results(norms)]
+try:
+    np.asarray(state.params["odd"])
+except DeviceError as error:
+    found["read alone"] = str(error)
+(folder / f"{jax.process_index()}.json").write_text(json.dumps(found))

@@ -198,7 +198,8 @@ class _Analysis:
             functions.append(self._phase_functions(each, carried_vars, combined))
             combined += [v for place in each.cuts for v in self.equations[place].outvars]
         reads = {v for _, _, reads_of_phase in functions for v in reads_of_phase}
-        varying = variation.varying(self.closed, [*self.batch, *carried_vars])
+        of_rows = [v for v in carried_vars if graph.is_in(v, self.of_rows)]
+        varying = variation.varying(self.closed, [*self.batch, *of_rows])
         return Split(
             phases=tuple(
                 Phase(
@@ -212,7 +213,7 @@ class _Analysis:
             ),
             carried=carried,
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
-            varies=tuple(graph.is_in(v, varying) or self._is_own(v) for v in self.outputs),
+            varies=tuple(graph.is_in(v, varying) or graph.is_in(v, self.of_rows) for v in self.outputs),
             early=early,
             output_shapes=tuple(map(_struct, self.outputs)),
             update=self._update(early, combined, carried_vars),

@@ -173,7 +173,7 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
         carried.update(leaves)
         outputs.update(results)
         # Metrics go with the sums of the phase, in one all-reduce.
-        means = [i for i in results if plan.kinds[i] == METRIC]
+        means = [i for i in results if plan.kinds[i] == METRIC and step.varies[i]]
         metrics = Cut(Collective("value", "mean"), (), is_read_again=False)
         *sums, averages = combine([*phase.cuts, metrics], [*operands, [outputs[i] for i in means]])
         combined += [x for arrays in sums for x in arrays]
@@ -252,7 +252,9 @@ def _over_microbatches(
     ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
     ways.extend("sum" if n in initial else "mean" for n in phase.carried)
     of_kind: dict[OutputKind, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
-    ways.extend(of_kind[plan.kinds[i]] for i in phase.outputs)
+    # A metric of parameters alone, which the phase gathers, is the same of every microbatch: any of them.
+    same = {i for i in phase.outputs if plan.kinds[i] == METRIC and not plan.split.varies[i]}
+    ways.extend("max" if i in same else of_kind[plan.kinds[i]] for i in phase.outputs)
     wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
 
     def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:

@@ -307,18 +307,20 @@ def test_a_gradient_by_what_each_replica_made_of_its_rows():
 
 @pytest.mark.parametrize("accumulate", [1, 5])
 def test_a_state_that_a_loss_computes_of_parameters_alone(accumulate):
-    """A step of a power iteration."""
+    """A step of a power iteration, and a count, which as a metric would be none of rows."""
 
     def step(state, batch):
         def loss_fn(params):
             row = params["embedding"] @ state.extra["direction"]
-            return loss_of(params, batch) / jnp.linalg.norm(row), params["embedding"].T @ row
+            num_positive = (params["embedding"] > 0).sum()
+            return loss_of(params, batch) / jnp.linalg.norm(row), (params["embedding"].T @ row, num_positive)
 
-        (loss, new), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, direction=new / jnp.linalg.norm(new)), {"loss": loss}
+        (loss, (new, num_positive)), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads, direction=new / jnp.linalg.norm(new), positive=num_positive)
+        return state, {"loss": loss, "positive": num_positive}
 
     def make():
-        return create().replace(extra={"direction": jnp.ones(24) / 5})
+        return create().replace(extra={"direction": jnp.ones(24) / 5, "positive": 0})
 
     got, losses, _ = run(jdist.sharded(jax.devices()[:3], **EVERYTHING), step, make, 3, accumulate=accumulate)
     want, expected, _ = run(jdist.one_device(), step, make, 3)

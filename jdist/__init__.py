@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jdist.loop.evaluate import predict as predict
     from jdist.loop.fit import fit as fit
     from jdist.notebook.launch import notebook_launch as notebook_launch
+    from jdist.plan.explain import explain as explain
     from jdist.replica.aggregation import aggregate as aggregate
     from jdist.replica.aggregation import first_replica_only as first_replica_only
     from jdist.replica.collectives import all_gather as all_gather
@@ -86,6 +87,7 @@ _NAMES = {
     "default": "jdist.strategies.default",
     "distribute": "jdist.step.decorator",
     "evaluate": "jdist.loop.evaluate",
+    "explain": "jdist.plan.explain",
     "first_replica_only": "jdist.replica.aggregation",
     "fit": "jdist.loop.fit",
     "get_strategy": "jdist.strategies.default",

@@ -31,6 +31,7 @@ NAMES = [
     "distribute",
     "errors",
     "evaluate",
+    "explain",
     "first_replica_only",
     "fit",
     "get_strategy",

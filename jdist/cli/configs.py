@@ -170,6 +170,7 @@ def plan(
     topology: Annotated[str, tyro.conf.arg(metavar="TOPOLOGY", help_behavior_hint="")],
     json: Flag = False,
     sweep: Annotated[str | None, tyro.conf.arg(metavar="global_batch=...", help_behavior_hint="")] = None,
+    suggest: Flag = False,
     no_check: Flag = False,
 ) -> int:
     """Say what a config needs on hardware that is not here.
@@ -185,8 +186,9 @@ def plan(
       jdist plan configs/digits.yaml --topology h100:4x8
       jdist plan configs/digits.yaml --topology cpu:8
       jdist plan configs/text.yaml --topology v5e:2x4 --sweep global_batch=256..65536
+      jdist plan configs/text_7b.yaml --topology h100:8x8 --suggest
 
-    Exit codes: 0 it fits, or the memory is not known; 1 it does not fit (of a sweep: none does); 2 what was
+    Exit codes: 0 it fits, or the memory is not known; 1 it does not fit (of several: none does); 2 what was
     asked for is not right.
 
     Args:
@@ -196,6 +198,8 @@ def plan(
             CHIP:HOSTSxGPUS (h100:8, a100-80gb:4x8); cpu:8; gpu or gpu:4 for those that are here.
         json: print one JSON object instead of the table; of a sweep, a list.
         sweep: try these global batches (128,256,384, or 128..4096 for doublings) and name the largest that fits.
+        suggest: try the state whole on each device, the optimiser's and all of it in parts, each also in microbatches, and say
+            which fits and what to write.
         no_check: on cpu and gpu, do not make a real step to compare the memory with.
     """
     from jdist.experiment.load import load
@@ -207,9 +211,15 @@ def plan(
     from jdist.plan.target import configure_platform, parse_target
 
     target = parse_target(topology)
+    if suggest and sweep is not None:
+        raise ConfigError("--suggest and --sweep both say what to try; leave one of them out.")
     batches = None if sweep is None else parse_sweep(sweep)
     configure_platform(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
 
+    if suggest:
+        from jdist.plan.suggest import suggest_command
+
+        return suggest_command(config, overrides, target, as_json=json)
     from jdist.plan.sweep import plan_command
 
     return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json)

@@ -56,11 +56,13 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
     return make_plan(checked, document, target, check=False)
 
 
-def make_plan(config: Config, document: Document, target: Target, *, check: bool = True) -> Plan:
+def make_plan(
+    config: Config, document: Document, target: Target, *, check: bool = True, only_if_state_fits: bool = False
+) -> Plan:
     """Compiles a config's step for a target and reads what it needs; on the devices themselves nothing is allocated.
 
     `configure_platform` was called for the target. With `check`, and devices that are here, one step is made to compare its
-    memory with the prediction.
+    memory with the prediction. With `only_if_state_fits` nothing is compiled where the state alone is too large.
 
     Raises:
         ConfigError: the config names something that is not there, or a global batch beyond all limits.
@@ -72,7 +74,6 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
     kind, steps = devices[0].device_kind, config.train.steps_per_call
     chip = chip_of(kind)
     planned = plan_step(config, parts)
-    compiled = compile_step(planned)
     plan = Plan(
         target=target.name,
         device_kind=kind,
@@ -88,6 +89,10 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         steps_per_call=steps,
         chip=chip,
     )
+    if only_if_state_fits and plan.capacity is not None and plan.state_bytes > plan.capacity:
+        message = "nothing was compiled, as the state alone is too large."
+        return dataclasses.replace(plan, refusal=TooLarge(message=message, needed=None, available=None, partly=False))
+    compiled = compile_step(planned)
     if isinstance(compiled, TooLarge):
         available = plan.capacity if compiled.available is None else compiled.available
         return dataclasses.replace(plan, refusal=compiled, capacity=available)

@@ -132,7 +132,7 @@ def show(plan: Plan) -> str:
     for section in _sections(plan):
         rows = [section.header, *section.rows] if section.header else section.rows
         lines += ["", section.title]
-        lines += [f"  {line}" for line in [*(_aligned(rows) if rows else ()), *section.notes]]
+        lines += [f"  {line}" for line in [*(aligned(rows) if rows else ()), *section.notes]]
     if plan.memory is not None:
         lines += ["", f"compiled in {plan.compile_s:.1f} s"]
     return "\n".join(lines)
@@ -163,7 +163,7 @@ def show_sweep(plans: Sequence[Plan]) -> str:
     result = f"largest that fits: {max(fitting):,}" if fitting else "none of them fits"
     if fitting and all(plan.fits for plan in plans):
         result += "; all that were tried fit, so a larger one may"
-    return "\n".join([*_aligned(rows), result])
+    return "\n".join([*aligned(rows), result])
 
 
 def sweep_row(plan: Plan) -> str:
@@ -340,7 +340,7 @@ def _checks(plan: Plan) -> _Section:
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligns columns, the first and the last to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - 1

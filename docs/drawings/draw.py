@@ -101,13 +101,14 @@ def overview() -> Drawing:
         ("mirrored", "all devices of a machine"),
         ("tpu", "a TPU, or a pod of them"),
         ("multi_worker", "many machines in step"),
+        ("sharded", "a part of the state on each device"),
         ("central_storage", "state in host memory"),
         ("parameter_server", "servers, and workers at their pace"),
     )
     for i, (name, words) in enumerate(targets):
-        y = 24 + 56 * i
-        d.box(556, y, 220, 44, f"{name}\n{words}")
-        d.arrow((488, 173), (522, 173), (522, y + 22), (554, y + 22))
+        y = 18 + 50 * i
+        d.box(556, y, 220, 42, f"{name}\n{words}")
+        d.arrow((488, 173), (522, 173), (522, y + 21), (554, y + 21))
     d.text(400, 384, "the same step, the same loop, the same checkpoint", "small soft")
     return d
 

@@ -158,21 +158,14 @@ class Strategy:
 
     @without_own_frames
     def report(self, state: PyTree) -> StateReport:
-        """Describes what each device holds of a state, leaf by leaf; nothing is computed or copied.
-
-        Args:
-            state: what `init` or a step returned, or its shapes: `jax.eval_shape(create_state, key)`.
-
-        Returns:
-            A report to print or to show in a notebook.
+        """Describes what each device holds of a state, or of its shapes, leaf by leaf: print it, or show it in a notebook.
 
         Raises:
             StepError: more of the state would stay whole than the strategy allows.
 
         Example:
             >>> import jax.numpy as jnp, jdist
-            >>> strategy = jdist.one_device()
-            >>> strategy.report({"w": jnp.ones((3, 5))}).bytes_per_device
+            >>> jdist.one_device().report({"w": jnp.ones((3, 5))}).bytes_per_device
             60
         """
         from jdist.core.state_report import report

@@ -14,7 +14,12 @@ from tests.plan.plan_toy import config_file
     ("topology", "count", "first", "last"),
     [
         ("h100:8", 8, "strategy={name: mirrored}", "strategy={name: mirrored, shard: state}"),
-        ("h100:4x8", 32, "strategy={name: multi_worker}", "strategy={name: multi_worker, shard: {of: state, within: 8}}"),
+        (
+            "h100:4x8",
+            32,
+            "strategy={name: multi_worker}",
+            "strategy={name: multi_worker, shard: {of: state, within: 8}}",
+        ),
         ("v5p:4x4x4", 64, "strategy={name: tpu}", "strategy={name: tpu, shard: state}"),
         ("v5e:4x4,slices=2", 32, "strategy={name: tpu}", "strategy={name: tpu, shard: {of: state, within: 16}}"),
         ("cpu:4", 4, "strategy={name: mirrored}", "strategy={name: mirrored, shard: state}"),

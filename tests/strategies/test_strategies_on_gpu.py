@@ -79,23 +79,38 @@ def test_hierarchical_reduces_within_each_host_first():
 
 
 @pytest.mark.parametrize(
-    ("reduction", "kinds"),
+    ("reduction", "expected"),
     [
-        ({"name": "bucketed", "bytes_per_pack": 8_000_000}, {"all-reduce"}),
-        ("ring", {"collective-permute"}),
-        ({"name": "compressed", "dtype": "bf16"}, {"all-to-all", "all-gather", "all-reduce"}),
-        ({"name": "compressed", "dtype": "int8"}, {"all-to-all", "all-gather", "all-reduce"}),
-        ({"name": "hierarchical", "inner": 4, "outer": 2}, {"reduce-scatter", "all-reduce", "all-gather"}),
-        ("to_one_device", {"all-gather", "collective-permute", "all-reduce"}),
+        # Of each kind: how many, and how often the gradients' bytes they exchange together.
+        ("psum", {"all-reduce": (2, 1)}),
+        ({"name": "bucketed", "bytes_per_pack": 8_000_000}, {"all-reduce": (5, 1)}),
+        ("ring", {"collective-permute": (2 * 7, 2 * 7 / 8)}),
+        ({"name": "compressed", "dtype": "bf16"}, {"all-to-all": (1, 1 / 2), "all-gather": (1, 1 / 2)}),
+        # With the scale of each block of 256 numbers.
+        ({"name": "compressed", "dtype": "int8"}, {"all-to-all": (1, 65 / 256), "all-gather": (1, 65 / 256)}),
+        (
+            {"name": "hierarchical", "inner": 4, "outer": 2},
+            {"reduce-scatter": (1, 1), "all-reduce": (1, 1 / 4), "all-gather": (1, 1)},
+        ),
+        ("to_one_device", {"collective-permute": (2 * 3, 2 * 3)}),
     ],
-    ids=lambda value: value["name"] + value.get("dtype", "") if isinstance(value, dict) else None,
+    ids=lambda value: value["name"] + value.get("dtype", "") if isinstance(value, dict) and "name" in value else None,
 )
-def test_every_reduction_is_compiled(reduction, kinds):
+def test_every_reduction_exchanges_what_it_says(reduction, expected):
     compiled = Compiled(jdist.mirrored(topology="h100:8", all_reduce=reduction))
-    found = {c.kind for c in compiled.collectives}
-    assert found <= kinds | {"all-reduce"}
-    assert found & kinds
-    assert total(compiled) > 0
+    assert all(c.certain for c in compiled.collectives)
+    found = {}
+    for c in compiled.collectives:
+        if c.bytes > 16 * c.count:  # no scalars: the loss, flags, the number of real rows
+            count, times = found.get(c.kind, (0, 0))
+            found[c.kind] = count + c.count, times + c.bytes / PARAMS_BYTES
+    scalars = sum(c.count for c in compiled.collectives) - sum(count for count, _ in found.values())
+    assert set(found) == set(expected)
+    for kind, (count, times) in expected.items():
+        # Scalars go with the gradients, or by themselves.
+        assert count <= found[kind][0] <= count + 1
+        assert found[kind][1] == pytest.approx(times, rel=2e-3)
+    assert scalars <= 2
 
 
 def test_microbatches_are_exchanged_once_an_update(mirrored):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread
 from jdist.errors import StepError
+from jdist.support.tracebacks import callers_level
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -43,7 +44,7 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
                 f'shard="optimizer" keeps the optimiser\'s state in parts, and this state of {sum(sizes):,} bytes '
                 f"({named}, ...) has none that can be told apart: neither a state of optax nor a field or key called opt_state "
                 'or optimizer. All of it is whole on every device. Rename the field, or take shard="state".',
-                stacklevel=2,
+                stacklevel=callers_level(),
             )
         return [a and b for a, b in zip(chosen, is_of_optimizer, strict=True)]
     left = [(size, path) for size, in_parts, (path, _) in zip(sizes, chosen, leaves, strict=True) if not in_parts]

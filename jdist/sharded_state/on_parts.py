@@ -60,6 +60,7 @@ class EvaluationOnParts:
         self.layout, self.closed, self.gathers_again = layout, _entered(closed), gathers_again
         jaxpr = graph.body_of(self.closed)
         self.equations = jaxpr.eqns
+        self.order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         self.last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not graph.is_literal(v)}
         self.last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not graph.is_literal(v)}
         self.known: dict[Any, Any] = {}
@@ -129,8 +130,7 @@ class EvaluationOnParts:
                     pending.extend(v for v in eqn.invars if not graph.is_literal(v))
             elif isinstance(self.known.get(v), Part):
                 parts[v] = None
-        order = {id(eqn): i for i, eqn in enumerate(self.equations)}
-        return sorted(equations.values(), key=lambda eqn: order[id(eqn)]), list(parts)
+        return sorted(equations.values(), key=lambda eqn: self.order[id(eqn)]), list(parts)
 
     def hold_back(self, stretch: list[Any], parts: Sequence[Any]) -> None:
         """Has the gathers of these arrays wait until a stretch begins, of whose operands one stands for that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist.core.division import divided, is_in_place, shapes
+from jdist.core.operations import Operations
 from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves, whole_on_host
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
@@ -101,9 +103,11 @@ def compare_copies(strategy: Strategy, state: PyTree) -> None:
     """Raises ReplicaDivergenceError if groups of replicas, each of which holds all parts, hold different ones."""
     layout = Layout.of(strategy)
     groups = strategy.num_replicas // layout.num_parts
+    if groups == 1 or layout.on_host:
+        return
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-    parted = {path: x for path, x in leaves if is_in_place(layout, x) and not layout.on_host}
-    if groups == 1 or not parted:
+    parted = {path: x for path, x in leaves if is_in_place(layout, x)}
+    if not parted:
         return
     hashes = to_host(
         _hash_parts(strategy, tuple(x.shape for x in parted.values()))([x.stored for x in parted.values()])
@@ -151,3 +155,8 @@ def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
 
 
 BACKEND = Backend(adopt_state, shapes, make_program, _compare)
+
+
+def with_parts(operations: Operations) -> Operations:
+    """Makes the operations of a strategy that keeps states in parts of those of one that keeps copies."""
+    return dataclasses.replace(operations, init=init, fetch=fetch, check=check, run=run, distribute=distribute)

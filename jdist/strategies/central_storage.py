@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,20 +9,12 @@ from jdist.core.operations import Parts
 from jdist.core.sharded_leaf import Layout
 from jdist.core.strategy import Strategy
 from jdist.reduction import psum
-from jdist.sharded_state import operations as central
-from jdist.step import placement
+from jdist.sharded_state.operations import with_parts
 from jdist.strategies.devices import devices_or_topology
 from jdist.strategies.local import LOCAL, strategy_over
 from jdist.support.tracebacks import without_own_frames
 
-CENTRAL = dataclasses.replace(
-    LOCAL,
-    init=central.init,
-    fetch=central.fetch,
-    check=placement.check_in_parts,
-    run=central.run,
-    distribute=central.distribute,
-)
+CENTRAL = with_parts(LOCAL)
 
 
 @without_own_frames

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jdist.core.operations import Parts, Shard
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
-from jdist.sharded_state import operations as in_parts
+from jdist.sharded_state.operations import with_parts
 from jdist.support.checks import as_int, as_real
 from jdist.support.suggest import did_you_mean
 
@@ -70,14 +70,7 @@ def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strate
         strategy,
         mesh=mesh,
         axes=axes,
-        operations=dataclasses.replace(
-            strategy.operations,
-            init=in_parts.init,
-            fetch=in_parts.fetch,
-            check=in_parts.check,
-            run=in_parts.run,
-            distribute=in_parts.distribute,
-        ),
+        operations=with_parts(strategy.operations),
         parts=Parts(of=options["of"], memory="device", axes=axes[-1:], whole_below=whole_below, most_whole=most_whole),
     )
 

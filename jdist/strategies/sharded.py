@@ -10,8 +10,10 @@ from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.strategies.devices import devices_or_topology
 from jdist.strategies.local import strategy_over
+from jdist.support.tracebacks import without_own_frames
 
 
+@without_own_frames
 def sharded(
     devices: Sequence[Any] | None = None,
     *,

@@ -1,16 +1,19 @@
-"""Which leaves of a state are in parts."""
+"""How each leaf of a state is kept: which are in parts, and along which axes."""
 
 from __future__ import annotations
 
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread
+from jdist.core.layout import Form, Layout
+from jdist.core.rules import Rule, rules_of
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread
 from jdist.errors import StepError
 from jdist.support.tracebacks import callers_level
 
@@ -20,24 +23,31 @@ _SMALL_STATE = 1 << 20  # bytes; a state of less fits anywhere, in parts or not
 _OPTIMIZER = re.compile(r"opt(im(i[sz]er)?)?(_?states?)?")
 
 
-def divided(strategy: Strategy, state: PyTree) -> list[bool]:
-    """Decides for each leaf of a state whether it is in parts.
+def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[Form]:
+    """Decides how each leaf of a state is kept.
 
     Args:
         strategy: one that keeps states in parts.
         state: of arrays, their shapes or `ShardedLeaf`s.
+        is_all: whether the state is all that a step has; see `rules_of`.
 
     Raises:
-        StepError: too much of the state would stay whole; it names the leaves and the option that allows it.
+        StepError: too much of the state would stay whole; it names the leaves and the option that allows it. Or a rule does
+            not fit the state.
     """
     parts, layout = strategy.parts, Layout.of(strategy)
     assert parts is not None
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
     described = [_described(x) for _, x in leaves]
-    chosen = [layout.is_spread(*each) for each in described]
+    is_of_optimizer, is_found = _of_optimizer(state)
+    rules = rules_by_leaf(strategy, state, is_all=is_all)
+    models = [() if rule is None else rule.axes for rule in rules]
     sizes = [_num_bytes(*each) for each in described]
+    chosen = [
+        layout.form(shape, model) if layout.is_spread(shape, dtype) else Form.whole(shape, model)
+        for (shape, dtype), model in zip(described, models, strict=True)
+    ]
     if parts.of == "optimizer":
-        is_of_optimizer, is_found = _of_optimizer(state)
         if not is_found and sum(sizes) >= _SMALL_STATE:
             named = ", ".join(jax.tree_util.keystr(path) for path, _ in leaves[:5])
             warnings.warn(
@@ -46,18 +56,32 @@ def divided(strategy: Strategy, state: PyTree) -> list[bool]:
                 'or optimizer. All of it is whole on every device. Rename the field, or take shard="state".',
                 stacklevel=callers_level(),
             )
-        return [a and b for a, b in zip(chosen, is_of_optimizer, strict=True)]
-    left = [(size, path) for size, in_parts, (path, _) in zip(sizes, chosen, leaves, strict=True) if not in_parts]
-    share = sum(size for size, _ in left) / max(1, sum(sizes))
+        return [
+            form if of_optimizer else Form.whole(form.of, form.model)
+            for form, of_optimizer in zip(chosen, is_of_optimizer, strict=True)
+        ]
+    # Of what is not cut among the replicas each device has its share of the replica's.
+    on_device = [
+        size * layout.num_elements(f) // max(1, math.prod(f.of)) for size, f in zip(sizes, chosen, strict=True)
+    ]
+    whole = [(size, path) for size, f, (path, _) in zip(on_device, chosen, leaves, strict=True) if not f.is_cut]
+    share = sum(size for size, _ in whole) / max(1, sum(sizes))
     if share > parts.most_whole and sum(sizes) >= _SMALL_STATE and layout.num_parts > 1:
-        left.sort(key=lambda entry: -entry[0])
-        named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in left[:5])
+        whole.sort(key=lambda entry: -entry[0])
+        named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in whole[:5])
         raise StepError(
             f"{share:.1%} of the state's {sum(sizes):,} bytes would stay whole on every device: {named}"
-            f"{f' and {len(left) - 5} more' if len(left) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements "
+            f"{f' and {len(whole) - 5} more' if len(whole) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements "
             f"stay whole, and PRNG keys. Lower `whole_below`, or allow it: `most_whole={math.ceil(share * 100) / 100}`."
         )
     return chosen
+
+
+def rules_by_leaf(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[Rule | None]:
+    """Finds the rule of each leaf, if it has one; see `rules_of`."""
+    if not strategy.model_axes:
+        return [None] * len(jax.tree.leaves(state, is_leaf=is_spread))
+    return rules_of(strategy, state, _of_optimizer(state)[0], is_all=is_all)
 
 
 def _described(x: Any) -> tuple[tuple[int, ...], Any]:
@@ -92,10 +116,50 @@ def shapes(strategy: Strategy, state: PyTree) -> PyTree:
     """Describes a state, of arrays or structs, as it is laid out."""
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    structs = [layout.struct(x, in_parts) for x, in_parts in zip(leaves, divided(strategy, state), strict=True)]
+    structs = [_struct(layout, x, form) for x, form in zip(leaves, forms(strategy, state), strict=True)]
     return jax.tree.unflatten(treedef, structs)
 
 
-def is_in_place(layout: Layout, x: Any) -> bool:
-    """Whether a leaf is in parts as this layout has them."""
-    return isinstance(x, ShardedLeaf) and x.stored.sharding == layout.kept(x.shape)
+def _struct(layout: Layout, x: Any, form: Form) -> Any:
+    """Makes the `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a `ShardedLeaf` of one."""
+    dtype = (x if isinstance(x, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(x)).dtype
+    stored = jax.ShapeDtypeStruct(form.stored, dtype, sharding=layout.kept(form))
+    return ShardedLeaf(stored, form.of) if form.is_cut else stored
+
+
+class FormsByPath:
+    """Finds how a gradient is to be stored: as the leaf of the state that it is for.
+
+    Args:
+        layout: where parts are.
+        paths: of the state's leaves, as `jax.tree_util.keystr` writes them.
+        forms: of the same leaves.
+    """
+
+    def __init__(self, layout: Layout, paths: Sequence[str], forms: Sequence[Form]):
+        self.layout = layout
+        self._by_shape: dict[tuple[int, ...], list[tuple[str, Form]]] = {}
+        for path, form in zip(paths, forms, strict=True):
+            self._by_shape.setdefault(form.of, []).append((path, form))
+
+    def find(self, path: str, shape: tuple[int, ...], dtype: Any) -> Form:
+        """Returns the form of an array of this shape; `path` is where it is in a tree like the parameters."""
+        if not self.layout.is_spread(shape, dtype):
+            return Form.whole(shape)
+        leaves = self._by_shape.get(shape, [])
+        cut = [(at, form) for at, form in leaves if form.is_cut]
+        if not cut:
+            return Form.whole(shape) if leaves else self.layout.form(shape)
+        return next((form for at, form in cut if at.endswith(path)), cut[0][1])
+
+    def of_part(self, shape: tuple[int, ...], part: tuple[int, ...]) -> Form:
+        """Returns the form of an array of this shape whose parts have that one."""
+        known = (form for _, form in self._by_shape.get(shape, ()) if form.is_cut)
+        return next((form for form in known if form.part(self.layout.num_parts) == part), self.layout.form(shape))
+
+
+def is_in_place(layout: Layout, x: Any, form: Form) -> bool:
+    """Whether a leaf is stored in this form, on the strategy's devices."""
+    stored = x.stored if is_spread(x) else x
+    is_array = isinstance(stored, jax.Array) and not jax.typeof(stored).weak_type
+    return is_array and is_spread(x) == form.is_cut and stored.sharding == layout.kept(form)

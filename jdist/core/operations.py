@@ -29,6 +29,7 @@ class Parts:
         axes: the mesh axes over which they are spread; over the others there are copies.
         whole_below: arrays of fewer elements stay whole.
         most_whole: how much of a state may stay whole, as a share of its bytes.
+        rules: which leaves are divided over the mesh axes inside a replica, beside those that flax's metadata divide.
     """
 
     of: Shard
@@ -36,6 +37,7 @@ class Parts:
     axes: tuple[str, ...]
     whole_below: int = 0
     most_whole: float = 1.0
+    rules: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

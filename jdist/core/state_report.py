@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.core.division import divided
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread
+from jdist.core.division import forms, rules_by_leaf
+from jdist.core.layout import Form, Layout
+from jdist.core.rules import Rule, names_in
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread
 from jdist.core.step_state import pack
 from jdist.support.html import table
 
@@ -91,37 +93,57 @@ def report(strategy: Strategy, state: PyTree) -> StateReport:
     state = pack(state)
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
     layout = None if strategy.parts is None else Layout.of(strategy)
-    in_parts = [False] * len(leaves) if layout is None else divided(strategy, state)
+    chosen = [None] * len(leaves) if layout is None else forms(strategy, state)
+    rules = [None] * len(leaves) if layout is None else rules_by_leaf(strategy, state)
     rows = [
-        _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, part)
-        for (path, leaf), part in zip(leaves, in_parts, strict=True)
+        _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, form, rule)
+        for (path, leaf), form, rule in zip(leaves, chosen, rules, strict=True)
     ]
     return StateReport(str(strategy), rows)
 
 
-def _leaf(strategy: Strategy, layout: Layout | None, path: str, leaf: Any, in_parts: bool) -> LeafReport:
+def _leaf(
+    strategy: Strategy, layout: Layout | None, path: str, leaf: Any, form: Form | None, rule: Rule | None
+) -> LeafReport:
     x = leaf if isinstance(leaf, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(jnp.asarray(leaf))
     itemsize = _itemsize(x.dtype)
     num_bytes = math.prod(x.shape) * itemsize
     array = f"{x.dtype}{list(x.shape)}"
-    if layout is None or not in_parts:
-        why = ""
-        if layout is not None and strategy.parts is not None and num_bytes:
-            is_large = layout.is_spread(x.shape, x.dtype)
-            why = (
-                ": no state of an optimiser"
-                if is_large
-                else f": fewer than {max(layout.whole_below, layout.num_parts):,} elements"
-            )
-            why = ": a PRNG key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else why
-        kept = "on the device" if strategy.num_replicas == 1 else f"whole on every device{why}"
+    if layout is None or form is None:
+        kept = "on the device" if strategy.num_replicas == 1 else "whole on every device"
         return LeafReport(path, array, num_bytes, kept, num_bytes)
-    form, part = layout.form(x.shape), layout.part_shape(x.shape)
-    what = f"axis {form.axis} cut" if form.shape == form.of else f"as {list(form.shape)}, cut"
-    where = " in host memory" if layout.on_host else ""
-    copies = strategy.num_replicas // layout.num_parts
-    kept = f"{what} in {layout.num_parts} parts {list(part)}{where}{f', {copies} copies' if copies > 1 else ''}"
-    return LeafReport(path, array, num_bytes, kept, 0 if layout.on_host else math.prod(part) * itemsize)
+    on_device = 0 if layout.on_host and form.is_cut else layout.num_elements(form) * itemsize
+    if form.is_cut:
+        what = f"axis {form.axis} cut" if form.shape == form.of else f"as {list(form.shape)}, cut"
+        where = " in host memory" if layout.on_host else ""
+        copies = strategy.num_replicas // layout.num_parts
+        kept = f"{what} in {layout.num_parts} parts {list(form.part(layout.num_parts))}{where}"
+        kept += f", {copies} copies" if copies > 1 else ""
+    else:
+        of = "replica" if rule is not None else "device"
+        kept = f"whole on every {of}" if len(strategy.devices) > 1 else "on the device"
+        kept += _why_whole(layout, x, rule) if num_bytes and layout.num_parts > 1 else ""
+    return LeafReport(path, array, num_bytes, kept + _by_rule(strategy, form, rule), on_device)
+
+
+def _why_whole(layout: Layout, x: Any, rule: Rule | None) -> str:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return ": a PRNG key"
+    if not layout.is_spread(x.shape, x.dtype):
+        return f": fewer than {max(layout.whole_below, layout.num_parts):,} elements"
+    return ": no state of an optimiser" if rule is None else ""
+
+
+def _by_rule(strategy: Strategy, form: Form, rule: Rule | None) -> str:
+    if rule is None or strategy.mesh is None:
+        return ""
+    sizes = strategy.mesh.shape
+    over = [
+        f"axis {i} over {' x '.join(f'{name}={sizes[name]}' for name in names_in(entry))}"
+        for i, entry in enumerate(form.model)
+        if entry is not None
+    ]
+    return f"; {', '.join(over)} by {'the metadata' if rule.pattern is None else repr(rule.pattern)}"
 
 
 def _itemsize(dtype: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +42,8 @@ class Strategy:
         name: "default", "one_device", "mirrored", ...
         devices: the devices of the mesh, in its order; empty under default.
         mesh: the device mesh, or None under default.
-        axes: the mesh axes that replicas are spread over; empty under default.
+        axes: the mesh axes that replicas are spread over; empty under default. Over the mesh's others the devices of each
+            replica are.
         transform: how a step for one replica becomes a step over the mesh; None under default.
         reduction: the all-reduce algorithm.
         operations: the functions behind the methods.
@@ -73,10 +76,20 @@ class Strategy:
         """Schedules functions on the workers of a parameter server; None elsewhere."""
         return self.operations.coordinator
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """The number of copies of the model that compute at the same time."""
-        return max(1, len(self.devices))
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The mesh axes inside a replica; empty where each replica is one device."""
+        return () if self.mesh is None else tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
+
+    @property
+    def first_devices(self) -> tuple[Device, ...]:
+        """The first device of each replica."""
+        return self.devices[:: len(self.devices) // self.num_replicas or 1]
 
     @property
     def replicas(self) -> Replicas:
@@ -84,7 +97,7 @@ class Strategy:
         local = range(self.num_replicas)
         if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
             here = self.batch_sharding.addressable_devices
-            local = (i for i in local if self.devices[i] in here)
+            local = (i for i in local if self.first_devices[i] in here)
         return Replicas(count=self.num_replicas, local=tuple(local), by_replica=self.batch_sharding)
 
     @property

@@ -27,11 +27,13 @@ class Cut:
     Attributes:
         collective: what it does.
         shapes: of the combined arrays.
+        operands: the shapes of what is combined, one for each of them; of a gradient by a part that of the part.
         is_read_again: whether a later phase reads them; else the update part alone.
     """
 
     collective: Collective
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+    operands: tuple[tuple[int, ...], ...]
     is_read_again: bool
 
 

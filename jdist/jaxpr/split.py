@@ -236,7 +236,8 @@ class _Analysis:
         results = self.equations[place].outvars
         collective = collective_of(self.equations[place])
         assert collective is not None  # every cut is one
-        return Cut(collective, tuple(map(_struct, results)), is_read_again=any(v in reads for v in results))
+        operands = tuple(v.aval.shape for v in self._operands(place))
+        return Cut(collective, tuple(map(_struct, results)), operands, is_read_again=any(v in reads for v in results))
 
     def _operands(self, place: int) -> list[Any]:
         """Lists the operands of a cut, one for each result."""

@@ -157,7 +157,7 @@ def first_replica_only(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
     if axes is None or trace is None or trace.strategy.num_replicas == 1:
         fn(*args, **kwargs)
         return
-    processes = [device.process_index for device in trace.strategy.devices]
+    processes = [device.process_index for device in trace.strategy.first_devices]
     firsts = jnp.array([processes.index(process) for process in sorted(set(processes))], jnp.int32)
 
     def call() -> None:

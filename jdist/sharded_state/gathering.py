@@ -8,6 +8,7 @@ the replicas of which each receives its part, so a gradient comes in parts, summ
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 
 from jdist.core.collective_marks import Collective, emit, own_part
 from jdist.core.context import current_trace, tracing
-from jdist.core.sharded_leaf import Form, Layout
+from jdist.core.division import FormsByPath
+from jdist.core.layout import Form, Layout
 from jdist.sharded_state.on_parts import EvaluationOnParts, Part
 from jdist.step.program_spec import Pure
 
@@ -26,13 +28,13 @@ PyTree = Any
 Differentiate = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def gathering(pure: Pure, layout: Layout) -> Pure:
+def gathering(pure: Pure, by_path: FormsByPath) -> Pure:
     """Makes a step that takes gradients of parts; its further arguments are followed by the parts, which it does not read."""
 
     def in_parts(state: PyTree, batches: PyTree, others: Any) -> Any:
         trace = current_trace()
         assert trace is not None  # a step is split under one
-        with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(layout))):
+        with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(by_path))):
             return pure(state, batches, others[0])
 
     return in_parts
@@ -43,25 +45,30 @@ class GradientsOfParts:
     """What `jdist.value_and_grad` does where parameters are in parts.
 
     Attributes:
-        layout: how arrays are cut.
+        by_path: how arrays are cut.
     """
 
-    layout: Layout
+    by_path: FormsByPath
+
+    @property
+    def layout(self) -> Layout:
+        return self.by_path.layout
 
     def forms(self, tree: PyTree) -> dict[str, Form]:
         """Finds how the leaves of which a gradient is taken in parts are stored, by path."""
         found = {}
         for path, x in jax.tree.leaves_with_path(tree):
-            is_array = isinstance(x, jax.Array | np.ndarray)
-            if is_array and jnp.issubdtype(x.dtype, jnp.inexact) and self.layout.is_spread(x.shape, x.dtype):
-                found[jax.tree_util.keystr(path)] = self.layout.form(x.shape)
+            if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact):
+                at = jax.tree_util.keystr(path)
+                form = self.by_path.find(at, x.shape, x.dtype)
+                found |= {at: form} if form.is_cut else {}
         return found
 
     def fits(self, grads: PyTree, tree: PyTree) -> bool:
         """Whether gradients are where the leaves are that they were taken by, so that parts among them can be told."""
         forms = self.forms(tree)
         shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
-        shapes |= {path: self.layout.part_shape(form.of) for path, form in forms.items()}
+        shapes |= {path: form.part(self.layout.num_parts) for path, form in forms.items()}
         found = jax.tree.leaves_with_path(grads)
         return all(shapes.get(jax.tree_util.keystr(path)) == jnp.shape(x) for path, x in found)
 
@@ -90,7 +97,10 @@ class GradientsOfParts:
                 for n, (path, _) in enumerate(leaves)
                 if jax.tree_util.keystr(path) in own
             }
-            parts = [own_part(self.layout.own_part, x) if first + n in forms else x for n, (_, x) in enumerate(leaves)]
+            parts = [
+                own_part(functools.partial(self.layout.own_part, form=form), x) if (form := forms.get(first + n)) else x
+                for n, (_, x) in enumerate(leaves)
+            ]
             cut.append(jax.tree.unflatten(treedef, parts))
         return differentiate(self.of_parts(fun, forms))(*cut, **kwargs)
 

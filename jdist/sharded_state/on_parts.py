@@ -14,13 +14,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from jdist.core.collective_marks import collective_of
-from jdist.core.sharded_leaf import Form, Layout
+from jdist.core.layout import Form, Layout
 from jdist.jaxpr import graph
 
 # Never kept for the backward pass: gathers, and what reshapes and casts their results. What is kept of such results that
 # depend on the batch has a name.
 _MADE_AGAIN = {
-    "all_gather", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "reshape", "slice", "squeeze", "transpose",
+    "all_gather", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "reshape", "shard_map", "slice", "squeeze",
+    "transpose",
 }  # fmt: skip
 _KEPT = "jdist_kept"
 _TOGETHER = 32 << 20  # bytes; smaller arrays are gathered at a time

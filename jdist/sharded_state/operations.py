@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist.core.division import divided, is_in_place, shapes
+from jdist.core.division import forms, is_in_place, shapes
+from jdist.core.layout import Form, Layout
 from jdist.core.operations import Operations
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves, whole_on_host
+from jdist.core.sharded_leaf import ShardedLeaf, axes_of, is_spread, map_leaves, whole_on_host
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
@@ -25,7 +27,8 @@ from jdist.step.mesh_program import Backend
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import StepOptions
 from jdist.step.signature import Step
-from jdist.support.arrays import check_arguments_not_donated, check_not_donated, to_host
+from jdist.step.tree_checks import check_state, check_whole
+from jdist.support.arrays import check_arguments_not_donated, check_not_donated, put, to_host
 
 PyTree = Any
 
@@ -35,15 +38,13 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
     layout = Layout.of(strategy)
 
     def compute(create: Callable[[list[Any]], list[jax.Array]], arrays: list[Any], state: PyTree) -> list[Any]:
-        spread, shapes = divided(strategy, state), jax.tree.leaves(state)
+        chosen = forms(strategy, state, is_all=False)
 
         def in_parts(arrays: list[Any]) -> list[jax.Array]:
-            leaves = zip(create(arrays), spread, strict=True)
-            return [layout.store(x) if in_parts else x for x, in_parts in leaves]
+            return [form.store(x) if form.is_cut else x for x, form in zip(create(arrays), chosen, strict=True)]
 
-        shardings = [layout.kept(s.shape) if part else layout.whole for s, part in zip(shapes, spread, strict=True)]
-        leaves = jax.jit(in_parts, out_shardings=shardings)(arrays)
-        return [ShardedLeaf(x, s.shape) if part else x for x, s, part in zip(leaves, shapes, spread, strict=True)]
+        leaves = jax.jit(in_parts, out_shardings=list(map(layout.kept, chosen)))(arrays)
+        return [ShardedLeaf(x, form.of) if form.is_cut else x for x, form in zip(leaves, chosen, strict=True)]
 
     return placement.init(strategy, fn, args, compute)
 
@@ -58,33 +59,42 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     check_not_donated(state)
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    kept = [is_in_place(layout, x) for x in leaves]
-    # Other leaves, a `ShardedLeaf` of another strategy too, go through the layout with a copy on every device.
-    others = jax.tree.unflatten(
-        treedef,
-        [None if keep else whole_on_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)],
-    )
-    whole = iter(jax.tree.leaves(placement.adopt_state(strategy, others)))
+    chosen = forms(strategy, state)
+    check_state(jax.tree.unflatten(treedef, [None if is_spread(x) else x for x in leaves]))
+    check_whole(jax.tree.unflatten(treedef, [None if is_spread(x) or _is_divided(strategy, x) else x for x in leaves]))
+    is_copied = [not form.is_cut and not any(form.model) for form in chosen]
+    copies = [
+        (whole_on_host(x) if is_spread(x) else x) if copied else None
+        for x, copied in zip(leaves, is_copied, strict=True)
+    ]
+    whole = iter(jax.tree.leaves(placement.adopt_state(strategy, jax.tree.unflatten(treedef, copies))))
     seen: set[int] = set()
 
-    def place(x: Any, keep: bool, in_parts: bool) -> Any:
-        if keep and id(x.stored) not in seen:
-            seen.add(id(x.stored))
-            return x
-        if keep:
-            return ShardedLeaf(jnp.copy(x.stored), x.shape)
-        x = next(whole)
-        return ShardedLeaf(_store(layout, x.shape)(x), x.shape) if in_parts else x
+    def place(x: Any, form: Form) -> Any:
+        if is_in_place(layout, x, form):
+            stored = x.stored if form.is_cut else x
+            stored = jnp.copy(stored) if id(stored) in seen else stored  # one in two places could not be donated twice
+        else:
+            # By the host, one at a time: no device has to hold it whole.
+            stored = put(form.store_on_host(_on_host(x)), layout.kept(form))
+        seen.add(id(stored))
+        return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
-    # A structure with None in the place of a leaf has fewer leaves, so the state itself says which are in parts.
-    placed = zip(leaves, kept, divided(strategy, state), strict=True)
-    return jax.tree.unflatten(treedef, [place(x, keep, in_parts) for x, keep, in_parts in placed])
+    # A structure with None in the place of a leaf has fewer leaves, so the state itself says where each is.
+    placed = zip(leaves, chosen, is_copied, strict=True)
+    return jax.tree.unflatten(treedef, [next(whole) if copied else place(x, form) for x, form, copied in placed])
 
 
-@functools.lru_cache(maxsize=1024)
-def _store(layout: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-    """Makes the function that cuts a whole array of this shape."""
-    return jax.jit(layout.store, out_shardings=layout.kept(shape))
+def _is_divided(strategy: Strategy, x: Any) -> bool:
+    """Whether an array is on a mesh with axes inside a replica, as its strategy or flax laid it out."""
+    sharding = getattr(x, "sharding", None)
+    return bool(strategy.model_axes) and isinstance(sharding, NamedSharding) and sharding.mesh == strategy.mesh
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """Copies an array to the host in the dtype that JAX has for it."""
+    whole = whole_on_host(x)
+    return whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
@@ -100,34 +110,42 @@ def check(strategy: Strategy, state: PyTree) -> None:
 
 
 def compare_copies(strategy: Strategy, state: PyTree) -> None:
-    """Raises ReplicaDivergenceError if groups of replicas, each of which holds all parts, hold different ones."""
-    layout = Layout.of(strategy)
-    groups = strategy.num_replicas // layout.num_parts
-    if groups == 1 or layout.on_host:
+    """Raises ReplicaDivergenceError where devices that hold the same part of an array have different ones."""
+    layout, mesh = Layout.of(strategy), strategy.mesh
+    assert mesh is not None
+    if layout.on_host:
         return
-    leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-    parted = {path: x for path, x in leaves if is_in_place(layout, x)}
-    if not parted:
-        return
-    hashes = to_host(
-        _hash_parts(strategy, tuple(x.shape for x in parted.values()))([x.stored for x in parted.values()])
-    )
-    # Of each part a column, to be the same in all groups.
-    by_group = hashes.reshape(groups, -1)
-    columns = [f"{path}, part {i}" for i in range(layout.num_parts) for path in parted]
-    compare(by_group, columns)
+    by_axes: dict[tuple[str, ...], dict[str, tuple[jax.Array, PartitionSpec]]] = {}
+    for path, x in jax.tree.leaves_with_path(state, is_leaf=is_spread):
+        stored = x.stored if is_spread(x) else x
+        sharding = stored.sharding if isinstance(stored, jax.Array) else None
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and stored.size:
+            cut = axes_of(sharding.spec)
+            if cut and set(mesh.axis_names) - set(cut):
+                by_axes.setdefault(cut, {})[jax.tree_util.keystr(path)] = stored, sharding.spec
+    for cut, arrays in by_axes.items():
+        specs = tuple(spec for _, spec in arrays.values())
+        hashes = to_host(_hash_devices(mesh, specs)([x for x, _ in arrays.values()]))  # [devices of the mesh, arrays]
+        # Of each part a column, to be the same in all copies.
+        names = mesh.axis_names
+        order = [i for i, name in enumerate(names) if name not in cut]
+        rest = [i for i in range(len(names)) if i not in order]
+        grid = hashes.reshape(*mesh.devices.shape, len(arrays)).transpose(*order, *rest, len(names))
+        num_copies = math.prod(grid.shape[: len(order)])
+        by_copy = grid.reshape(num_copies, -1)
+        num_parts = by_copy.shape[1] // len(arrays)
+        compare(by_copy, [f"{path}, part {i}" for i in range(num_parts) for path in arrays])
 
 
 @functools.lru_cache(maxsize=64)
-def _hash_parts(strategy: Strategy, shapes: tuple[tuple[int, ...], ...]) -> Callable[[list[jax.Array]], jax.Array]:
-    """Makes the function that hashes each replica's parts: uint32 [replicas, arrays]."""
-    layout = Layout.of(strategy)
+def _hash_devices(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+    """Makes the function that hashes what each device holds of arrays: uint32 [devices, arrays]."""
     return jax.jit(
         jax.shard_map(
             lambda parts: jnp.stack([hash_leaf(x) for x in parts])[None],
-            mesh=strategy.mesh,
-            in_specs=([layout.spec(shape) for shape in shapes],),
-            out_specs=PartitionSpec(strategy.axes),
+            mesh=mesh,
+            in_specs=(list(specs),),
+            out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
     )

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.core.context import ReplicaTrace, tracing
+from jdist.core.division import FormsByPath, forms
+from jdist.core.layout import Form, Layout, over_replicas
 from jdist.core.per_replica import PerReplica, is_per_replica
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
 from jdist.jaxpr.split import PartsVaryError
@@ -63,7 +65,7 @@ class _SplitStep:
         plan: the gradient part.
         update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
         results: what it returns, as shapes.
-        leaves: the state's, as they are passed.
+        forms: of the state's leaves, as they are passed.
         in_parts: numbers of those of which gradients are taken part by part.
     """
 
@@ -75,13 +77,15 @@ class _SplitStep:
         self.spec, self.strategy, self.options = spec, spec.strategy, spec.options
         self.layout = Layout.of(spec.strategy)
         whole, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
-        traced = jax.shard_map(
-            self.split, mesh=self.strategy.mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False
-        )
-        self.leaves = jax.tree.leaves(state, is_leaf=is_spread)
+        traced = over_replicas(self.strategy, self.split, (whole, whole, rows, whole), whole)
+        leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+        self.leaves = [x for _, x in leaves]
+        self.paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        self.forms = forms(self.strategy, state)
+        self.by_path = FormsByPath(self.layout, self.paths, self.forms)
         parts = self.strategy.parts
         gathers_late = parts is not None and parts.of == "state" and parts.memory == "device"
-        self.in_parts = tuple(i for i, x in enumerate(self.leaves) if gathers_late and is_spread(x))
+        self.in_parts = tuple(i for i, form in enumerate(self.forms) if gathers_late and form.is_cut)
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         jax.eval_shape(traced, token, state, batches, others)
 
@@ -93,7 +97,7 @@ class _SplitStep:
         def planned() -> Plan:
             return make_plan(
                 self.strategy,
-                gathering(pure, self.layout) if self.in_parts else pure,
+                gathering(pure, self.by_path) if self.in_parts else pure,
                 self.options.accumulate,
                 state,
                 batches,
@@ -128,6 +132,11 @@ class _SplitStep:
             return guarded(run, token, state, rest, self.spec.policy, self.spec.flag_names, (), self.spec.loss_scaling)
 
         combined = [shape for cut in plan.split.cuts for shape in cut.shapes]
+        self.cut_forms = [
+            self.form_of(operand, shape)
+            for cut in plan.split.cuts
+            for operand, shape in zip(cut.operands, cut.shapes, strict=True)
+        ]
         new = [plan.split.traced.new_state[each.leaf].aval for each in plan.split.carried]
         arguments = token, state, others, combined, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new]
         closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
@@ -144,46 +153,53 @@ class _SplitStep:
         cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         on_host = self.layout.on_host
-        values = [ShardedArray(x.stored, x.shape, on_host=on_host) if is_spread(x) else x for x in leaves]
+        values = [
+            ShardedArray(x.stored, form, on_host=on_host) if form.is_cut else x
+            for x, form in zip(leaves, self.forms, strict=True)
+        ]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(self.results)
-        kept = [1 <= i <= len(leaves) and is_spread(leaves[i - 1]) for i in range(len(shapes))]
+        of_leaves = [form if form.is_cut else None for form in self.forms]
+        kept = [None, *of_leaves, *[None] * (len(shapes) - 1 - len(leaves))]
         # `late` has no leaf for an output that did not wait for the update.
         names, late = self.plan.kinds, self.results[2]
         kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
         results, late_hashes = evaluate(self.strategy, self.layout, self.update, arguments, kept, kinds)
         if on_host:  # a loop over steps needs its carry back where it was, so the last thing is a copy to the host
             results = [
-                jax.device_put(x, self.layout.kept(s.shape)) if keep else x
-                for x, s, keep in zip(results, shapes, kept, strict=True)
+                x if form is None else jax.device_put(x, self.layout.kept(form))
+                for x, form in zip(results, kept, strict=True)
             ]
         new = [
-            ShardedLeaf(x, s.shape) if keep else x
-            for x, s, keep in list(zip(results, shapes, kept, strict=True))[1 : 1 + len(leaves)]
+            ShardedLeaf(x, form.of) if form.is_cut else self.in_place(x, self.layout.kept(form))
+            for x, form in zip(results[1 : 1 + len(leaves)], self.forms, strict=True)
         ]
         new_state = jax.tree.unflatten(treedef, new)
         late = jax.tree.unflatten(jax.tree.structure(self.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(early, late)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
         carried_leaves = [cut.leaf for cut in self.plan.split.carried]
-        hashes_by_path = {paths[i]: x for i, x in zip(carried_leaves, hashes, strict=False)}
+        hashes_by_path = {self.paths[i]: x for i, x in zip(carried_leaves, hashes, strict=False)}
         if self.options.check_replicas:
-            hashes_by_path |= {paths[i - 1]: x for i, x in late_hashes.items()}
-        return results[0], new_state, outputs, hashes_by_path
+            hashes_by_path |= {self.paths[i - 1]: x for i, x in late_hashes.items()}
+        return self.in_place(results[0], self.layout.whole), new_state, outputs, hashes_by_path
+
+    def in_place(self, x: Any, sharding: NamedSharding | None) -> Any:
+        """Lays out what leaves the step where the compiler might choose how to spread it over a replica's devices."""
+        return jax.lax.with_sharding_constraint(x, sharding) if self.strategy.model_axes else x
 
     def laid_out(self, state: PyTree) -> PyTree:
         """Lays out a state as it came in."""
         layout, constrain = self.layout, jax.lax.with_sharding_constraint
         if layout.on_host:
             return state
-        return map_leaves(
-            lambda x: (
-                ShardedLeaf(constrain(x.stored, layout.device(x.shape)), x.shape)
-                if is_spread(x)
-                else constrain(x, layout.whole)
-            ),
-            state,
-        )
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+        laid_out = [
+            ShardedLeaf(constrain(x.stored, layout.kept(form)), x.shape)
+            if form.is_cut
+            else constrain(x, layout.kept(form))
+            for x, form in zip(leaves, self.forms, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, laid_out)
 
     def gradients(self, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """Runs the gradient part on all replicas.
@@ -194,10 +210,9 @@ class _SplitStep:
         plan, layout = self.plan, self.layout
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         read = {*plan.split.read, *self.in_parts}
-        copies = {i: self.on_devices(x) for i, x in enumerate(leaves) if is_spread(x) and i in read}
+        copies = {i: self.on_devices(i, x) for i, x in enumerate(leaves) if is_spread(x) and i in read}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
-        cuts = [shape for cut in plan.split.cuts for shape in cut.shapes]
-        carried = [plan.split.traced.new_state[each.leaf].aval for each in plan.split.carried]
+        carried_forms = [self.forms[each.leaf] for each in plan.split.carried]
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
             def value(i: int, x: Any) -> jax.Array:
@@ -205,7 +220,7 @@ class _SplitStep:
                     return whole[i]
                 if i not in plan.split.read:
                     return jnp.zeros(x.shape, x.dtype)
-                return layout.all_gather(copies[i], layout.form(x.shape))
+                return layout.all_gather(copies[i], self.forms[i])
 
             now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
             with tracing(ReplicaTrace(self.strategy)):
@@ -215,26 +230,30 @@ class _SplitStep:
             shared = {i: x for i, x in outputs.items() if i not in varying}
             # Hashed now: once each replica keeps only its part, a difference could not be found.
             hashes = [hash_leaf(x)[None] for x in part.carried] if self.options.check_replicas else []
-            return *self.sorted(part.combined, cuts), *self.sorted(part.carried, carried), shared, varying, hashes
+            combined, carried = self.sorted(part.combined, self.cut_forms), self.sorted(part.carried, carried_forms)
+            return *combined, *carried, shared, varying, hashes
 
         same, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
-        (cut_specs, carried_specs), copy_specs = map(self.specs, (cuts, carried)), self.specs(leaves)
-        cut_parts, whole_cuts, carried_parts, whole_carried, shared, varying, hashes = jax.shard_map(
+        cut_specs, carried_specs, copy_specs = map(self.specs, (self.cut_forms, carried_forms, self.forms))
+        cut_parts, whole_cuts, carried_parts, whole_carried, shared, varying, hashes = over_replicas(
+            self.strategy,
             body,
-            mesh=self.strategy.mesh,
             in_specs=({i: copy_specs[i] for i in copies}, same, rows, same),
             out_specs=(cut_specs, same, carried_specs, same, same, rows, rows),
-            check_vma=False,
         )(copies, whole, batches, others)
+        shared, varying = (
+            {i: self.in_place(x, sharding) for i, x in each.items()}
+            for each, sharding in ((shared, self.layout.whole), (varying, self.strategy.batch_sharding))
+        )
         outputs = {**shared, **varying}
 
-        def joined(parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: Sequence[Any]) -> list[Any]:
-            parted = {i: ShardedArray(x, shapes[i].shape, on_host=False) for i, x in parts.items()}
-            return [parted[i] if i in parted else whole[i] for i in range(len(shapes))]
+        def joined(parts: dict[int, jax.Array], whole: dict[int, jax.Array], forms: Sequence[Form]) -> list[Any]:
+            parted = {i: ShardedArray(x, forms[i], on_host=False) for i, x in parts.items()}
+            return [parted[i] if i in parted else whole[i] for i in range(len(forms))]
 
         return (
-            joined(cut_parts, whole_cuts, cuts),
-            joined(carried_parts, whole_carried, carried),
+            joined(cut_parts, whole_cuts, self.cut_forms),
+            joined(carried_parts, whole_carried, carried_forms),
             [outputs.get(i) for i in range(len(plan.kinds))],
             hashes,
         )
@@ -245,12 +264,12 @@ class _SplitStep:
             return others
         if parts is not None:
             return others, [parts[i] for i in self.in_parts]
-        shapes = [(self.layout.part_shape(self.leaves[i].shape), self.leaves[i].dtype) for i in self.in_parts]
+        shapes = [(self.forms[i].part(self.layout.num_parts), self.leaves[i].dtype) for i in self.in_parts]
         return others, [jnp.zeros(*each) for each in shapes]
 
-    def on_devices(self, x: ShardedLeaf) -> jax.Array:
+    def on_devices(self, number: int, x: ShardedLeaf) -> jax.Array:
         """Copies the stored array of a leaf to the devices, unless it is there."""
-        return jax.device_put(x.stored, self.layout.device(x.shape)) if self.layout.on_host else x.stored
+        return jax.device_put(x.stored, self.layout.device(self.forms[number])) if self.layout.on_host else x.stored
 
     def combine(self, cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Brings the cuts of a phase together; of gradients that the update alone reads each replica receives its part."""
@@ -258,38 +277,41 @@ class _SplitStep:
         rest = [(cut, xs) for cut, xs, done in zip(cuts, arrays, scattered, strict=True) if not done]
         reduced = iter(all_reduced(self.strategy)([cut for cut, _ in rest], [xs for _, xs in rest]))
         return [
-            [self.gradient(cut, x, shape.shape) for x, shape in zip(xs, cut.shapes, strict=True)]
+            [self.gradient(cut, x, self.form_of(x.shape, shape)) for x, shape in zip(xs, cut.shapes, strict=True)]
             if done
             else next(reduced)
             for cut, xs, done in zip(cuts, arrays, scattered, strict=True)
         ]
 
-    def gradient(self, cut: Cut, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def form_of(self, operand: tuple[int, ...], combined: jax.ShapeDtypeStruct) -> Form:
+        """Finds how what a cut combines is kept for the update, by the shape of its operand."""
+        if operand != combined.shape:  # a gradient by a part
+            return self.by_path.of_part(combined.shape, operand)
+        return self.by_path.find("", combined.shape, combined.dtype)
+
+    def gradient(self, cut: Cut, x: jax.Array, form: Form) -> jax.Array:
         """Sums or averages a gradient over the replicas; of a large one each replica receives its part."""
         layout, axes = self.layout, self.strategy.axes
         between = tuple(axis for axis in axes if axis not in layout.axes)
-        if x.shape != shape:  # a gradient by a part
+        if x.shape != form.of:  # a gradient by a part
             total = jax.lax.psum(x, between) if between else x
-        elif layout.is_spread(x.shape, x.dtype) and not cut.is_read_again:
-            total = layout.sum_scatter(x, layout.form(shape))
+        elif form.is_cut and not cut.is_read_again:
+            total = layout.sum_scatter(x, form)
             total = jax.lax.psum(total, between) if between else total
         else:
             total = jax.lax.psum(x, axes)
         total = total / self.strategy.num_replicas if cut.collective.op == "mean" else total
-        return layout.all_gather(total, layout.form(shape)) if total.shape != shape and cut.is_read_again else total
+        return layout.all_gather(total, form) if total.shape != form.of and cut.is_read_again else total
 
-    def sorted(self, values: list[jax.Array], shapes: Sequence[Any]) -> tuple[Any, Any]:
+    def sorted(self, values: list[jax.Array], forms: Sequence[Form]) -> tuple[Any, Any]:
         """Sorts values by their place, those in parts and those that all replicas hold; cuts what is to be in parts."""
-        specs = self.specs(shapes)
-        parts = {
-            i: x if x.shape != shapes[i].shape else self.layout.own_part(x) for i, x in enumerate(values) if i in specs
-        }
-        return parts, {i: x for i, x in enumerate(values) if i not in specs}
+        pairs = list(enumerate(zip(values, forms, strict=True)))
+        parts = {i: x if x.shape != form.of else self.layout.own_part(x, form) for i, (x, form) in pairs if form.is_cut}
+        return parts, {i: x for i, (x, form) in pairs if not form.is_cut}
 
-    def specs(self, shapes: Sequence[Any]) -> dict[int, PartitionSpec]:
-        """How those of these arrays that are large enough are cut, by place."""
-        layout = self.layout
-        return {i: layout.spec(x.shape) for i, x in enumerate(shapes) if layout.is_spread(x.shape, x.dtype)}
+    def specs(self, forms: Sequence[Form]) -> dict[int, PartitionSpec]:
+        """Lists how what is cut is cut, by place."""
+        return {i: self.layout.spec(form) for i, form in enumerate(forms) if form.is_cut}
 
     def outputs(self, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
         """Merges the step's outputs: `late` those that waited for the update, `early` the others."""

@@ -9,7 +9,7 @@ such an operation costs the device memory of its operands.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import compute_on
 from jax.sharding import PartitionSpec
 
-from jdist.core.sharded_leaf import Layout
+from jdist.core.layout import Form, Layout, over_replicas
 from jdist.core.strategy import Strategy
 from jdist.jaxpr import graph, variation
 from jdist.jaxpr.elementwise import (
@@ -44,13 +44,17 @@ class ShardedArray:
 
     Attributes:
         stored: the rows; None until the host has computed them.
-        shape: the array's shape.
+        form: how it is stored.
         on_host: whether it is in host memory, or on the devices.
     """
 
     stored: jax.Array | None
-    shape: tuple[int, ...]
+    form: Form
     on_host: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.form.of
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def evaluate(
     layout: Layout,
     closed: Any,
     arguments: Sequence[Any],
-    kept: Sequence[bool],
+    kept: Sequence[Form | None],
     kinds: Sequence[OutputKind | None] = (),
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Evaluates an update part, seen from outside of the replicas.
@@ -76,7 +80,7 @@ def evaluate(
         layout: where parts are.
         closed: what `prepared` returned.
         arguments: arrays that every device holds whole, and `ShardedArray`s.
-        kept: which results are wanted in parts.
+        kept: of results that are wanted in parts their forms.
         kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
 
     Returns:
@@ -103,7 +107,7 @@ class _Evaluation:
         # Whole operands of equations whose results vary among the replicas.
         self.read_by_varying: dict[Any, jax.Array] = {}
 
-    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[OutputKind | None]) -> Any:
+    def run(self, arguments: Sequence[Any], kept: Sequence[Form | None], kinds: Sequence[OutputKind | None]) -> Any:
         self.known = graph.values_at_start(self.closed, arguments)
         self.known.update(
             {v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | ShardedArray)}
@@ -117,12 +121,12 @@ class _Evaluation:
         self.done = len(self.equations)
         self.flush()
         results = [
-            self.kept(v) if keep else self.wanted(v, kind)
-            for v, keep, kind in zip(self.results, kept, kinds, strict=True)
+            self.wanted(v, kind) if form is None else self.kept(v, form)
+            for v, form, kind in zip(self.results, kept, kinds, strict=True)
         ]
         # Hashed now: once each replica keeps only its part, a difference could not be found.
         places = {
-            i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and self.is_varying(v)
+            i: v for i, (v, form) in enumerate(zip(self.results, kept, strict=True)) if form and self.is_varying(v)
         }
         rows = PartitionSpec(self.strategy.axes)
         hashes = self.by_replicas(list(places.values()), rows, change=lambda x: hash_leaf(x)[None]) if places else {}
@@ -159,33 +163,24 @@ class _Evaluation:
         """Variables as each replica computes them, and `change`s them, by variable."""
         wanted = [v for v in wanted if not graph.is_dropped(v)]
         piece = graph.subfunction(self.closed, list(self.read_by_varying), wanted, effects)
-        mapped = jax.shard_map(
-            lambda values: [change(x) for x in piece(values)],
-            mesh=self.strategy.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=spec,
-            check_vma=False,
-        )
+        mapped = over_replicas(self.strategy, lambda values: [change(x) for x in piece(values)], PartitionSpec(), spec)
         return dict(zip(wanted, mapped(list(self.read_by_varying.values())), strict=True))
 
     def value(self, v: Any) -> Any:
         # A constant remembers the mesh of the trace, whose axes are no longer bound.
         return np.asarray(v.val) if graph.is_literal(v) else self.known[v]
 
-    def kept(self, v: Any) -> jax.Array:
+    def kept(self, v: Any, form: Form) -> jax.Array:
         x = self.by_replicas([v], PartitionSpec())[v] if self.is_varying(v) else self.value(v)
         if isinstance(x, ShardedArray) and x.on_host:
             assert x.stored is not None  # `flush` has computed it
             return x.stored
         if isinstance(x, Filled):
             x = jnp.full(x.shape, x.value, v.aval.dtype)
-        return self.put(self.device_operand(v, x), v.aval.shape)
-
-    def put(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Puts a stored array where it is kept between steps."""
+        stored = self.device_operand(v, x, form)
         if self.layout.on_host:
-            return jax.device_put(stored, self.layout.kept(shape))
-        return jax.lax.with_sharding_constraint(stored, self.layout.device(shape))
+            return jax.device_put(stored, self.layout.kept(form))
+        return jax.lax.with_sharding_constraint(stored, self.layout.device(form))
 
     def wanted(self, v: Any, kind: OutputKind | None) -> jax.Array:
         n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
@@ -217,24 +212,24 @@ class _Evaluation:
                 [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
             )
         in_order = name != "reshape" or eqn.params["dimensions"] is None
-        if name in graph.RESHAPING and in_order and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
-            return [
-                self.wait(eqn, shape) if in_parts[0].on_host else ShardedArray(in_parts[0].stored, shape, on_host=False)
-            ]
+        if name in graph.RESHAPING and in_order and in_parts and (form := self.reshaped(in_parts[0].form, shape)):
+            stored = in_parts[0].stored
+            return [self.wait(eqn, form) if in_parts[0].on_host else ShardedArray(stored, form, on_host=False)]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
         fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
         if name in ELEMENTWISE and in_parts and fits:
+            form = in_parts[0].form
             if any(x.on_host for x in in_parts):
-                return [self.wait(eqn, shape)]
-            inputs = [self.device_operand(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
-            return [ShardedArray(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
+                return [self.wait(eqn, form)]
+            inputs = [self.device_operand(v, x, form) for v, x in zip(eqn.invars, operands, strict=True)]
+            return [ShardedArray(apply_stored(eqn, inputs, form.stored), form, on_host=False)]
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
             return [Filled(bind(eqn, values), shape)]
         in_bits = name in OF_BOOLS and eqn.invars[0].aval.dtype != jnp.bool_
         if name in FILLINGS and not in_bits and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
-            stored = self.device_operand(eqn.invars[0], in_parts[0])
-            real = self.layout.real(stored, in_parts[0].shape, FILLINGS[name](stored.dtype))
+            stored = self.device_operand(eqn.invars[0], in_parts[0], in_parts[0].form)
+            real = in_parts[0].form.real(stored, FILLINGS[name](stored.dtype))
             reduced = bind(eqn, [real], axes=tuple(range(real.ndim)))
             if name in ("reduce_max", "reduce_min") and jnp.issubdtype(real.dtype, jnp.floating):
                 # Between the parts XLA may pass over NaN: see `_extreme` in replica/collectives.py.
@@ -242,48 +237,48 @@ class _Evaluation:
             return [reduced]
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
 
-    def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-        return math.prod(a) == math.prod(b) and self.layout.form(a) == self.layout.form(b)
+    def reshaped(self, form: Form, shape: tuple[int, ...]) -> Form | None:
+        """Finds the form of an array of another shape that is stored as one of this form is; None: there is none."""
+        other = dataclasses.replace(form, of=shape)
+        if shape == form.of:
+            return form
+        return other if not any(form.model) and self.layout.form(shape) == other else None
 
     def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
         if eqn.primitive.name not in COLLECTIVES and eqn.outvars and not graph.nested_jaxprs(eqn):
             results = bind(eqn, operands)
             return results if eqn.primitive.multiple_results else [results]
-        mapped = jax.shard_map(
-            lambda *operands: graph.apply_equation(self.closed, eqn, operands),
-            mesh=self.strategy.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+        specs = PartitionSpec(), PartitionSpec()
+        mapped = over_replicas(self.strategy, lambda *xs: graph.apply_equation(self.closed, eqn, xs), *specs)
         return mapped(*operands)
 
     def whole(self, v: Any, x: Any) -> Any:
         if isinstance(x, ShardedArray):
-            return self.layout.gather(self.device_operand(v, x), x.shape)
+            return self.layout.gather(self.device_operand(v, x, x.form), x.form)
         return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
 
-    def device_operand(self, v: Any, x: Any) -> Any:
-        """Gives an operand as the devices compute with it: stored, or a scalar."""
+    def device_operand(self, v: Any, x: Any, form: Form) -> Any:
+        """Gives an operand as the devices compute with it: stored in a form, or a scalar."""
         if isinstance(x, Filled):
             return x.value
         if not isinstance(x, ShardedArray):
-            return self.in_parts(x) if jnp.ndim(x) else x
+            return self.in_parts(x, form) if jnp.ndim(x) else x
         if not x.on_host:
-            return x.stored
+            assert x.stored is not None  # only a host has yet to compute
+            return x.stored if x.form == form else self.in_parts(x.form.restore(x.stored), form)
         if v not in self.on_device:
             if x.stored is None:
                 self.flush()
-            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device(self.known[v].shape))
+            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device(self.known[v].form))
         return self.on_device[v]
 
-    def in_parts(self, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device(x.shape))
+    def in_parts(self, x: jax.Array, form: Form) -> jax.Array:
+        return jax.lax.with_sharding_constraint(form.store(x), self.layout.device(form))
 
-    def wait(self, eqn: Any, shape: tuple[int, ...]) -> ShardedArray:
+    def wait(self, eqn: Any, form: Form) -> ShardedArray:
         self.waiting.append(eqn)
-        return ShardedArray(None, shape, on_host=True)
+        return ShardedArray(None, form, on_host=True)
 
     def flush(self) -> None:
         """Has the hosts compute the waiting equations."""
@@ -306,7 +301,7 @@ class _Evaluation:
             values = dict(operands)
             for number, eqn in enumerate(waiting):
                 inputs = [values[(number, i) if graph.is_literal(v) else v] for i, v in enumerate(eqn.invars)]
-                values[eqn.outvars[0]] = apply_stored(eqn, inputs, self.layout.stored_shape(eqn.outvars[0].aval.shape))
+                values[eqn.outvars[0]] = apply_stored(eqn, inputs, self.layout.form(eqn.outvars[0].aval.shape).stored)
             return [values[v] for v in wanted]
 
         keys, operands = list(read), [self.host_operand(v) for v in read.values()]
@@ -316,7 +311,7 @@ class _Evaluation:
             out_memory_spaces=jax.memory.Space.Host,
         )
         for v, stored in zip(wanted, on_host(operands), strict=True):
-            self.known[v] = ShardedArray(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
+            self.known[v] = ShardedArray(stored, self.layout.form(v.aval.shape), on_host=True)
 
     def host_operand(self, v: Any) -> jax.Array:
         """Gives an operand as the hosts compute with it: stored, or a scalar."""
@@ -327,7 +322,8 @@ class _Evaluation:
             assert x.stored is not None  # equations still waiting are part of this very call
             return x.stored
         if v not in self.on_host:
-            value = self.device_operand(v, x)
-            to = self.layout.kept(v.aval.shape) if jnp.ndim(value) else self.layout.whole_on_host
+            form = self.layout.form(v.aval.shape)
+            value = self.device_operand(v, x, form)
+            to = self.layout.kept(form) if jnp.ndim(value) else self.layout.whole_on_host
             self.on_host[v] = jax.device_put(value, to)
         return self.on_host[v]

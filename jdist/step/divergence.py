@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist.core.collective_marks import collective_of
+from jdist.core.layout import over_replicas
 from jdist.core.strategy import Strategy
 from jdist.errors import ReplicaDivergenceError
 from jdist.jaxpr import graph, variation
@@ -67,15 +68,7 @@ def make_check(strategy: Strategy) -> Any:
     def hashes(leaves: list[jax.Array]) -> jax.Array:
         return jnp.stack([hash_leaf(leaf) for leaf in leaves])[None]
 
-    return jax.jit(
-        jax.shard_map(
-            hashes,
-            mesh=strategy.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(strategy.axes),
-            check_vma=False,
-        )
-    )
+    return jax.jit(over_replicas(strategy, hashes, PartitionSpec(), PartitionSpec(strategy.axes)))
 
 
 def compare(hashes: np.ndarray, paths: list[str]) -> None:

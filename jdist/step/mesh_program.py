@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jdist.core.layout import over_replicas
 from jdist.core.per_replica import PerReplica, put_per_replica, take_per_replica
 from jdist.core.step_state import carrying, map_residuals
 from jdist.core.strategy import Strategy
@@ -93,14 +94,11 @@ def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, trace
         state = map_residuals(lambda x: x[None], state)
         return token, state, same, own, rows
 
-    # With `check_vma` averaged gradients come out num_replicas times too large, and flax's RNN fails to trace; jdist
-    # compares the replicas itself (divergence.py).
-    mapped = jax.shard_map(
+    mapped = over_replicas(
+        strategy,
         body,
-        mesh=strategy.mesh,
         in_specs=(whole, state_spec, batch_spec, whole),
         out_specs=(whole, state_spec, whole, by_rows, by_rows),
-        check_vma=False,
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:

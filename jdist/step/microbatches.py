@@ -174,7 +174,7 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
         outputs.update(results)
         # Metrics go with the sums of the phase, in one all-reduce.
         means = [i for i in results if plan.kinds[i] == METRIC and step.varies[i]]
-        metrics = Cut(Collective("value", "mean"), (), is_read_again=False)
+        metrics = Cut(Collective("value", "mean"), (), (), is_read_again=False)
         *sums, averages = combine([*phase.cuts, metrics], [*operands, [outputs[i] for i in means]])
         combined += [x for arrays in sums for x in arrays]
         outputs.update(zip(means, averages, strict=True))

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist.core.context import ReplicaTrace, check_not_mixed, current_trace, tracing
+from jdist.core.layout import over_replicas
 from jdist.core.per_replica import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
 from jdist.core.strategy import Strategy
 from jdist.errors import GlobalViewError, StepError
@@ -60,13 +61,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
     if strategy.mesh is None:
         return PerReplica(jax.jit(body)(own, whole))
     by_replica = PartitionSpec(strategy.axes)
-    mapped = jax.shard_map(
-        body,
-        mesh=strategy.mesh,
-        in_specs=(by_replica, PartitionSpec()),
-        out_specs=by_replica,
-        check_vma=False,
-    )
+    mapped = over_replicas(strategy, body, in_specs=(by_replica, PartitionSpec()), out_specs=by_replica)
     own, whole = (
         jax.tree.map(lambda x: put(x, strategy.batch_sharding), own),
         jax.tree.map(lambda x: put(x, strategy.replicated_sharding), whole),

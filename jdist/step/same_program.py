@@ -154,7 +154,7 @@ def _check_same_state(strategy: Strategy, name: str, state: PyTree) -> None:
     if (hashed := hash_replicas(strategy, state)) is None:
         return
     hashes, paths, leaves = hashed
-    processes = [device.process_index for device in strategy.devices]
+    processes = [device.process_index for device in strategy.first_devices]
     firsts = {process: hashes[processes.index(process)] for process in sorted(set(processes))}
     differing = [i for i in range(len(paths)) if len({int(row[i]) for row in firsts.values()}) > 1]
     if not differing:

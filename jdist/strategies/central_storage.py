@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jdist.core.layout import Layout
 from jdist.core.operations import Parts
-from jdist.core.sharded_leaf import Layout
 from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.sharded_state.operations import with_parts

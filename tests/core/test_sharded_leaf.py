@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.core.sharded_leaf import Layout, ShardedLeaf, map_leaves, spread_like
+from jdist.core.layout import Layout
+from jdist.core.sharded_leaf import ShardedLeaf, map_leaves, spread_like
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,10 @@ def layout(strategy):
 )
 def test_stored_shapes(layout, shape, stored):
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-    assert layout.stored_shape(shape) == stored
-    assert layout.store(x).shape == stored
+    assert layout.form(shape).stored == stored
+    assert layout.form(shape).store(x).shape == stored
     assert stored[0] % 4 == 0
-    np.testing.assert_array_equal(layout.restore(layout.store(x), shape), x)
+    np.testing.assert_array_equal(layout.form(shape).restore(layout.form(shape).store(x)), x)
 
 
 def test_what_has_fewer_elements_than_parts_and_keys_stay_whole(layout):
@@ -51,9 +52,9 @@ def test_what_has_fewer_elements_than_parts_and_keys_stay_whole(layout):
 
 def test_filling_is_kept_out_of_sums(layout):
     stored = jnp.ones((16,))
-    assert float(layout.real(stored, (13,), 0).sum()) == 13
-    assert float(layout.real(jnp.ones((64, 128)), (63, 128), 0).sum()) == 63 * 128
-    assert layout.real(stored, (16,), 0) is stored
+    assert float(layout.form((13,)).real(stored, 0).sum()) == 13
+    assert float(layout.form((63, 128)).real(jnp.ones((64, 128)), 0).sum()) == 63 * 128
+    assert layout.form((16,)).real(stored, 0) is stored
 
 
 def test_it_shows_what_it_is_and_gives_its_values(strategy):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.core.sharded_leaf import Layout
+from jdist.core.layout import Layout
 from jdist.jaxpr.elementwise import prepared
 from jdist.sharded_state.update import ShardedArray, evaluate
 
@@ -31,21 +31,21 @@ def run(function, state, grads, scalar=SCALAR):
         def part(x, on_host):
             if not LAYOUT.is_spread(x.shape, x.dtype):
                 return x
-            stored = jax.device_put(LAYOUT.store(x), LAYOUT.device(x.shape))
-            return ShardedArray(
-                jax.device_put(stored, LAYOUT.kept(x.shape)) if on_host else stored, x.shape, on_host=on_host
-            )
+            form = LAYOUT.form(x.shape)
+            stored = jax.device_put(form.store(x), LAYOUT.device(form))
+            return ShardedArray(jax.device_put(stored, LAYOUT.kept(form)) if on_host else stored, form, on_host=on_host)
 
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
         ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)
-        kept = [LAYOUT.is_spread(s.shape, s.dtype) for s in jax.tree.leaves(shapes)]
+        leaves = jax.tree.leaves(shapes)
+        kept = [LAYOUT.form(s.shape) if LAYOUT.is_spread(s.shape, s.dtype) else None for s in leaves]
         return evaluate(STRATEGY, LAYOUT, ready, [*values, scalar], kept)[0]
 
     state, grads, scalar = jax.device_put((state, grads, scalar), LAYOUT.whole)
     jaxpr = str(jax.make_jaxpr(program)(state, grads, scalar))
     results = jax.jit(program)(state, grads, scalar)
     leaves = [
-        LAYOUT.restore(np.asarray(x), s.shape) if LAYOUT.is_spread(s.shape, s.dtype) else x
+        LAYOUT.form(s.shape).restore(np.asarray(x)) if LAYOUT.is_spread(s.shape, s.dtype) else x
         for x, s in zip(results, jax.tree.leaves(shapes), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), jaxpr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,38 +102,7 @@ class GradientsOfParts:
                 for n, (_, x) in enumerate(leaves)
             ]
             cut.append(jax.tree.unflatten(treedef, parts))
-        return differentiate(self.of_parts(fun, forms))(*cut, **kwargs)
-
-    def of_parts(self, fun: Callable[..., Any], forms: dict[int, Form]) -> Callable[..., Any]:
-        """Makes the function of parts; `forms` by the place of a leaf among the leaves of its arguments."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, treedef = jax.tree.flatten((args, kwargs))
-            places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
-            shapes = [jax.ShapeDtypeStruct(forms[i].of, leaves[i].dtype) if i in forms else leaves[i] for i in places]
-            results: list[Any] = []
-
-            def flat(*arrays: Any) -> list[Any]:
-                filled = list(leaves)
-                for i, x in zip(places, arrays, strict=True):
-                    filled[i] = x
-                args, kwargs = jax.tree.unflatten(treedef, filled)
-                results[:], tree = jax.tree.flatten(fun(*args, **kwargs))
-                trees[:] = [tree]
-                return [x for x in results if _is_number(x)]
-
-            trees: list[Any] = []
-            closed = jax.make_jaxpr(flat)(*shapes)
-            is_number, others = [_is_number(x) for x in results], [None if _is_number(x) else x for x in results]
-            results.clear()  # tracers of a trace that is over
-
-            given = [Part(leaves[i], forms[i], leaves[i].dtype) if i in forms else leaves[i] for i in places]
-            values = iter(EvaluationOnParts(self.layout, closed).run(given))
-            return jax.tree.unflatten(
-                trees[0], [next(values) if n else x for n, x in zip(is_number, others, strict=True)]
-            )
-
-        return run
+        return differentiate(on_parts(self.layout, fun, forms, gathers_again=True))(*cut, **kwargs)
 
     def reduce(
         self, value: jax.Array, grads: list[jax.Array], forms: Sequence[Form | None], op: Any
@@ -155,6 +124,45 @@ class GradientsOfParts:
 
         value, *combined = emit(Collective("gradient", op), body, [value, *grads])
         return value, combined
+
+
+def on_parts(
+    layout: Layout, fun: Callable[..., Any], forms: Mapping[int, Form], *, gathers_again: bool
+) -> Callable[..., Any]:
+    """Makes of a function of whole arrays one of this replica's parts of some of them.
+
+    Args:
+        layout: how arrays are cut.
+        fun: of trees of arrays.
+        forms: of the leaves of its arguments that are given in parts, by place among all leaves.
+        gathers_again: whether its backward pass is to gather again.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
+        shapes = [jax.ShapeDtypeStruct(forms[i].of, leaves[i].dtype) if i in forms else leaves[i] for i in places]
+        results: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            filled = list(leaves)
+            for i, x in zip(places, arrays, strict=True):
+                filled[i] = x
+            args, kwargs = jax.tree.unflatten(treedef, filled)
+            results[:], tree = jax.tree.flatten(fun(*args, **kwargs))
+            trees[:] = [tree]
+            return [x for x in results if _is_number(x)]
+
+        trees: list[Any] = []
+        closed = jax.make_jaxpr(flat)(*shapes)
+        is_number, others = [_is_number(x) for x in results], [None if _is_number(x) else x for x in results]
+        results.clear()  # tracers of a trace that is over
+
+        given = [Part(leaves[i], forms[i], leaves[i].dtype) if i in forms else leaves[i] for i in places]
+        values = iter(EvaluationOnParts(layout, closed, gathers_again=gathers_again).run(given))
+        return jax.tree.unflatten(trees[0], [next(values) if n else x for n, x in zip(is_number, others, strict=True)])
+
+    return run
 
 
 def _is_number(x: Any) -> bool:

@@ -17,7 +17,7 @@ from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
 from jdist.jaxpr.split import PartsVaryError
-from jdist.sharded_state.gathering import gathering
+from jdist.sharded_state.gathering import gathering, on_parts
 from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
 from jdist.step.loops import repeat
@@ -215,16 +215,21 @@ class _SplitStep:
         carried_forms = [self.forms[each.leaf] for each in plan.split.carried]
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
-            def value(i: int, x: Any) -> jax.Array:
-                if i in whole:
-                    return whole[i]
-                if i not in plan.split.read:
-                    return jnp.zeros(x.shape, x.dtype)
-                return layout.all_gather(copies[i], self.forms[i])
+            parts = {i: copies[i] for i in plan.split.read if i in copies}
 
-            now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
-            with tracing(ReplicaTrace(self.strategy)):
-                part = gradient_part(plan, now, batches, self.with_parts(others, copies), self.combine)
+            def of_whole(gathered: dict[int, jax.Array], others: PyTree) -> Any:
+                def value(i: int, x: Any) -> jax.Array:
+                    known = gathered.get(i, whole.get(i))
+                    return jnp.zeros(x.shape, x.dtype) if known is None else known
+
+                now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
+                with tracing(ReplicaTrace(self.strategy)):
+                    return gradient_part(plan, now, batches, self.with_parts(others, copies), self.combine)
+
+            # What the step reads elsewhere than in a gradient, an evaluation all of it, is gathered where it is used.
+            of_read = {place: self.forms[i] for place, i in enumerate(sorted(parts))}
+            run = on_parts(layout, of_whole, of_read, gathers_again=False) if parts else of_whole
+            part = run(parts, others)
             outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}
             varying = {i: x for i, x in outputs.items() if plan.kinds[i] in (LOCAL, ROWS)}
             shared = {i: x for i, x in outputs.items() if i not in varying}

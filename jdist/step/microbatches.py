@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,7 @@ class Plan:
         check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, sizes)
 
 
-@dataclass(frozen=True)
-class PhaseResults:
+class PhaseResults(NamedTuple):
     """The results of the phases, over all microbatches and replicas.
 
     Attributes:

@@ -484,7 +484,7 @@ class TestWhatIsRefused:
         [
             (
                 lambda: jdist.sharded(within=3),
-                "`within` is 3; it must divide the number of devices, 8: one of 1, 2, 4, 8",
+                "`within` is 3; it must divide the number of replicas, 8: one of 1, 2, 4, 8",
             ),
             (lambda: jdist.sharded(within=True), "`within` is True"),
             (lambda: jdist.sharded(shard="params"), "`shard` is 'params'; allowed are 'state', 'optimizer'"),

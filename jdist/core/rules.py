@@ -77,7 +77,7 @@ def rules_of(
             f"the rule {rule} matches no leaf of the state. The nearest path is {_nearest(rule, paths)!r}; a pattern is "
             'a regular expression for the end of a path, from the name of a node on, such as "mlp/up/kernel".'
         )
-    if is_all and not any(found):
+    if is_all and not any(found) and _num_devices(strategy, strategy.model_axes) > 1:
         raise StepError(
             f"the mesh has {_described(strategy)} inside a replica, and no leaf of the state is divided over it: give `rules`, "
             f"or flax's metadata (`nn.with_partitioning`). The first path is {paths[0] if paths else '-'!r}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jdist.core.strategy import Strategy
@@ -23,6 +24,14 @@ def explain(
         check_not_donated(state)
         signature.check_not_donated(call, batches, others)
     check_axis_bound(exc, strategy.name, strategy)
+    missing = re.search(r"Resource axis: (\w+) of .* is not found in mesh", str(exc)) if of_jax else None
+    if missing is not None:
+        raise StepError(
+            f"{strategy.name} has no mesh axis {missing[1]!r}, over which flax's metadata or a sharding constraint of the step "
+            f"divides an array: the mesh has {', '.join(strategy.mesh.shape if strategy.mesh else ())}. Take "
+            f'`jdist.sharded(mesh={{"replica": -1, "{missing[1]}": 1}})`, there with as many devices as a replica is to have, '
+            "or take the metadata off: `flax.linen.unbox(variables)`."
+        ) from exc
     if isinstance(exc, KeyError) and exc.args == (MASK,):
         exc.add_note(
             "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."

@@ -115,7 +115,7 @@ def _model_axes(mesh: Any, axis: str, num_devices: int) -> dict[str, int]:
         raise StrategyError(
             f"`mesh` is {dict(mesh)!r}, which does not multiply up to the number of devices, {num_devices}."
         )
-    return {name: size for name, size in sizes.items() if name != axis and size is not None and size > 1}
+    return {name: size for name, size in sizes.items() if name != axis and size is not None}
 
 
 def _rules(rules: Any, model: Mapping[str, int], axis: str) -> tuple[Rule, ...]:

@@ -131,7 +131,7 @@ def _why_whole(layout: Layout, x: Any, rule: Rule | None) -> str:
         return ": a PRNG key"
     if not layout.is_spread(x.shape, x.dtype):
         return f": fewer than {max(layout.whole_below, layout.num_parts):,} elements"
-    return ": no state of an optimiser" if rule is None else ""
+    return ": no state of an optimiser" if rule is None else ": no other axis divides well, or no state of an optimiser"
 
 
 def _by_rule(strategy: Strategy, form: Form, rule: Rule | None) -> str:

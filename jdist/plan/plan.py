@@ -77,7 +77,8 @@ def make_plan(
     plan = Plan(
         target=target.name,
         device_kind=kind,
-        num_devices=parts.strategy.num_replicas,
+        num_devices=max(1, len(parts.strategy.devices)),
+        replica_devices=max(1, len(parts.strategy.devices) // parts.strategy.num_replicas),
         global_batch=config.train.global_batch,
         summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),

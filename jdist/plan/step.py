@@ -54,7 +54,7 @@ def plan_step(config: Config, parts: Parts) -> PlannedStep:
         step=make_train_step(config, parts),
         state=state,
         batch=batch,
-        products={kind: flops / parts.strategy.num_replicas for kind, flops in products.items()},
+        products={kind: flops / max(1, len(parts.strategy.devices)) for kind, flops in products.items()},
     )
 
 

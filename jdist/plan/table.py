@@ -24,6 +24,7 @@ class Plan:
         target: the topology it was compiled for.
         device_kind: JAX's name of the device.
         num_devices: number of devices.
+        replica_devices: how many of them a replica has.
         global_batch: rows of a step over all replicas.
         summary: strategy, batch and length in words.
         capacity: bytes of a device's memory that a step can have; None if it is not known.
@@ -74,6 +75,7 @@ class Plan:
     estimates: tuple[roofline.Estimate, ...] = ()
     not_in_model: tuple[str, ...] = ()
     domain_chips: int = 0
+    replica_devices: int = 1
     chip: Chip | None = None
     checks: tuple[MemoryCheck, ...] = ()
     compile_s: float = 0.0
@@ -234,11 +236,12 @@ def _work(plan: Plan) -> _Section:
         again = [
             f"to save memory the compiler has {plan.recomputed:,} results computed twice, which the FLOPs leave out"
         ]
+    divided = f", shared evenly by the {plan.replica_devices} devices of a replica" if plan.replica_devices > 1 else ""
     return _Section(
         title="work of a device in one step",
         notes=again,
         rows=[
-            ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
+            ("FLOPs", f"{plan.flops:,.4g}", f"matrix products and convolutions{divided}"),
             ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory"),
         ],
     )

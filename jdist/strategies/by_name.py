@@ -49,6 +49,8 @@ class StrategyKeywords(PsKeywords, total=False):
     within: int | None
     whole_below: int
     most_whole: float
+    mesh: Mapping[str, int] | None
+    rules: Sequence[tuple[str, Sequence[Any]]]
 
 
 @without_own_frames

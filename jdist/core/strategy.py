@@ -42,8 +42,7 @@ class Strategy:
         name: "default", "one_device", "mirrored", ...
         devices: the devices of the mesh, in its order; empty under default.
         mesh: the device mesh, or None under default.
-        axes: the mesh axes that replicas are spread over; empty under default. Over the mesh's others the devices of each
-            replica are.
+        axes: the mesh axes that replicas are spread over; empty under default. The mesh's others are inside each replica.
         transform: how a step for one replica becomes a step over the mesh; None under default.
         reduction: the all-reduce algorithm.
         operations: the functions behind the methods.
@@ -368,9 +367,7 @@ class Strategy:
             options: how batches are made ahead; None: `jdist.InputOptions()`.
             partial: what to do with a global batch that has fewer rows than per-replica batches as large as the
                 first would make: fill it up and mask the filling, leave it out, or refuse it.
-            with_mask: as for `distribute_dataset`.
-            steps_per_call: as for `distribute_dataset`.
-            batch_axis: as for `distribute_dataset`.
+            with_mask, steps_per_call, batch_axis: as for `distribute_dataset`.
 
         Returns:
             An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.
@@ -420,12 +417,4 @@ class Strategy:
         return f"Strategy({self.name}: {self.operations.describe(self)})"
 
     def _repr_html_(self) -> str:
-        rows = {"strategy": self.name, "replicas": self.num_replicas}
-        if self.mesh is not None:
-            rows |= {
-                "devices": ", ".join(map(str, self.devices[:8])) + (", ..." if len(self.devices) > 8 else ""),
-                "mesh": dict(self.mesh.shape),
-                "transform": self.transform,
-                "all-reduce": self.reduction.name,
-            }
-        return table(rows.items())
+        return table([("strategy", self.name), ("replicas", self.operations.describe(self))])

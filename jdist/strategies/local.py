@@ -29,10 +29,10 @@ def describe(strategy: Strategy) -> str:
     shown = str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
     axes = " x ".join(f"{axis}={size}" for axis, size in strategy.mesh.shape.items())
     replicas = "1 replica" if strategy.num_replicas == 1 else f"{strategy.num_replicas} replicas"
-    if cluster.num_processes > 1:
-        replicas += f" in {cluster.num_processes} processes, of which this is number {cluster.process_index},"
     if strategy.model_axes:
         replicas += f" of {len(devices) // strategy.num_replicas} devices each"
+    if cluster.num_processes > 1:
+        replicas += f" in {cluster.num_processes} processes, of which this is number {cluster.process_index},"
     if strategy.parts is not None and strategy.parts.axes and strategy.parts.memory == "device":
         size = math.prod(strategy.mesh.shape[axis] for axis in strategy.parts.axes)
         what = "the state" if strategy.parts.of == "state" else "the optimiser's state"

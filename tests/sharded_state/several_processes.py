@@ -37,4 +37,18 @@ try:
     np.asarray(state.params["odd"])
 except DeviceError as error:
     found["read alone"] = str(error)
+mesh, rules = {"replica": -1, "model": 2}, [("up", (None, "model")), ("layers", (None, "model"))]
+of_two = jdist.multi_worker(shard={"mesh": mesh, "rules": rules, "whole_below": 0, "most_whole": 1})
+state, losses = toy.trained(of_two)
+with Checkpointer(folder / "of_two", cluster=of_two.cluster) as checkpointer:
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    restored = checkpointer.restore(strategy.init(toy.create)).state
+again, whole = strategy.fetch(restored), of_two.fetch(state)
+found["of two"] = {
+    "losses": losses,
+    "params": [np.asarray(x).tolist() for x in jax.tree.leaves(whole.params)],
+    "restored": all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (again, whole)), strict=True)),
+    "description": str(of_two),
+}
 (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))

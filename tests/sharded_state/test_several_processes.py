@@ -45,6 +45,16 @@ def test_they_train_as_one_device_does_and_fetch_all_of_it(found, expected):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+def test_replicas_of_two_devices_train_as_one_device_does(found, expected):
+    want, losses = expected
+    for each in (one["of two"] for one in found):
+        np.testing.assert_allclose(each["losses"], losses, rtol=2e-6)
+        for a, b in zip(each["params"], jax.tree.leaves(want.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+        assert each["restored"]
+        assert "2 replicas of 2 devices each in 2 processes" in each["description"]
+
+
 def test_a_checkpoint_holds_the_parts_of_all(found, folder, expected):
     assert [each["restored"] for each in found] == [True, True]
     strategy = jdist.one_device()

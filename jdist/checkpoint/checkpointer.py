@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
@@ -70,12 +69,29 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Read:
-    """A checkpoint on the host: each wanted leaf's value and PRNG kind (None: the leaf begins anew), and why others failed."""
+    """A checkpoint in its place: its leaves, and why others failed."""
 
     name: str
     body: dict[str, Any]
-    values: list[tuple[np.ndarray, str | None] | None]
+    leaves: list[Any]
     problems: list[str]
+
+
+def _placed(path: Path, body: dict[str, Any], order: list[int | None], wanted: dict[str, Any]) -> list[Any]:
+    """Reads the leaves of a checkpoint, each to its place before the next is read: none is kept on the host.
+
+    Args:
+        path: of the checkpoint.
+        body: its manifest.
+        order: of each wanted leaf its number there; None: it begins anew, as it is.
+        wanted: what the leaves are to be like, by path.
+    """
+    leaves, placed = list(wanted.items()), list(wanted.values())
+    places = {i: place for place, i in enumerate(order) if i is not None}
+    for i, array in read_leaves(path, body, sorted(places)):
+        name, like = leaves[places[i]]
+        placed[places[i]] = codec.place(name, array, body["leaves"][i].get("key"), like)
+    return placed
 
 
 class Checkpointer:
@@ -285,7 +301,7 @@ class Checkpointer:
             # By process 0: what others see of a shared folder may be older.
             there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
             with together(f"{self._name}: reading", self._timeout_s, self._cluster):
-                read = self._read([self._directory / name for name in there], described, step)
+                read = self._read([self._directory / name for name in there], wanted, described, step)
             failpoints.reached(Point.IN_RESTORE)
             name = None if read is None else read.name
             names = self._cluster.exchange(f"{self._name}: which was read", name, self._timeout_s)
@@ -300,21 +316,19 @@ class Checkpointer:
                     "that this gives, `strategy.init(lambda: state)`."
                 )
             return None
-        leaves = [
-            leaf if value is None else codec.place(path, *value, leaf)
-            for value, (path, leaf) in zip(read.values, wanted.items(), strict=True)
-        ]
         failpoints.reached(Point.AFTER_RESTORE)
         for problem in read.problems:
             text = f"{problem}. Going on from step {read.body['step']} instead."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         return Restored(
-            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), leaves)),
+            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), read.leaves)),
             **{name: read.body[name] for name in ("step", "data", "metrics", "metadata")},
         )
 
-    def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
-        """Reads the checkpoint among `paths` that `restore` takes, on the host."""
+    def _read(
+        self, paths: list[Path], wanted: dict[str, Any], described: list[dict[str, Any]], step: int | None
+    ) -> _Read | None:
+        """Reads the checkpoint among `paths` that `restore` takes."""
         if step is not None:
             steps = sorted({disk.step_of(path) for path in paths})
             paths = [path for path in paths if disk.step_of(path) == step]
@@ -325,10 +339,8 @@ class Checkpointer:
             try:
                 body = disk.read_manifest(path)
                 order = codec.fit(path, body["leaves"], described)
-                reading = Job(lambda path=path, body=body: read_leaves(path, body))
-                arrays = reading.result(self._timeout_s, f"reading {path}")
-                values = [None if i is None else (arrays[i], body["leaves"][i].get("key")) for i in order]
-                return _Read(path.name, body, values, problems)
+                reading = Job(lambda path=path, body=body, order=order: _placed(path, body, order, wanted))
+                return _Read(path.name, body, reading.result(self._timeout_s, f"reading {path}"), problems)
             except Damaged as error:
                 problems.append(str(error))
                 self._damaged.add(path.name)

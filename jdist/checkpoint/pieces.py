@@ -8,13 +8,12 @@ piece in a file; they are read, and no longer written.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -88,48 +87,64 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
     return pieces
 
 
-def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
-    """Reads all leaves of a checkpoint, in the order of its manifest, each as it was saved to the bit.
+def read_leaves(checkpoint: Path, body: dict[str, Any], numbers: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Reads leaves of a checkpoint one after another, each as it was saved to the bit, so that none has to be kept.
+
+    Args:
+        checkpoint: its folder.
+        body: its manifest.
+        numbers: which leaves, by their place in the manifest.
 
     Raises:
         Damaged: a file is not as it was written.
         CheckpointError: the checkpoint has format 1, and Orbax is not installed.
     """
-    leaves = body["leaves"]
-    by_orbax = [i for i, leaf in enumerate(leaves) if "pieces" not in leaf]
-    whole = _read_by_orbax(checkpoint, body, by_orbax) if by_orbax else {}
-    arrays = [whole[i] if i in whole else _empty(leaf) for i, leaf in enumerate(leaves)]
-    pieces = [(Piece(**piece), i) for i, leaf in enumerate(leaves) for piece in leaf.get("pieces", ())]
-    pieces.sort(key=lambda each: (each[0].file, each[0].offset))
-    for name, group in itertools.groupby(pieces, key=lambda each: each[0].file):
-        try:
-            _read_file(checkpoint / name, ((piece, leaves[i]["path"], piece.view(arrays[i])) for piece, i in group))
-        except OSError as error:
-            raise Damaged(f"{checkpoint / name}: cannot be read: {describe_error(error)}") from error
-    return arrays
+    leaves, numbers = body["leaves"], list(numbers)
+    yield from _read_by_orbax(checkpoint, body, [i for i in numbers if "pieces" not in leaves[i]])
+    with contextlib.ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+        for i in numbers:
+            if "pieces" not in leaves[i]:
+                continue
+            array = _empty(leaves[i])
+            for piece in (Piece(**piece) for piece in leaves[i]["pieces"]):
+                file = checkpoint / piece.file
+                try:
+                    if piece.file not in files:
+                        files[piece.file] = stack.enter_context(file.open("rb"))
+                    _read_piece(files[piece.file], piece, array)
+                except OSError as error:
+                    raise Damaged(f"{file}: cannot be read: {describe_error(error)}") from error
+                except _Unlike:
+                    raise Damaged(f"{file}: its checksum does not match, of leaf {leaves[i]['path']}") from None
+            yield i, array
 
 
 def _empty(leaf: dict[str, Any]) -> np.ndarray:
     return np.empty(leaf["stored"]["shape"], jnp.dtype(leaf["stored"]["dtype"]))
 
 
-def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
-    """Reads pieces of one file; each comes with the path of its leaf, and the elements to fill."""
-    with file.open("rb") as handle:
-        for piece, path, box in pieces:
-            # Straight into the leaf where the box is contiguous there: whole leaves, blocks of rows.
-            values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
-            data = _as_bytes(values)
-            handle.seek(piece.offset)
-            if handle.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc32:
-                raise Damaged(f"{file}: its checksum does not match, of leaf {path}")
-            if values is not box:
-                box[...] = values
+class _Unlike(Exception):
+    """The bytes of a piece are not those that were written."""
 
 
-def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
-    """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
+def _read_piece(handle: BinaryIO, piece: Piece, leaf: np.ndarray) -> None:
+    box = piece.view(leaf)
+    # Straight into the leaf where the box is contiguous there: whole leaves, blocks of rows.
+    values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
+    data = _as_bytes(values)
+    handle.seek(piece.offset)
+    if handle.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc32:  # type: ignore[attr-defined]  # a file has it
+        raise _Unlike
+    if values is not box:
+        box[...] = values
+
+
+def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Reads whole leaves of format 1, all at once; they are in `arrays/` as {"0": array, "1": array, ...}."""
     folder, leaves = checkpoint / "arrays", body["leaves"]
+    if not numbers:
+        return
     # Before Orbax reads them: it may take garbage for lengths, and fail in its own threads.
     for name, (_, crc32) in body["files"].items():
         if file_crc32(checkpoint / name) != crc32:
@@ -156,4 +171,4 @@ def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int
     for i, array in arrays.items():
         if zlib.crc32(_as_bytes(array)) != leaves[i]["crc32"]:
             raise Damaged(f"{folder}: the checksum of leaf {leaves[i]['path']} does not match")
-    return arrays
+    yield from arrays.items()

@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist.core.layout import HOST_MEMORIES
 from jdist.errors import DeviceError
-from jdist.support.arrays import put, to_host
+from jdist.support.arrays import to_host
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -107,13 +107,22 @@ def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
-    """Spreads an array on the host as another of its shape is."""
-    stored = np.zeros(like.stored.shape, array.dtype)
-    if stored.ndim == array.ndim:
-        stored[tuple(map(slice, array.shape))] = array
-    else:
-        stored.reshape(-1)[: array.size] = array.reshape(-1)
-    return ShardedLeaf(put(stored, like.stored.sharding), like.shape)
+    """Spreads an array on the host as another of its shape is, without a second copy of all of it."""
+    shape, flat = like.stored.shape, array.reshape(-1)
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        starts, stops, _ = zip(*(each.indices(size) for each, size in zip(index, shape, strict=True)), strict=True)
+        filled = np.zeros([b - a for a, b in zip(starts, stops, strict=True)], array.dtype)
+        if len(shape) == array.ndim:
+            real = array[index]
+            filled[tuple(map(slice, real.shape))] = real
+        else:  # rows of elements, of which whole ones are a part
+            width = math.prod(shape[1:])
+            real = flat[starts[0] * width : stops[0] * width]
+            filled.reshape(-1)[: real.size] = real
+        return filled
+
+    return ShardedLeaf(jax.make_array_from_callback(shape, like.stored.sharding, part), like.shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -66,6 +66,7 @@ class _SplitStep:
         update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
         results: what it returns, as shapes.
         forms: of the state's leaves, as they are passed.
+        gathers_late: whether what is read of parts is gathered where it is used; else before all.
         in_parts: numbers of those of which gradients are taken part by part.
     """
 
@@ -84,8 +85,8 @@ class _SplitStep:
         self.forms = forms(self.strategy, state)
         self.by_path = FormsByPath(self.layout, self.paths, self.forms)
         parts = self.strategy.parts
-        gathers_late = parts is not None and parts.of == "state" and parts.memory == "device"
-        self.in_parts = tuple(i for i, form in enumerate(self.forms) if gathers_late and form.is_cut)
+        self.gathers_late = parts is not None and parts.of == "state" and parts.memory == "device"
+        self.in_parts = tuple(i for i, form in enumerate(self.forms) if self.gathers_late and form.is_cut)
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         jax.eval_shape(traced, token, state, batches, others)
 
@@ -226,10 +227,12 @@ class _SplitStep:
                 with tracing(ReplicaTrace(self.strategy)):
                     return gradient_part(plan, now, batches, self.with_parts(others, copies), self.combine)
 
-            # What the step reads elsewhere than in a gradient, an evaluation all of it, is gathered where it is used.
-            of_read = {place: self.forms[i] for place, i in enumerate(sorted(parts))}
-            run = on_parts(layout, of_whole, of_read, gathers_again=False) if parts else of_whole
-            part = run(parts, others)
+            # What the step reads elsewhere than in a gradient, an evaluation all of it.
+            if parts and self.gathers_late:
+                of_read = {place: self.forms[i] for place, i in enumerate(sorted(parts))}
+                part = on_parts(layout, of_whole, of_read, gathers_again=False)(parts, others)
+            else:
+                part = of_whole({i: layout.all_gather(x, self.forms[i]) for i, x in parts.items()}, others)
             outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}
             varying = {i: x for i, x in outputs.items() if plan.kinds[i] in (LOCAL, ROWS)}
             shared = {i: x for i, x in outputs.items() if i not in varying}

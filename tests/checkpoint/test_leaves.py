@@ -1,11 +1,14 @@
 """Leaves of a checkpoint: the boxes that are written of an array in parts."""
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdist
+from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.checkpoint.leaves import to_host
 
 
@@ -25,3 +28,29 @@ def test_the_boxes_of_the_parts_make_the_array(make, shape):
         got[place], times[place] = box, times[place] + 1
     np.testing.assert_array_equal(got, want)
     assert (times == 1).all()
+
+
+@pytest.mark.parametrize("make", [jdist.sharded, jdist.mirrored, jdist.central_storage])
+def test_a_process_holds_no_more_of_a_checkpoint_than_its_share_and_one_leaf(make, tmp_path):
+    count, size = 24, 1 << 18
+    strategy = make()
+
+    def create():
+        return [jnp.full((size + i,), i, jnp.float32) for i in range(count)]  # few divide among eight
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, strategy.init(create))
+    like = strategy.init(create)
+    with Checkpointer(tmp_path) as checkpointer:
+        tracemalloc.start()
+        try:
+            restored = checkpointer.restore(like).state
+            kept, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    one = size * 4
+    # JAX may go on with the arrays that it was given: those are this process's share.
+    assert kept <= 1.02 * count * one
+    assert peak - kept < 4 * one, "all leaves would be 24"
+    for a, b in zip(strategy.fetch(restored), create(), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -20,6 +20,7 @@ INSTEAD = {
     "arrays": ["task.options.path=made.npz"],
     "digits_tpu": ["strategy.topology=v5e:2x4"],
     "text": ['task.options.files="*.txt"', "task.options.layers=1", "task.options.length=16"],
+    "text_sharded": ['task.options.files="*.txt"', "task.options.layers=1", "task.options.length=16"],
     "text_7b": [
         'task.options.files="*.txt"',
         *(f"task.options.{option}" for option in ("layers=1", "width=64", "heads=2", "length=16")),

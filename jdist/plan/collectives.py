@@ -186,12 +186,15 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
         'host'
     """
     distinct = {frozenset(group) for group in groups}
+    # Each of several slices runs the program on its own, counted from 0.
+    slice_size = 1 + max(itertools.chain(*groups))
+    if set(itertools.chain(*groups)) != set(range(slice_size)) or prod(mesh_shape.values()) % slice_size:
+        return "?"
     for size in range(1, len(mesh_shape) + 1):
         for axes in itertools.combinations(mesh_shape, size):
-            if {frozenset(row) for row in _rows(mesh_shape, axes)} == distinct:
-                return " x ".join(axes)
-    if len(distinct) == 1 and len(mesh_shape) == 1 and prod(mesh_shape.values()) % len(groups[0]) == 0:
-        return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
+            rows = {frozenset(row) for row in _rows(mesh_shape, axes)}
+            if {row & set(range(slice_size)) for row in rows} - {frozenset()} == distinct:
+                return " x ".join(axes) + ("" if distinct <= rows else " within a slice")
     return "?"
 
 

@@ -86,10 +86,9 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
         + stats.host_temp_size_in_bytes,
     )
     cost: Any = compiled.cost_analysis()
-    if cost is None:  # as for GPUs that are not here
-        moved = float(bytes_accessed(module))
-    else:
-        moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
+    moved = float(bytes_accessed(module))
+    if cost is not None:  # of GPUs that are not here there is none; it counts the body of each loop once
+        moved *= float(cost["bytes accessed"]) / max(1, bytes_accessed(module, loops_once=True))
     return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s)
 
 
@@ -119,16 +118,6 @@ def _bytes(text: str) -> int:
     """Reads a size such as "17.50G"."""
     exponent = "KMGT".find(text[-1]) + 1
     return round(float(text.rstrip("KMGT")) * 1024**exponent)
-
-
-def _loops(planned: PlannedStep, counted_flops: float) -> float:
-    """Estimates the work of a call over the compiler's count, which takes each loop's body once.
-
-    It follows from the FLOPs, which are known with all trips: layers in a loop, microbatches and steps of one call move
-    their bytes as often as they multiply.
-    """
-    steps = planned.step.options.steps_per_call
-    return max(1.0, planned.flops * steps / counted_flops) if counted_flops > 0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,10 +214,11 @@ _PUTS_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
 _STARTS_OF_BOTH = ("all-gather-start", "collective-permute-start", "copy-start")  # whose shape holds the operands too
 
 
-def bytes_accessed(module: Module) -> int:
+def bytes_accessed(module: Module, *, loops_once: bool = False) -> int:
     """Counts the bytes that one call moves between a device and its memory: what each instruction reads and writes.
 
-    Of an array of which an instruction reads or writes a slice or some rows, these count.
+    Of an array of which an instruction reads or writes a slice or some rows, these count. With `loops_once` the body of each
+    loop counts once.
     """
     total = 0
     for item in executed(module):
@@ -225,7 +226,8 @@ def bytes_accessed(module: Module) -> int:
         opcode = instruction.opcode
         if opcode in _MOVES_NOTHING or opcode in _CALLS or opcode.endswith("-done"):
             continue
-        total += item.times * (_fusion_bytes(module, item) if opcode == "fusion" else _moved_bytes(module, item))
+        moved = _fusion_bytes(module, item) if opcode == "fusion" else _moved_bytes(module, item)
+        total += moved if loops_once else item.times * moved
     return total
 
 

@@ -107,12 +107,19 @@ def show(suggestions: Sequence[Suggestion]) -> str:
     """Formats one line a way; the first that fits is to be pasted."""
     rows = []
     for each in suggestions:
-        memory = each.plan.memory
-        needed = f"{size(memory.total)}" if memory is not None else f"{size(each.plan.state_bytes)} of state"
         step = "" if each.step_s is None else duration(each.step_s)
-        rows.append((each.plan.verdict, needed, step, each.binds, each.line))
+        rows.append((each.plan.verdict, _memory(each.plan), step, each.binds, each.line))
     fitting = [each for each in suggestions if each.plan.fits]
     last = "none of them fits: more devices, a smaller model, or `jax.checkpoint` in it"
     if fitting:
         last = f"append {fitting[0].line}"
     return "\n".join([*aligned([_HEADER, *rows]), last])
+
+
+def _memory(plan: Plan) -> str:
+    """What a way needs of a device's memory; where it does not fit, what is known of that."""
+    if plan.memory is not None:
+        return size(plan.memory.total)
+    if plan.refusal is not None and plan.refusal.needed is not None:
+        return size(plan.refusal.needed) + (" of temporaries" if plan.refusal.partly else "")
+    return f"{size(plan.state_bytes)} of state"

@@ -55,7 +55,7 @@ def tpu(
         DeviceError: there is no TPU here, no such topology, or libtpu is missing.
         ClusterError: there are several hosts, and not all of their processes came.
         ClusterConfigError: the environment does not describe a cluster that this process has a place in.
-        StrategyError: `name`, `transform`, `all_reduce` or `axis` is not allowed.
+        StrategyError: `name`, `transform`, `all_reduce`, `axis` or `shard` is not allowed.
 
     Example:
         >>> import jdist

@@ -150,6 +150,31 @@ def test_another_strategy_may_go_on_where_one_stopped(jdist_run):
     assert "global batch 16 = 1 replica x 16" in out
 
 
+def test_a_state_in_parts_goes_on_on_other_numbers_of_devices(jdist_run, usual):
+    """On 8, 4 and 8 again, then whole: the rows seen and the losses are those of a run that nothing interrupted."""
+    parts = "name: sharded, whole_below: 0, most_whole: 1"
+    four = ", ".join(f"cpu:{i}" for i in range(4))
+    done = 0
+    for steps, strategy, printed in [
+        (8, parts, "8 replicas with the state in 8 parts"),
+        (12, f"{parts}, devices: [{four}]", "4 replicas with the state in 4 parts"),
+        (16, parts, "8 replicas with the state in 8 parts"),
+        (24, "name: mirrored", "mirrored: 8 replicas on"),
+    ]:
+        code, out, err = jdist_run(f"train.steps={steps}", f"strategy={{{strategy}}}")
+        assert (code, err) == (0, "")
+        assert printed in out
+        assert f"going on from step {done} of {steps}" in out or not done
+        done = steps
+    params, rows = usual
+    got = rows_of("runs/toy")
+    assert [(row["step"], row["examples"]) for row in got] == [(row["step"], row["examples"]) for row in rows]
+    for name in ("loss", "eval/loss"):
+        pairs = [(a[name], b[name]) for a, b in zip(got, rows, strict=True) if name in b]
+        np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params_in("runs/toy", step=24), params)
+
+
 def test_a_different_config_in_the_folder_is_refused_key_by_key(jdist_run):
     jdist_run("train.steps=8")
     before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}

@@ -44,7 +44,11 @@ def test_replica_groups_in_every_form(written, groups):
         ([(1, 3), (0, 2)], {"host": 2, "core": 2}, "host"),
         ([(0, 1, 2, 3)], {"host": 2, "core": 2}, "host x core"),
         ([(0, 1), (2, 3)], {"replica": 4}, "?"),
+        ([(2, 3)], {"replica": 4}, "?"),
         ([(0, 1)], {"replica": 4}, "replica within a slice"),
+        ([(0, 1)], {"group": 2, "in_group": 2}, "in_group"),
+        ([(0, 2), (1, 3)], {"group": 4, "in_group": 2}, "group within a slice"),
+        ([(0, 1, 2, 3)], {"group": 4, "in_group": 2}, "group x in_group within a slice"),
     ],
 )
 def test_the_mesh_axes_of_groups(groups, mesh, axes):

@@ -67,3 +67,13 @@ def test_more_rows_are_more_work_and_more_memory(tmp_path):
 @pytest.mark.parametrize("option", ["train.accumulate=2", "train.steps_per_call=2"])
 def test_the_work_of_a_step_does_not_depend_on_how_its_calls_are_cut(tmp_path, option):
     assert planned(tmp_path, option).flops == planned(tmp_path).flops
+
+
+def test_bytes_of_a_loop_count_as_often_as_it_runs(tmp_path):
+    """Microbatches read the parameters again; the update, which is outside of their loop, runs once."""
+    options = ("task.options.width=4096", "train.optimizer={name: adamw, learning_rate: 1e-3}")
+    once = compile_step(planned(tmp_path, *options)).bytes_moved
+    of_four_steps = compile_step(planned(tmp_path, *options, "train.steps_per_call=4")).bytes_moved
+    of_microbatches = compile_step(planned(tmp_path, *options, "train.accumulate=4")).bytes_moved
+    assert of_four_steps == pytest.approx(4 * once, rel=0.01)
+    assert once < of_microbatches < 3 * once

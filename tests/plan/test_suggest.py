@@ -1,11 +1,13 @@
 """`jdist plan --suggest`: what is tried on which target, in what order it is shown, and what it says to write."""
 
 import json
+import re
 
 import pytest
 
 from jdist.cli.main import main
 from jdist.plan import suggest
+from jdist.plan.compile import TooLarge
 from jdist.plan.target import parse_target
 from tests.plan.plan_toy import config_file
 
@@ -62,6 +64,20 @@ def test_a_state_that_alone_is_too_large_is_not_compiled(tmp_path, capsys, monke
     assert code == 1
     assert "the state alone is too large" in printed.out
     assert printed.out.splitlines()[-1].startswith("none of them fits")
+
+
+@pytest.mark.parametrize(
+    ("needed", "partly", "shown"),
+    [(3 << 30, False, "3.00 GiB"), (3 << 30, True, "3.00 GiB of temporaries"), (None, False, "2.14 KiB of state")],
+)
+def test_of_a_step_that_the_compiler_refuses_it_says_what_that_needs(
+    tmp_path, capsys, monkeypatch, needed, partly, shown
+):
+    refusal = TooLarge(message="no", needed=needed, available=1 << 30, partly=partly)
+    monkeypatch.setattr("jdist.plan.plan.compile_step", lambda planned: refusal)
+    code, printed = suggested(capsys, str(config_file(tmp_path)), "--topology", "cpu:4")
+    assert code == 1
+    assert re.search(rf"^does not fit +{re.escape(shown)}  +memory ", printed.out, re.MULTILINE)
 
 
 def test_one_question_at_a_time(tmp_path, capsys):

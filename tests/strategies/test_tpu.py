@@ -107,11 +107,13 @@ class TestWhereThereIsNoTpu:
         with pytest.raises(StrategyError, match='`all_reduce` is ring and `transform` is "jit"'):
             jdist.tpu(topology="v5e:2x4", transform="jit", all_reduce="ring")
 
-    @pytest.mark.parametrize("option", [{"transform": "pmap"}, {"transform": "shardmap"}, {"axis": "my axis"}])
+    @pytest.mark.parametrize(
+        "option", [{"transform": "pmap"}, {"transform": "shardmap"}, {"axis": "my axis"}, {"shard": "params"}]
+    )
     def test_options_that_are_not_allowed(self, option):
         (name,) = option
-        if name == "axis" and not libtpu.is_installed():
-            pytest.skip("the axis is looked at once the devices are there")
+        if name != "transform" and not libtpu.is_installed():
+            pytest.skip("it is looked at once the devices are there")
         with pytest.raises(StrategyError, match=f"`{name}` is '{option[name]}'"):
             jdist.tpu(topology="v5e:2x4", **option)
 

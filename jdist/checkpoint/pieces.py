@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ import numpy as np
 
 from jdist.checkpoint.folder import Damaged, describe_error, file_crc32
 from jdist.errors import CheckpointError
+
+_TOGETHER_BYTES = 1 << 20  # of small leaves, which would take longer one by one
+Extent = Sequence[tuple[int, int]]  # a box of a leaf: from which index to before which, by axis
 
 
 class Box(NamedTuple):
@@ -57,6 +61,13 @@ class Piece:
     shape: Sequence[int]
     crc32: int
 
+    def meets(self, extents: Sequence[Extent] | None) -> bool:
+        """Whether the piece has elements in one of the boxes; None stands for the whole leaf."""
+        bounds = [(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
+        return extents is None or any(
+            all(a < d and c < b for (a, b), (c, d) in zip(bounds, extent, strict=True)) for extent in extents
+        )
+
     def view(self, leaf: np.ndarray) -> np.ndarray:
         """Views the piece's elements in the whole leaf."""
         slices = [slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
@@ -88,8 +99,18 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
     return pieces
 
 
-def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
-    """Reads all leaves of a checkpoint, in the order of its manifest, each as it was saved to the bit.
+def read_leaves(
+    checkpoint: Path, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
+) -> Iterator[dict[int, np.ndarray]]:
+    """Reads leaves of a checkpoint one by one, small ones a megabyte at a time, each as it was saved to the bit.
+
+    It keeps none that it has given. Those of format 1 that Orbax wrote come all at once.
+
+    Args:
+        checkpoint: its folder.
+        body: of its manifest.
+        needed: the numbers of the leaves, and the boxes of each that are needed, None for all of it. Pieces outside of these
+            are not read, and their elements are not set.
 
     Raises:
         Damaged: a file is not as it was written.
@@ -97,9 +118,28 @@ def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
     """
     leaves = body["leaves"]
     by_orbax = [i for i, leaf in enumerate(leaves) if "pieces" not in leaf]
-    whole = _read_by_orbax(checkpoint, body, by_orbax) if by_orbax else {}
-    arrays = [whole[i] if i in whole else _empty(leaf) for i, leaf in enumerate(leaves)]
-    pieces = [(Piece(**piece), i) for i, leaf in enumerate(leaves) for piece in leaf.get("pieces", ())]
+    if by_orbax:
+        yield {i: array for i, array in _read_by_orbax(checkpoint, body, by_orbax).items() if i in needed}
+    group: list[int] = []
+    size = 0
+    for i in sorted(needed.keys() - set(by_orbax)):
+        num_bytes = math.prod(leaves[i]["stored"]["shape"]) * jnp.dtype(leaves[i]["stored"]["dtype"]).itemsize
+        if group and size + num_bytes > _TOGETHER_BYTES:
+            yield _read_group(checkpoint, leaves, group, needed)
+            group, size = [], 0
+        group.append(i)
+        size += num_bytes
+    if group:
+        yield _read_group(checkpoint, leaves, group, needed)
+
+
+def _read_group(
+    checkpoint: Path, leaves: list[dict[str, Any]], numbers: list[int], needed: Mapping[int, Sequence[Extent] | None]
+) -> dict[int, np.ndarray]:
+    """Reads the pieces of some leaves, file by file."""
+    arrays = {i: _empty(leaves[i]) for i in numbers}
+    pieces = [(Piece(**piece), i) for i in numbers for piece in leaves[i]["pieces"]]
+    pieces = [(piece, i) for piece, i in pieces if piece.meets(needed[i])]
     pieces.sort(key=lambda each: (each[0].file, each[0].offset))
     for name, group in itertools.groupby(pieces, key=lambda each: each[0].file):
         try:

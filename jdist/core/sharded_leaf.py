@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.errors import DeviceError
-from jdist.support.arrays import put, to_host
+from jdist.support.arrays import to_host
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -333,13 +333,24 @@ def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
-    """Spreads an array on the host as another of its shape is."""
-    stored = np.zeros(like.stored.shape, array.dtype)
-    if stored.ndim == array.ndim:
-        stored[tuple(map(slice, array.shape))] = array
+    """Spreads an array on the host as another of its shape is; every process copies the parts of its own devices."""
+    shape, sharding = like.stored.shape, like.stored.sharding
+    stored = jax.make_array_from_callback(shape, sharding, lambda at: _part(array, shape, at), dtype=array.dtype)
+    return ShardedLeaf(stored, like.shape)
+
+
+def _part(array: np.ndarray, stored: tuple[int, ...], at: Any) -> np.ndarray:
+    """Copies a part out of an array whose stored shape is `stored`, filled up with zeros."""
+    bounds = [each.indices(size)[:2] for each, size in zip(at, stored, strict=True)]
+    part = np.zeros([last - first for first, last in bounds], array.dtype)
+    if len(stored) == array.ndim:
+        real = array[tuple(slice(*each) for each in bounds)]
+        part[tuple(map(slice, real.shape))] = real
     else:
-        stored.reshape(-1)[: array.size] = array.reshape(-1)
-    return ShardedLeaf(put(stored, like.stored.sharding), like.shape)
+        first, last = (bound * math.prod(stored[1:]) for bound in bounds[0])
+        real = array.reshape(-1)[first:last]
+        part.reshape(-1)[: real.size] = real
+    return part
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -28,7 +28,8 @@ import jax
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.folder import Damaged, open_shared
-from jdist.checkpoint.pieces import LocalLeaf, read_leaves
+from jdist.checkpoint.pieces import LocalLeaf
+from jdist.checkpoint.restore import read_together
 from jdist.checkpoint.save import Job, save_together
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
@@ -65,33 +66,6 @@ class Restored:
     data: dict[str, Any] | None
     metrics: dict[str, float]
     metadata: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A checkpoint in its place: its leaves, and why others failed."""
-
-    name: str
-    body: dict[str, Any]
-    leaves: list[Any]
-    problems: list[str]
-
-
-def _placed(path: Path, body: dict[str, Any], order: list[int | None], wanted: dict[str, Any]) -> list[Any]:
-    """Reads the leaves of a checkpoint, each to its place before the next is read: none is kept on the host.
-
-    Args:
-        path: of the checkpoint.
-        body: its manifest.
-        order: of each wanted leaf its number there; None: it begins anew, as it is.
-        wanted: what the leaves are to be like, by path.
-    """
-    leaves, placed = list(wanted.items()), list(wanted.values())
-    places = {i: place for place, i in enumerate(order) if i is not None}
-    for i, array in read_leaves(path, body, sorted(places)):
-        name, like = leaves[places[i]]
-        placed[places[i]] = codec.place(name, array, body["leaves"][i].get("key"), like)
-    return placed
 
 
 class Checkpointer:
@@ -290,25 +264,37 @@ class Checkpointer:
             CheckpointError: `like` does not fit, no checkpoint can be read, `step` is not there, or the checkpoints in the
                 directory are not jdist's.
         """
+        if step is not None and as_int(step, least=0) is None:
+            raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
         self.wait()
         like = pack(shapes_of(like))
         wanted = codec.flatten(like)
-        # First, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
-        described = [codec.describe_leaf(path, leaf) for path, leaf in wanted.items()]
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
             there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
+            asked = [there, None if step is None else as_int(step)]
+            all_asked = self._cluster.exchange(f"{self._name}: what there is", asked, self._timeout_s)
+            if any(each[1] != asked[1] for each in all_asked):
+                listed = ", ".join(f"process {i}: {each[1]}" for i, each in enumerate(all_asked))
+                raise CheckpointError(
+                    f"{self._directory}: the processes ask for different steps ({listed}). Give all of them the same `step`."
+                )
             # By process 0: what others see of a shared folder may be older.
-            there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
-            with together(f"{self._name}: reading", self._timeout_s, self._cluster):
-                read = self._read([self._directory / name for name in there], wanted, described, step)
-            failpoints.reached(Point.IN_RESTORE)
-            name = None if read is None else read.name
-            names = self._cluster.exchange(f"{self._name}: which was read", name, self._timeout_s)
-        if len(set(names)) > 1:
-            listed = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
-            raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({listed})")
+            paths = [self._directory / name for name in all_asked[0][0]]
+            if step is not None:
+                steps = sorted({disk.step_of(path) for path in paths})
+                paths = [path for path in paths if disk.step_of(path) == step]
+                if not paths:
+                    raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {steps}")
+            problems: dict[str, str] = {}
+            read = read_together(
+                paths, wanted, problems, cluster=self._cluster, name=self._name, timeout_s=self._timeout_s
+            )
+            self._damaged |= problems.keys()
         if read is None:
+            if problems:
+                text = "\n  ".join(problems.values())
+                raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  {text}")
             if foreign := disk.list_foreign(self._directory):
                 raise CheckpointError(
                     f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist has not written and does not "
@@ -316,37 +302,15 @@ class Checkpointer:
                     "that this gives, `strategy.init(lambda: state)`."
                 )
             return None
+        body, leaves = read
         failpoints.reached(Point.AFTER_RESTORE)
-        for problem in read.problems:
-            text = f"{problem}. Going on from step {read.body['step']} instead."
+        for problem in problems.values():
+            text = f"{problem}. Going on from step {body['step']} instead."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         return Restored(
-            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), read.leaves)),
-            **{name: read.body[name] for name in ("step", "data", "metrics", "metadata")},
+            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), leaves)),
+            **{name: body[name] for name in ("step", "data", "metrics", "metadata")},
         )
-
-    def _read(
-        self, paths: list[Path], wanted: dict[str, Any], described: list[dict[str, Any]], step: int | None
-    ) -> _Read | None:
-        """Reads the checkpoint among `paths` that `restore` takes."""
-        if step is not None:
-            steps = sorted({disk.step_of(path) for path in paths})
-            paths = [path for path in paths if disk.step_of(path) == step]
-            if not paths:
-                raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {steps}")
-        problems: list[str] = []
-        for path in reversed(paths):
-            try:
-                body = disk.read_manifest(path)
-                order = codec.fit(path, body["leaves"], described)
-                reading = Job(lambda path=path, body=body, order=order: _placed(path, body, order, wanted))
-                return _Read(path.name, body, reading.result(self._timeout_s, f"reading {path}"), problems)
-            except Damaged as error:
-                problems.append(str(error))
-                self._damaged.add(path.name)
-        if problems:
-            raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  " + "\n  ".join(problems))
-        return None
 
     def _write(self, body: dict[str, Any], leaves: list[LocalLeaf]) -> None:
         save_together(

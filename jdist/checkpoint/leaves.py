@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.pieces import Box, LocalLeaf
+from jdist.checkpoint.pieces import Box, Extent, LocalLeaf
 from jdist.core.sharded_leaf import ShardedLeaf, is_spread, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
@@ -82,9 +82,9 @@ def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
     if is_spread(leaf):
         return _in_parts(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return _whole(_host_copy(leaf), is_chief)
+        return _whole(leaf, is_chief)
     if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
-        return _whole(_host_copy(leaf), True) if is_chief else LocalLeaf(leaf.shape, np.dtype(leaf.dtype))
+        return _whole(leaf, is_chief)
     return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), _own_boxes(leaf))
 
 
@@ -128,8 +128,10 @@ def boxes_of_elements(shape: tuple[int, ...], first: int, values: np.ndarray) ->
     return boxes
 
 
-def _whole(array: np.ndarray, is_chief: bool) -> LocalLeaf:
-    return LocalLeaf(array.shape, array.dtype, [Box((0,) * array.ndim, array)] if is_chief else [])
+def _whole(leaf: Any, is_chief: bool) -> LocalLeaf:
+    leaf = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    boxes = [Box((0,) * leaf.ndim, _host_copy(leaf))] if is_chief else []
+    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
 
 
 def _host_copy(leaf: Any) -> np.ndarray:
@@ -191,6 +193,24 @@ def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return saved["shape"] == wanted["shape"] and (dtypes[0] == dtypes[1] or is_number)
 
 
+def needed(like: Any) -> list[Extent] | None:
+    """Finds the boxes of a leaf that this process's devices take of it when it is placed; None: all of it."""
+    kept = like.stored if is_spread(like) else like
+    sharding = getattr(kept, "sharding", None)
+    if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated or is_key(like):
+        return None
+    extents: list[Extent] = []
+    for index in sharding.addressable_devices_indices_map(kept.shape).values():
+        bounds = [each.indices(size)[:2] for each, size in zip(index, kept.shape, strict=True)]
+        if kept.ndim == like.ndim:
+            extents.append(bounds)
+            continue
+        first, last = (min(bound * math.prod(kept.shape[1:]), like.size) for bound in bounds[0])
+        for start, box in boxes_of_elements(like.shape, first, np.broadcast_to(np.int8(0), last - first)):
+            extents.append([(a, a + size) for a, size in zip(start, box.shape, strict=True)])
+    return extents
+
+
 def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     """Makes a leaf like `like` of a saved value; `key` is its kind, of a PRNG key."""
     if type(like) in SCALARS:
@@ -215,7 +235,9 @@ def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
 
 def _cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     """Converts a saved Python number, or the value for one; a float is rounded, as JAX does with one."""
-    converted = array.astype(dtype, copy=False)
+    if array.dtype == dtype:
+        return array
+    converted = array.astype(dtype)
     rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)
     if not rounded and converted.astype(array.dtype).tobytes() != array.tobytes():
         raise CheckpointError(f"leaf {path}: saved {array.dtype} {array}, which {dtype} cannot hold exactly")

@@ -8,18 +8,23 @@ piece in a file; they are read, and no longer written.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdist.checkpoint.folder import Damaged, describe_error, file_crc32
 from jdist.errors import CheckpointError
+
+_TOGETHER_BYTES = 1 << 20  # of small leaves, which would take longer one by one
+Extent = Sequence[tuple[int, int]]  # a box of a leaf: from which index to before which, by axis
 
 
 class Box(NamedTuple):
@@ -56,6 +61,13 @@ class Piece:
     shape: Sequence[int]
     crc32: int
 
+    def meets(self, extents: Sequence[Extent] | None) -> bool:
+        """Whether the piece has elements in one of the boxes; None stands for the whole leaf."""
+        bounds = [(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
+        return extents is None or any(
+            all(a < d and c < b for (a, b), (c, d) in zip(bounds, extent, strict=True)) for extent in extents
+        )
+
     def view(self, leaf: np.ndarray) -> np.ndarray:
         """Views the piece's elements in the whole leaf."""
         slices = [slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
@@ -87,64 +99,77 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
     return pieces
 
 
-def read_leaves(checkpoint: Path, body: dict[str, Any], numbers: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Reads leaves of a checkpoint one after another, each as it was saved to the bit, so that none has to be kept.
+def read_leaves(
+    checkpoint: Path, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
+) -> Iterator[dict[int, np.ndarray]]:
+    """Reads leaves of a checkpoint one by one, small ones a megabyte at a time, each as it was saved to the bit.
+
+    It keeps none that it has given. Those of format 1 that Orbax wrote come all at once.
 
     Args:
         checkpoint: its folder.
-        body: its manifest.
-        numbers: which leaves, by their place in the manifest.
+        body: of its manifest.
+        needed: the numbers of the leaves, and the boxes of each that are needed, None for all of it. Pieces outside of these
+            are not read, and their elements are not set.
 
     Raises:
         Damaged: a file is not as it was written.
         CheckpointError: the checkpoint has format 1, and Orbax is not installed.
     """
-    leaves, numbers = body["leaves"], list(numbers)
-    yield from _read_by_orbax(checkpoint, body, [i for i in numbers if "pieces" not in leaves[i]])
-    with contextlib.ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
-        for i in numbers:
-            if "pieces" not in leaves[i]:
-                continue
-            array = _empty(leaves[i])
-            for piece in (Piece(**piece) for piece in leaves[i]["pieces"]):
-                file = checkpoint / piece.file
-                try:
-                    if piece.file not in files:
-                        files[piece.file] = stack.enter_context(file.open("rb"))
-                    _read_piece(files[piece.file], piece, array)
-                except OSError as error:
-                    raise Damaged(f"{file}: cannot be read: {describe_error(error)}") from error
-                except _Unlike:
-                    raise Damaged(f"{file}: its checksum does not match, of leaf {leaves[i]['path']}") from None
-            yield i, array
+    leaves = body["leaves"]
+    by_orbax = [i for i, leaf in enumerate(leaves) if "pieces" not in leaf]
+    if by_orbax:
+        yield {i: array for i, array in _read_by_orbax(checkpoint, body, by_orbax).items() if i in needed}
+    group: list[int] = []
+    size = 0
+    for i in sorted(needed.keys() - set(by_orbax)):
+        num_bytes = math.prod(leaves[i]["stored"]["shape"]) * jnp.dtype(leaves[i]["stored"]["dtype"]).itemsize
+        if group and size + num_bytes > _TOGETHER_BYTES:
+            yield _read_group(checkpoint, leaves, group, needed)
+            group, size = [], 0
+        group.append(i)
+        size += num_bytes
+    if group:
+        yield _read_group(checkpoint, leaves, group, needed)
+
+
+def _read_group(
+    checkpoint: Path, leaves: list[dict[str, Any]], numbers: list[int], needed: Mapping[int, Sequence[Extent] | None]
+) -> dict[int, np.ndarray]:
+    """Reads the pieces of some leaves, file by file."""
+    arrays = {i: _empty(leaves[i]) for i in numbers}
+    pieces = [(Piece(**piece), i) for i in numbers for piece in leaves[i]["pieces"]]
+    pieces = [(piece, i) for piece, i in pieces if piece.meets(needed[i])]
+    pieces.sort(key=lambda each: (each[0].file, each[0].offset))
+    for name, group in itertools.groupby(pieces, key=lambda each: each[0].file):
+        try:
+            _read_file(checkpoint / name, ((piece, leaves[i]["path"], piece.view(arrays[i])) for piece, i in group))
+        except OSError as error:
+            raise Damaged(f"{checkpoint / name}: cannot be read: {describe_error(error)}") from error
+    return arrays
 
 
 def _empty(leaf: dict[str, Any]) -> np.ndarray:
     return np.empty(leaf["stored"]["shape"], jnp.dtype(leaf["stored"]["dtype"]))
 
 
-class _Unlike(Exception):
-    """The bytes of a piece are not those that were written."""
+def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
+    """Reads pieces of one file; each comes with the path of its leaf, and the elements to fill."""
+    with file.open("rb") as handle:
+        for piece, path, box in pieces:
+            # Straight into the leaf where the box is contiguous there: whole leaves, blocks of rows.
+            values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
+            data = _as_bytes(values)
+            handle.seek(piece.offset)
+            if handle.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc32:
+                raise Damaged(f"{file}: its checksum does not match, of leaf {path}")
+            if values is not box:
+                box[...] = values
 
 
-def _read_piece(handle: BinaryIO, piece: Piece, leaf: np.ndarray) -> None:
-    box = piece.view(leaf)
-    # Straight into the leaf where the box is contiguous there: whole leaves, blocks of rows.
-    values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
-    data = _as_bytes(values)
-    handle.seek(piece.offset)
-    if handle.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc32:  # type: ignore[attr-defined]  # a file has it
-        raise _Unlike
-    if values is not box:
-        box[...] = values
-
-
-def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Reads whole leaves of format 1, all at once; they are in `arrays/` as {"0": array, "1": array, ...}."""
+def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
+    """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
     folder, leaves = checkpoint / "arrays", body["leaves"]
-    if not numbers:
-        return
     # Before Orbax reads them: it may take garbage for lengths, and fail in its own threads.
     for name, (_, crc32) in body["files"].items():
         if file_crc32(checkpoint / name) != crc32:
@@ -171,4 +196,4 @@ def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int
     for i, array in arrays.items():
         if zlib.crc32(_as_bytes(array)) != leaves[i]["crc32"]:
             raise Damaged(f"{folder}: the checksum of leaf {leaves[i]['path']} does not match")
-    yield from arrays.items()
+    return arrays

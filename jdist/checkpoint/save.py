@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -133,13 +134,17 @@ class Job:
             self._future.set_exception(error)
         else:
             self._future.set_result(result)
+        finally:
+            del self  # an error holds its frames, and these would hold it
 
     def done(self) -> bool:
         return self._future.done()
 
-    def result(self, timeout_s: float, what: str) -> Any:
+    def result(self, timeout_s: float, what: str, since_s: float | None = None) -> Any:
+        """Returns the function's result, or raises its error, at most `timeout_s` after `since_s` (None: now)."""
+        left_s = timeout_s if since_s is None else max(0.0, since_s + timeout_s - time.monotonic())
         try:
-            result = self._future.result(timeout_s)
+            result = self._future.result(left_s)
         except TimeoutError as error:
             if self._future.done():
                 raise
@@ -147,4 +152,5 @@ class Job:
         finally:
             if self._future.done():
                 self._thread.join()
+            del self  # as in `_run`
         return result

@@ -107,22 +107,24 @@ def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
-    """Spreads an array on the host as another of its shape is, without a second copy of all of it."""
-    shape, flat = like.stored.shape, array.reshape(-1)
+    """Spreads an array on the host as another of its shape is; every process copies the parts of its own devices."""
+    shape, sharding = like.stored.shape, like.stored.sharding
+    stored = jax.make_array_from_callback(shape, sharding, lambda at: _part(array, shape, at), dtype=array.dtype)
+    return ShardedLeaf(stored, like.shape)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        starts, stops, _ = zip(*(each.indices(size) for each, size in zip(index, shape, strict=True)), strict=True)
-        filled = np.zeros([b - a for a, b in zip(starts, stops, strict=True)], array.dtype)
-        if len(shape) == array.ndim:
-            real = array[index]
-            filled[tuple(map(slice, real.shape))] = real
-        else:  # rows of elements, of which whole ones are a part
-            width = math.prod(shape[1:])
-            real = flat[starts[0] * width : stops[0] * width]
-            filled.reshape(-1)[: real.size] = real
-        return filled
 
-    return ShardedLeaf(jax.make_array_from_callback(shape, like.stored.sharding, part), like.shape)
+def _part(array: np.ndarray, stored: tuple[int, ...], at: Any) -> np.ndarray:
+    """Copies a part out of an array whose stored shape is `stored`, filled up with zeros."""
+    bounds = [each.indices(size)[:2] for each, size in zip(at, stored, strict=True)]
+    part = np.zeros([last - first for first, last in bounds], array.dtype)
+    if len(stored) == array.ndim:
+        real = array[tuple(slice(*each) for each in bounds)]
+        part[tuple(map(slice, real.shape))] = real
+    else:
+        first, last = (bound * math.prod(stored[1:]) for bound in bounds[0])
+        real = array.reshape(-1)[first:last]
+        part.reshape(-1)[: real.size] = real
+    return part
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -1,0 +1,89 @@
+"""The reading of a checkpoint by all processes of a job: each reads its share, and none takes what another finds damaged."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.checkpoint import folder as disk
+from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.folder import Damaged
+from jdist.checkpoint.pieces import read_leaves
+from jdist.checkpoint.save import Job
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
+from jdist.cluster.runtime import Runtime, together
+
+
+def read_together(
+    paths: list[Path],
+    like: dict[str, Any],
+    problems: dict[str, str],
+    *,
+    cluster: Runtime,
+    name: str,
+    timeout_s: float,
+) -> tuple[dict[str, Any], list[Any]] | None:
+    """Reads the last of some checkpoints in which no process finds damage; all processes call this.
+
+    Args:
+        paths: of the checkpoints, in the order of saving; the same on all.
+        like: the leaves to fill, by path.
+        problems: is filled with what is wrong with those that are passed over, by the checkpoint's name.
+        cluster: the processes.
+        name: of the values that they exchange.
+        timeout_s: the longest wait for a checkpoint to be read, and for another process.
+
+    Returns:
+        The body of its manifest and the leaves; None if there is none that can be read.
+
+    Raises:
+        CheckpointError: it does not fit, or cannot be read for another reason than damage, here or on another process.
+    """
+    # First, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
+    described = [codec.describe_leaf(path, leaf) for path, leaf in like.items()]
+    for path in reversed(paths):
+        found, problem = None, None
+        with together(f"{name}: reading", timeout_s, cluster):
+            try:
+                found = _read(path, like, described, timeout_s)
+            except Damaged as error:
+                problem = str(error)
+        failpoints.reached(Point.IN_RESTORE)
+        met = cluster.exchange(f"{name}: damage", problem, timeout_s)
+        first = next((f"process {i}: {text}" for i, text in enumerate(met) if text is not None), None)
+        if first is None:
+            return found
+        problems[path.name] = problem or first
+    return None
+
+
+def _read(
+    path: Path, like: dict[str, Any], described: list[dict[str, Any]], timeout_s: float
+) -> tuple[dict[str, Any], list[Any]]:
+    """Reads a checkpoint onto the devices leaf by leaf: of whole leaves the host holds one at a time."""
+    body = disk.read_manifest(path)
+    order = codec.fit(path, body["leaves"], described)
+    names, leaves = list(like), list(like.values())
+    places = {number: i for i, number in enumerate(order) if number is not None}
+    reading = read_leaves(path, body, {number: codec.needed(leaves[i]) for number, i in places.items()})
+    placed: list[Any] = []
+
+    def read_on() -> dict[int, np.ndarray] | None:
+        jax.block_until_ready(placed)  # the host's arrays are kept until then
+        placed.clear()
+        return next(reading, None)
+
+    begun_s = time.monotonic()
+    while (arrays := Job(read_on).result(timeout_s, f"reading {path}", begun_s)) is not None:
+        while arrays:
+            number, array = arrays.popitem()
+            i, key = places[number], body["leaves"][number].get("key")
+            leaves[i] = codec.place(names[i], array, key, leaves[i])
+            placed.append(leaves[i])
+            del array  # not kept while the next is read
+    return body, leaves

@@ -1,7 +1,8 @@
 """Checkpoints: written whole or not at all, read on any number of devices.
 
 Start at `checkpointer.Checkpointer`. `save` writes in the background; `folder` is what a checkpoint is on disk;
-`pieces` are the parts of leaves that no process has whole; `evaluator` reads while another job writes.
+`pieces` are the parts of leaves that no process has whole; `save` and `restore` are what processes do together;
+`evaluator` reads while another job writes.
 
 May import: core and what is below it. (States on parameter servers are `core.remote.RemoteTree`s to it.)
 """

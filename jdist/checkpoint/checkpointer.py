@@ -75,7 +75,8 @@ class Checkpointer:
     checkpoint before it is not). Any number of readers and one writing run can share a directory.
 
     With `cluster` all processes of a job make it, save and restore, each in the same order: each writes what it alone
-    holds, process 0 the rest and the commit. A checkpoint can be restored on any number of processes.
+    holds, process 0 the rest and the commit. A checkpoint can be restored on any number of processes: each reads what its
+    devices take, leaf by leaf, and holds no more on its host than that and one leaf.
 
     Args:
         directory: where to save, on a mounted file system; made if need be.
@@ -255,14 +256,14 @@ class Checkpointer:
             like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes and
                 shardings, on any number of devices. Its values are not read, but for residuals of compressed gradients that
                 the checkpoint does not have for as many replicas.
-            step: read this step and no other.
+            step: read this step and no other; the same on all processes.
 
         Returns:
             The checkpoint; None if the directory has none.
 
         Raises:
-            CheckpointError: `like` does not fit, no checkpoint can be read, `step` is not there, or the checkpoints in the
-                directory are not jdist's.
+            CheckpointError: `like` does not fit, no checkpoint can be read, `step` is not there or not the same on all
+                processes, or the checkpoints in the directory are not jdist's.
         """
         if step is not None and as_int(step, least=0) is None:
             raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")

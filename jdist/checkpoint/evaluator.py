@@ -102,6 +102,7 @@ def train_and_evaluate(
             poll_s=poll_s,
         ):
             result = evaluate(restored)
+            del restored  # not kept while the next is read
     return result
 
 
@@ -134,6 +135,7 @@ def new_checkpoints(
             seen.add(step)
             if (restored := _restored(directory, like, step)) is not None:
                 yield restored
+            del restored
         elif time.monotonic() - alive_s > timeout_s:
             raise ClusterError(
                 f"{directory}: no process trains into it, and none has for {timeout_s:g} s. The last checkpoint there is "

@@ -89,10 +89,21 @@ def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
 
 
 def _own_boxes(array: jax.Array) -> list[Box]:
-    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    for shard in shards:
-        shard.data.copy_to_host_async()
-    return [Box(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+    return [Box(tuple(each.start or 0 for each in index), np.array(data)) for index, data in _own_shards(array)]
+
+
+def _own_shards(array: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
+    """Begins to fetch this process's shards with replica id 0; each comes with its place."""
+    own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    shards = [(shard.index, _anew(shard.data)) for shard in own]
+    for _, data in shards:
+        data.copy_to_host_async()
+    return shards
+
+
+def _anew(data: jax.Array) -> jax.Array:
+    """Makes another `jax.Array` of a buffer: an array keeps what was fetched of it, a second copy on the host."""
+    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
 
 
 def _in_parts(leaf: ShardedLeaf) -> LocalLeaf:
@@ -139,13 +150,10 @@ def _host_copy(leaf: Any) -> np.ndarray:
         return np.array(leaf, order="C")
     copy = np.empty(leaf.shape, leaf.dtype)
     if leaf.is_fully_replicated:
-        copy[...] = np.asarray(leaf.addressable_data(0))
+        copy[...] = np.asarray(_anew(leaf.addressable_data(0)))
     else:
-        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-        for shard in shards:
-            shard.data.copy_to_host_async()
-        for shard in shards:
-            copy[shard.index] = np.asarray(shard.data)
+        for index, data in _own_shards(leaf):
+            copy[index] = np.asarray(data)
     return copy
 
 

@@ -70,6 +70,7 @@ def follow(config: Config, document: Document, *, console: Console | None = None
             file.write(restored.step, measured)
             line = f"step {restored.step}/{total}  evaluation: {figures(measured)}"
             console.print(line, markup=False, highlight=False, emoji=False)
+            del restored  # not kept while the next is read
         return stop.exit_code
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.errors import DeviceError
+from jdist.support import gloo
 from jdist.support.arrays import put, to_host
 
 PyTree = Any
@@ -266,6 +267,8 @@ class Layout:
 
     def sum_scatter(self, x: jax.Array, form: Form) -> jax.Array:
         """Sums arrays over the replicas among which parts are spread; each receives its part. The transpose of `all_gather`."""
+        if gloo.scatters_wrongly():
+            return self.sum_scatter_wide(x, form, x.dtype)
         return jax.lax.psum_scatter(form.store(x), self.axes, scatter_dimension=form.axis, tiled=True)
 
     def sum_scatter_wide(self, x: jax.Array, form: Form, dtype: Any) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jdist.core.collective_marks import collective_of
 from jdist.core.sharded_leaf import Form, Layout
 from jdist.jaxpr import graph
+from jdist.support import gloo
 
 # Never kept for the backward pass: gathers, and what reshapes and casts their results. What is kept of such results that
 # depend on the batch has a name.
@@ -184,7 +185,8 @@ class EvaluationOnParts:
         if not isinstance(x, Part):
             return x
         layout, form, dtype, own = self.layout, x.form, x.dtype, x.value.dtype
-        if dtype == own:
+        # JAX's transpose of a gather is a `psum_scatter`.
+        if dtype == own and not gloo.scatters_wrongly():
             return layout.all_gather(x.value, form)
 
         def gathered(part: jax.Array) -> jax.Array:

@@ -8,17 +8,21 @@ the replicas of which each receives its part, so a gradient comes in parts, summ
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.collective_marks import Collective, emit, own_part
+from jdist.core.collective_marks import Collective, emit, is_own_part, own_part
 from jdist.core.context import current_trace, tracing
-from jdist.core.sharded_leaf import Form, Layout
+from jdist.core.gathers import Gather, line_of
+from jdist.core.sharded_leaf import Form, Layout, is_spread
+from jdist.jaxpr import graph
+from jdist.jaxpr.phases import Split
 from jdist.sharded_state.on_parts import EvaluationOnParts, Part
 from jdist.step.program_spec import Pure
 
@@ -26,13 +30,17 @@ PyTree = Any
 Differentiate = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def gathering(pure: Pure, layout: Layout) -> Pure:
-    """Makes a step that takes gradients of parts; its further arguments are followed by the parts, which it does not read."""
+def gathering(pure: Pure, layout: Layout, gathers: list[Gather]) -> Pure:
+    """Makes a step that takes gradients of parts; its further arguments are followed by the parts, which it does not read.
+
+    What it gathers is noted in `gathers`.
+    """
 
     def in_parts(state: PyTree, batches: PyTree, others: Any) -> Any:
         trace = current_trace()
         assert trace is not None  # a step is split under one
-        with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(layout))):
+        names = {id(x): path for path, x in zip(paths_of(state), jax.tree.leaves(state), strict=True)}
+        with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(layout, gathers, names))):
             return pure(state, batches, others[0])
 
     return in_parts
@@ -44,9 +52,13 @@ class GradientsOfParts:
 
     Attributes:
         layout: how arrays are cut.
+        gathers: where to note what is gathered.
+        names: the paths of the state's leaves, by the `id` of what stands for them in this trace.
     """
 
     layout: Layout
+    gathers: list[Gather] = field(hash=False, compare=False)
+    names: dict[int, str] = field(hash=False, compare=False)
 
     def forms(self, tree: PyTree) -> dict[str, Form]:
         """Finds how the leaves of which a gradient is taken in parts are stored, by path."""
@@ -80,6 +92,7 @@ class GradientsOfParts:
             the replicas among which they are spread.
         """
         forms: dict[int, Form] = {}  # by place among all leaves
+        names: dict[int, str] = {}
         cut = []
         for i, arg in enumerate(args):
             own = self.forms(arg) if i in argnums else {}
@@ -90,12 +103,15 @@ class GradientsOfParts:
                 for n, (path, _) in enumerate(leaves)
                 if jax.tree_util.keystr(path) in own
             }
+            names |= {
+                first + n: self.names.get(id(x), jax.tree_util.keystr(path)) for n, (path, x) in enumerate(leaves)
+            }
             parts = [own_part(self.layout.own_part, x) if first + n in forms else x for n, (_, x) in enumerate(leaves)]
             cut.append(jax.tree.unflatten(treedef, parts))
-        return differentiate(self.of_parts(fun, forms))(*cut, **kwargs)
+        return differentiate(self.of_parts(fun, forms, names))(*cut, **kwargs)
 
-    def of_parts(self, fun: Callable[..., Any], forms: dict[int, Form]) -> Callable[..., Any]:
-        """Makes the function of parts; `forms` by the place of a leaf among the leaves of its arguments."""
+    def of_parts(self, fun: Callable[..., Any], forms: dict[int, Form], names: dict[int, str]) -> Callable[..., Any]:
+        """Makes the function of parts; `forms` and `names` by the place of a leaf among the leaves of its arguments."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -117,8 +133,8 @@ class GradientsOfParts:
             is_number, others = [_is_number(x) for x in results], [None if _is_number(x) else x for x in results]
             results.clear()  # tracers of a trace that is over
 
-            given = [Part(leaves[i], forms[i], leaves[i].dtype) if i in forms else leaves[i] for i in places]
-            values = iter(EvaluationOnParts(self.layout, closed).run(given))
+            given = [Part(leaves[i], forms[i], leaves[i].dtype, names[i]) if i in forms else leaves[i] for i in places]
+            values = iter(EvaluationOnParts(self.layout, closed, self.gathers).run(given))
             return jax.tree.unflatten(
                 trees[0], [next(values) if n else x for n, x in zip(is_number, others, strict=True)]
             )
@@ -145,6 +161,29 @@ class GradientsOfParts:
 
         value, *combined = emit(Collective("gradient", op), body, [value, *grads])
         return value, combined
+
+
+def paths_of(state: PyTree) -> list[str]:
+    """Lists the paths of a state's leaves, as `strategy.report` writes them."""
+    paths = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+    return [jax.tree_util.keystr(path).removeprefix(".") or "itself" for path, _ in paths]
+
+
+def gathered_at_start(split: Split, state: PyTree, numbers: Sequence[int]) -> list[Gather]:
+    """Describes the leaves, of these numbers, that are gathered before anything else: each with what reads it first."""
+    traced, paths, found = split.traced, paths_of(state), []
+    late = traced.depends(traced.combined)
+    for i in numbers:
+        v = traced.state[i]
+        readers = [eqn for eqn in graph.body_of(traced.closed).eqns if any(x is v for x in eqn.invars)]
+        readers = [
+            eqn for eqn in readers if not is_own_part(eqn) and not any(graph.is_in(x, late) for x in eqn.outvars)
+        ]
+        why = f" ({readers[0].primitive.name})" if readers else ""
+        num_bytes = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+        why = f"whole, from the step's start: read outside of the step's own jdist.value_and_grad{why}"
+        found.append(Gather(paths[i], why, num_bytes, line_of(readers[0]) if readers else ""))
+    return found
 
 
 def _is_number(x: Any) -> bool:

@@ -15,7 +15,7 @@ from jdist.core.sharded_leaf import Layout, ShardedLeaf, is_spread, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
 from jdist.jaxpr.split import PartsVaryError
-from jdist.sharded_state.gathering import gathering
+from jdist.sharded_state.gathering import gathered_at_start, gathering, paths_of
 from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
 from jdist.step.loops import repeat
@@ -90,10 +90,13 @@ class _SplitStep:
         all_flags: list[FiniteFlags] = []
         pure = self.spec.splittable(all_flags)
 
+        gathers = self.spec.traced.gathers
+
         def planned() -> Plan:
+            gathers.clear()
             return make_plan(
                 self.strategy,
-                gathering(pure, self.layout) if self.in_parts else pure,
+                gathering(pure, self.layout, gathers) if self.in_parts else pure,
                 self.options.accumulate,
                 state,
                 batches,
@@ -107,6 +110,7 @@ class _SplitStep:
         except PartsVaryError:  # a gradient by what each replica computed of its own rows: whole, as it has it
             self.in_parts = ()
             plan = planned()
+        gathers += gathered_at_start(plan.split, state, [i for i in plan.split.read if is_spread(self.leaves[i])])
         if self.spec.compares_replicas:
             plan.check_averages_combined()
         flags = all_flags[-1]
@@ -144,14 +148,20 @@ class _SplitStep:
         cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         on_host = self.layout.on_host
-        values = [ShardedArray(x.stored, x.shape, on_host=on_host) if is_spread(x) else x for x in leaves]
+        paths = paths_of(state)
+        values = [
+            ShardedArray(x.stored, x.shape, on_host, path) if is_spread(x) else x
+            for x, path in zip(leaves, paths, strict=True)
+        ]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(self.results)
         kept = [1 <= i <= len(leaves) and is_spread(leaves[i - 1]) for i in range(len(shapes))]
         # `late` has no leaf for an output that did not wait for the update.
         names, late = self.plan.kinds, self.results[2]
         kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
-        results, late_hashes = evaluate(self.strategy, self.layout, self.update, arguments, kept, kinds)
+        results, late_hashes = evaluate(
+            self.strategy, self.layout, self.update, arguments, kept, kinds, self.spec.traced.gathers
+        )
         if on_host:  # a loop over steps needs its carry back where it was, so the last thing is a copy to the host
             results = [
                 jax.device_put(x, self.layout.kept(s.shape)) if keep else x

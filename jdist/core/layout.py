@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.errors import DeviceError
+from jdist.support import gloo
 
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
@@ -249,6 +250,9 @@ class Layout:
 
     def sum_scatter(self, x: jax.Array, form: Form) -> jax.Array:
         """Sums arrays over the replicas among which parts are spread; each receives its part. The transpose of `all_gather`."""
+
+        if gloo.scatters_wrongly():
+            return self.sum_scatter_wide(x, form, x.dtype)
 
         def scatter(x: jax.Array) -> jax.Array:
             return jax.lax.psum_scatter(x, self.axes, scatter_dimension=form.axis, tiled=True)

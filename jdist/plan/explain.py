@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jdist.core.gathers import Gather
 from jdist.core.state_report import StateReport
 from jdist.errors import StepError
 from jdist.plan.collectives import Collective, collectives
@@ -15,6 +16,8 @@ from jdist.step.mesh_step import DistributedStep
 from jdist.support.html import table
 
 PyTree = Any
+_GATHERS = ("leaf", "bytes", "gathered")
+_TITLE = "gathers of arrays in parts, and the bytes that a device then holds"
 _HEADER = ("kind", "count", "bytes", "mesh axis", "groups")
 
 
@@ -24,12 +27,14 @@ class Explanation:
 
     Attributes:
         state: where each leaf of the state is.
+        gathers: where leaves in parts are gathered, as traced: each leaf and place once, with its first line.
         collectives: of one call of the compiled program.
         arguments: bytes of a device's memory that state and batch take.
         temporaries: bytes of it that activations, gradients and gathered arrays take, as the compiler says.
     """
 
     state: StateReport
+    gathers: Sequence[Gather]
     collectives: Sequence[Collective]
     arguments: int
     temporaries: int
@@ -46,17 +51,24 @@ class Explanation:
             for c in self.collectives
         ]
 
+    def _gathered(self) -> list[tuple[str, ...]]:
+        return [(g.leaf, f"{g.num_bytes:,}", g.why + f", {g.line}" * bool(g.line)) for g in self.gathers]
+
     def _memory(self) -> str:
         return f"a device's memory: {self.arguments:,} bytes of arguments, {self.temporaries:,} of temporaries"
 
     def __str__(self) -> str:
         title = "collectives in one call" if self.collectives else "collectives in one call: none"
         lines = aligned([_HEADER, *self._rows()]) if self.collectives else []
-        return "\n".join([str(self.state), "", title, *(f"  {line}" for line in lines), "", self._memory()])
+        gathers = (
+            [_TITLE, *(f"  {line}" for line in aligned([_GATHERS, *self._gathered()])), ""] if self.gathers else []
+        )
+        return "\n".join([str(self.state), "", *gathers, title, *(f"  {line}" for line in lines), "", self._memory()])
 
     def _repr_html_(self) -> str:
         exchanged = table(self._rows(), header=_HEADER, title=f"collectives in one call; {self._memory()}")
-        return self.state._repr_html_() + exchanged
+        gathers = table(self._gathered(), header=_GATHERS, title=_TITLE) if self.gathers else ""
+        return self.state._repr_html_() + gathers + exchanged
 
 
 def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explanation:
@@ -90,11 +102,15 @@ def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explan
             f"jdist.explain takes a step that `jdist.distribute` made under a strategy such as `jdist.sharded()`, and got a "
             f"{type(step).__name__}. Decorate the function; what a parameter server does, its strategy's `report` tells."
         )
+    step = DistributedStep(step.strategy, step.__wrapped__, step.options, step.backend)  # traced anew, by these shapes
     compiled = step.lower(state, *args, **kwargs).compile()
+    _, traced = step.program(step.bind((state, *args), kwargs)[0])
+    gathers = {(g.leaf, g.why): g for g in reversed(traced.gathers)}
     mesh, memory = step.strategy.mesh, compiled.memory_analysis()
     assert memory is not None  # every backend of JAX analyses its programs
     return Explanation(
         state=step.strategy.report(state),
+        gathers=tuple(gathers.values())[::-1],
         collectives=() if mesh is None else collectives(parse(compiled.as_text() or ""), mesh.shape),
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,

@@ -9,6 +9,7 @@ import jax
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
 from jdist.reduction.bucketed import by_vectors, padded
+from jdist.support import gloo
 from jdist.support.checks import as_int
 
 PyTree = Any
@@ -49,7 +50,7 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
         within, across, group_size = _stages(inner, outer, axes)
 
         def total(vector: jax.Array) -> jax.Array:
-            part = jax.lax.psum_scatter(padded(vector, group_size), **within, scatter_dimension=0, tiled=True)
+            part = _sum_scatter(padded(vector, group_size), group_size, within)
             part = jax.lax.psum(part, **across)
             return jax.lax.all_gather(part, **within, axis=0, tiled=True)[: vector.size]
 
@@ -58,6 +59,14 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
     if isinstance(inner, int) and isinstance(outer, int):
         return keeping_nothing(name, sum_of, num_replicas=inner * outer)
     return keeping_nothing(name, sum_of)
+
+
+def _sum_scatter(vector: jax.Array, group_size: int, within: dict[str, Any]) -> jax.Array:
+    """Sums a vector within a group, of which each replica receives its part."""
+    if gloo.scatters_wrongly():
+        parts = jax.lax.all_to_all(vector.reshape(group_size, -1), **within, split_axis=0, concat_axis=0, tiled=True)
+        return parts.sum(0, dtype=vector.dtype)
+    return jax.lax.psum_scatter(vector, **within, scatter_dimension=0, tiled=True)
 
 
 def _stages(inner: Any, outer: Any, axes: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], int]:

@@ -9,32 +9,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.collective_marks import Collective, emit, own_part
+from jdist.core.collective_marks import Collective, emit, is_own_part, own_part
 from jdist.core.context import current_trace, tracing
 from jdist.core.division import FormsByPath
+from jdist.core.gathers import Gather, line_of
 from jdist.core.layout import Form, Layout
+from jdist.core.sharded_leaf import is_spread
+from jdist.jaxpr import graph
+from jdist.jaxpr.phases import Split
 from jdist.sharded_state.on_parts import EvaluationOnParts, Part
 from jdist.step.program_spec import Pure
 
 PyTree = Any
+READ_OUTSIDE = "read outside of the step's own jdist.value_and_grad"
 Differentiate = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def gathering(pure: Pure, by_path: FormsByPath) -> Pure:
-    """Makes a step that takes gradients of parts; its further arguments are followed by the parts, which it does not read."""
+def gathering(pure: Pure, by_path: FormsByPath, gathers: list[Gather]) -> Pure:
+    """Makes a step that takes gradients of parts; its further arguments are followed by the parts, which it does not read.
+
+    What it gathers is noted in `gathers`.
+    """
 
     def in_parts(state: PyTree, batches: PyTree, others: Any) -> Any:
         trace = current_trace()
         assert trace is not None  # a step is split under one
-        with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(by_path))):
+        names = {id(x): path for path, x in zip(paths_of(state), jax.tree.leaves(state), strict=True)}
+        with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(by_path, gathers, names))):
             return pure(state, batches, others[0])
 
     return in_parts
@@ -46,9 +56,13 @@ class GradientsOfParts:
 
     Attributes:
         by_path: how arrays are cut.
+        gathers: where to note what is gathered.
+        names: the paths of the state's leaves, by the `id` of what stands for them in this trace.
     """
 
     by_path: FormsByPath
+    gathers: list[Gather] = field(hash=False, compare=False)
+    names: dict[int, str] = field(hash=False, compare=False)
 
     @property
     def layout(self) -> Layout:
@@ -87,6 +101,7 @@ class GradientsOfParts:
             the replicas among which they are spread.
         """
         forms: dict[int, Form] = {}  # by place among all leaves
+        names: dict[int, str] = {}
         cut = []
         for i, arg in enumerate(args):
             own = self.forms(arg) if i in argnums else {}
@@ -97,12 +112,16 @@ class GradientsOfParts:
                 for n, (path, _) in enumerate(leaves)
                 if jax.tree_util.keystr(path) in own
             }
+            names |= {
+                first + n: self.names.get(id(x), jax.tree_util.keystr(path)) for n, (path, x) in enumerate(leaves)
+            }
             parts = [
                 own_part(functools.partial(self.layout.own_part, form=form), x) if (form := forms.get(first + n)) else x
                 for n, (_, x) in enumerate(leaves)
             ]
             cut.append(jax.tree.unflatten(treedef, parts))
-        return differentiate(on_parts(self.layout, fun, forms, gathers_again=True))(*cut, **kwargs)
+        of_parts = on_parts(self.layout, fun, forms, names, self.gathers)
+        return differentiate(of_parts)(*cut, **kwargs)
 
     def reduce(
         self, value: jax.Array, grads: list[jax.Array], forms: Sequence[Form | None], op: Any
@@ -127,7 +146,14 @@ class GradientsOfParts:
 
 
 def on_parts(
-    layout: Layout, fun: Callable[..., Any], forms: Mapping[int, Form], *, gathers_again: bool
+    layout: Layout,
+    fun: Callable[..., Any],
+    forms: Mapping[int, Form],
+    names: Mapping[int, str],
+    gathers: list[Gather],
+    why: str = "where the loss uses it",
+    *,
+    gathers_again: bool = True,
 ) -> Callable[..., Any]:
     """Makes of a function of whole arrays one of this replica's parts of some of them.
 
@@ -135,6 +161,9 @@ def on_parts(
         layout: how arrays are cut.
         fun: of trees of arrays.
         forms: of the leaves of its arguments that are given in parts, by place among all leaves.
+        names: of the same leaves.
+        gathers: where to note what is gathered.
+        why: where that is, in words.
         gathers_again: whether its backward pass is to gather again.
     """
 
@@ -158,11 +187,34 @@ def on_parts(
         is_number, others = [_is_number(x) for x in results], [None if _is_number(x) else x for x in results]
         results.clear()  # tracers of a trace that is over
 
-        given = [Part(leaves[i], forms[i], leaves[i].dtype) if i in forms else leaves[i] for i in places]
-        values = iter(EvaluationOnParts(layout, closed, gathers_again=gathers_again).run(given))
+        given = [Part(leaves[i], forms[i], leaves[i].dtype, names[i]) if i in forms else leaves[i] for i in places]
+        values = iter(EvaluationOnParts(layout, closed, gathers, why, gathers_again=gathers_again).run(given))
         return jax.tree.unflatten(trees[0], [next(values) if n else x for n, x in zip(is_number, others, strict=True)])
 
     return run
+
+
+def paths_of(state: PyTree) -> list[str]:
+    """Lists the paths of a state's leaves, as `strategy.report` writes them."""
+    paths = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+    return [jax.tree_util.keystr(path).removeprefix(".") or "itself" for path, _ in paths]
+
+
+def gathered_at_start(split: Split, state: PyTree, numbers: Sequence[int]) -> list[Gather]:
+    """Describes the leaves, of these numbers, that are gathered before anything else: each with what reads it first."""
+    traced, paths, found = split.traced, paths_of(state), []
+    late = traced.depends(traced.combined)
+    for i in numbers:
+        v = traced.state[i]
+        readers = [eqn for eqn in graph.body_of(traced.closed).eqns if any(x is v for x in eqn.invars)]
+        readers = [
+            eqn for eqn in readers if not is_own_part(eqn) and not any(graph.is_in(x, late) for x in eqn.outvars)
+        ]
+        why = f" ({readers[0].primitive.name})" if readers else ""
+        num_bytes = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+        why = f"whole, from the step's start: {READ_OUTSIDE}{why}"
+        found.append(Gather(paths[i], why, num_bytes, line_of(readers[0]) if readers else ""))
+    return found
 
 
 def _is_number(x: Any) -> bool:

@@ -14,8 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from jdist.core.collective_marks import collective_of
+from jdist.core.gathers import Gather, line_of
 from jdist.core.layout import Form, Layout
 from jdist.jaxpr import graph
+from jdist.support import gloo
 
 # Never kept for the backward pass: gathers, and what reshapes and casts their results. What is kept of such results that
 # depend on the batch has a name.
@@ -35,11 +37,18 @@ class Part:
         value: the part.
         form: how the array is stored.
         dtype: what the array is cast to once it is gathered; the cast then comes first, as that is less to gather.
+        name: its path in the state.
     """
 
     value: jax.Array
     form: Form
     dtype: Any
+    name: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array once it is gathered."""
+        return math.prod(self.form.of) * jnp.dtype(self.dtype).itemsize
 
 
 class EvaluationOnParts:
@@ -53,12 +62,23 @@ class EvaluationOnParts:
     Args:
         layout: how arrays are cut.
         closed: the function.
+        gathers: where to note what is gathered.
+        why: where that is, in words.
         gathers_again: whether the backward pass is to gather again; False inside a `jax.checkpoint` of the user's, which
             says itself what is kept.
     """
 
-    def __init__(self, layout: Layout, closed: Any, *, gathers_again: bool = True):
+    def __init__(
+        self,
+        layout: Layout,
+        closed: Any,
+        gathers: list[Gather],
+        why: str = "where the loss uses it",
+        *,
+        gathers_again: bool = True,
+    ):
         self.layout, self.closed, self.gathers_again = layout, _entered(closed), gathers_again
+        self.gathers, self.why = gathers, why
         jaxpr = graph.body_of(self.closed)
         self.equations = jaxpr.eqns
         self.order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
@@ -90,7 +110,9 @@ class EvaluationOnParts:
             ):
                 self.of_parts.update((v, eqn) for v in eqn.outvars)
             else:
-                new = {v: self.num_bytes(v) for v in self.parts_read(eqn.invars)[1] if v not in gathered}
+                read = {v: self.known[v] for v in self.parts_read(eqn.invars)[1]}
+                self.note(eqn, list(read.values()))
+                new = {v: part.num_bytes for v, part in read.items() if v not in gathered}
                 if new and gathered and sum(new.values()) + sum(gathered.values()) > _TOGETHER and self.gathers_again:
                     self.hold_back(stretch, list(new))
                     self.compute(stretch, number)
@@ -110,10 +132,11 @@ class EvaluationOnParts:
         is_part = isinstance(part, Part)
         return is_part and jnp.issubdtype(new, jnp.floating) and new.itemsize < jnp.dtype(part.dtype).itemsize
 
-    def num_bytes(self, v: Any) -> int:
-        """Counts the bytes of an array in parts once it is gathered."""
-        part = self.known[v]
-        return math.prod(part.form.of) * jnp.dtype(part.dtype).itemsize
+    def note(self, eqn: Any, read: Sequence[Any], why: str = "") -> None:
+        """Notes that an equation reads these of its operands whole; `why` in place of what its name tells."""
+        has_body = bool(graph.nested_jaxprs(eqn)) and eqn.primitive.name not in ("jit", "pjit")
+        why = why or (f"whole, before a {eqn.primitive.name}" if has_body else self.why)
+        self.gathers.extend(Gather(x.name, why, x.num_bytes, line_of(eqn)) for x in read if isinstance(x, Part))
 
     def parts_read(self, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         """Finds the equations of what depends on parts alone that variables need, and the parts among all that they read."""
@@ -185,7 +208,8 @@ class EvaluationOnParts:
         if not isinstance(x, Part):
             return x
         layout, form, dtype, own = self.layout, x.form, x.dtype, x.value.dtype
-        if dtype == own:
+        # JAX's transpose of a gather is a `psum_scatter`.
+        if dtype == own and not gloo.scatters_wrongly():
             return layout.all_gather(x.value, form)
 
         def gathered(part: jax.Array) -> jax.Array:
@@ -207,6 +231,7 @@ class EvaluationOnParts:
             "checkpoint",
             "remat2",
         ):
+            self.note(eqn, operands)
             return graph.apply_equation(self.closed, eqn, list(map(self.whole, operands)))
         return self.scanned(eqn, operands) if eqn.primitive.name == "scan" else self.checkpointed(eqn, operands)
 
@@ -215,7 +240,8 @@ class EvaluationOnParts:
         body = graph.nested_jaxprs(eqn)[0]
 
         def run(*values: Any) -> list[Any]:
-            return EvaluationOnParts(self.layout, body, gathers_again=False).run(_like(operands, values))
+            inside = EvaluationOnParts(self.layout, body, self.gathers, self.why, gathers_again=False)
+            return inside.run(_like(operands, values))
 
         params = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
         return jax.checkpoint(run, **params)(*map(_value, operands))
@@ -226,20 +252,22 @@ class EvaluationOnParts:
         inner = graph.body_of(body)
         first = graph.number_not_scanned(eqn.invars, inner.invars)
         carry = graph.number_not_scanned(eqn.outvars, inner.outvars)
+        in_rows = [isinstance(x, Part) and x.form.of_layer is not None for x in operands[first:]]
+        self.note(eqn, operands[:first], "whole, before a scan that uses it in every iteration")
+        unlayered = [x for x, rows in zip(operands[first:], in_rows, strict=True) if not rows]
+        self.note(eqn, unlayered, "whole, before a scan: its layers are not stored one by one")
         constants, start = (
             list(map(self.whole, operands[a:b])) for a, b in ((0, first - carry), (first - carry, first))
         )
-        stacks = [
-            x if not isinstance(x, Part) else x if x.form.of_layer is not None else self.whole(x)
-            for x in operands[first:]
-        ]
+        stacks = [x if rows else self.whole(x) for x, rows in zip(operands[first:], in_rows, strict=True)]
 
         def step(carried: list[Any], rows: list[Any]) -> Any:
             layers = [
-                Part(row, x.form.of_layer, x.dtype) if isinstance(x, Part) and x.form.of_layer is not None else row
+                dataclasses.replace(x, value=row, form=x.form.of_layer) if isinstance(x, Part) else row
                 for row, x in zip(rows, stacks, strict=True)
             ]
-            layer = EvaluationOnParts(self.layout, body, gathers_again=self.gathers_again)
+            why = "layer by layer in a scan"
+            layer = EvaluationOnParts(self.layout, body, self.gathers, why, gathers_again=self.gathers_again)
             results = layer.run([*constants, *carried, *layers])
             return results[:carry], results[carry:]
 

@@ -17,7 +17,7 @@ from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
 from jdist.jaxpr.split import PartsVaryError
-from jdist.sharded_state.gathering import gathering, on_parts
+from jdist.sharded_state.gathering import READ_OUTSIDE, gathered_at_start, gathering, on_parts, paths_of
 from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
 from jdist.step.loops import repeat
@@ -95,10 +95,13 @@ class _SplitStep:
         all_flags: list[FiniteFlags] = []
         pure = self.spec.splittable(all_flags)
 
+        gathers = self.spec.traced.gathers
+
         def planned() -> Plan:
+            gathers.clear()
             return make_plan(
                 self.strategy,
-                gathering(pure, self.by_path) if self.in_parts else pure,
+                gathering(pure, self.by_path, gathers) if self.in_parts else pure,
                 self.options.accumulate,
                 state,
                 batches,
@@ -112,6 +115,8 @@ class _SplitStep:
         except PartsVaryError:  # a gradient by what each replica computed of its own rows: whole, as it has it
             self.in_parts = ()
             plan = planned()
+        if not self.gathers_late:
+            gathers += gathered_at_start(plan.split, state, [i for i in plan.split.read if self.forms[i].is_cut])
         if self.spec.compares_replicas:
             plan.check_averages_combined()
         flags = all_flags[-1]
@@ -154,9 +159,10 @@ class _SplitStep:
         cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         on_host = self.layout.on_host
+        paths = paths_of(state)
         values = [
-            ShardedArray(x.stored, form, on_host=on_host) if form.is_cut else x
-            for x, form in zip(leaves, self.forms, strict=True)
+            ShardedArray(x.stored, form, on_host, path) if form.is_cut else x
+            for x, form, path in zip(leaves, self.forms, paths, strict=True)
         ]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(self.results)
@@ -165,7 +171,9 @@ class _SplitStep:
         # `late` has no leaf for an output that did not wait for the update.
         names, late = self.plan.kinds, self.results[2]
         kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
-        results, late_hashes = evaluate(self.strategy, self.layout, self.update, arguments, kept, kinds)
+        results, late_hashes = evaluate(
+            self.strategy, self.layout, self.update, arguments, kept, kinds, self.spec.traced.gathers
+        )
         if on_host:  # a loop over steps needs its carry back where it was, so the last thing is a copy to the host
             results = [
                 x if form is None else jax.device_put(x, self.layout.kept(form))
@@ -213,6 +221,7 @@ class _SplitStep:
         read = {*plan.split.read, *self.in_parts}
         copies = {i: self.on_devices(i, x) for i, x in enumerate(leaves) if is_spread(x) and i in read}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
+        paths = paths_of(state)
         carried_forms = [self.forms[each.leaf] for each in plan.split.carried]
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
@@ -229,8 +238,12 @@ class _SplitStep:
 
             # What the step reads elsewhere than in a gradient, an evaluation all of it.
             if parts and self.gathers_late:
-                of_read = {place: self.forms[i] for place, i in enumerate(sorted(parts))}
-                part = on_parts(layout, of_whole, of_read, gathers_again=False)(parts, others)
+                numbers = sorted(parts)
+                of_read = {place: self.forms[i] for place, i in enumerate(numbers)}
+                names = {place: paths[i] for place, i in enumerate(numbers)}
+                gathers = self.spec.traced.gathers
+                run = on_parts(layout, of_whole, of_read, names, gathers, READ_OUTSIDE, gathers_again=False)
+                part = run(parts, others)
             else:
                 part = of_whole({i: layout.all_gather(x, self.forms[i]) for i, x in parts.items()}, others)
             outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}

@@ -10,6 +10,7 @@ such an operation costs the device memory of its operands.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from jax.experimental import compute_on
 from jax.sharding import PartitionSpec
 
+from jdist.core.gathers import Gather, line_of
 from jdist.core.layout import Form, Layout, over_replicas
 from jdist.core.strategy import Strategy
 from jdist.jaxpr import graph, variation
@@ -46,11 +48,13 @@ class ShardedArray:
         stored: the rows; None until the host has computed them.
         form: how it is stored.
         on_host: whether it is in host memory, or on the devices.
+        name: the leaf of the state that it is, or was computed from first; "" of a gradient alone.
     """
 
     stored: jax.Array | None
     form: Form
     on_host: bool
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,6 +76,7 @@ def evaluate(
     arguments: Sequence[Any],
     kept: Sequence[Form | None],
     kinds: Sequence[OutputKind | None] = (),
+    gathers: list[Gather] | None = None,
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Evaluates an update part, seen from outside of the replicas.
 
@@ -82,20 +87,23 @@ def evaluate(
         arguments: arrays that every device holds whole, and `ShardedArray`s.
         kept: of results that are wanted in parts their forms.
         kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
+        gathers: where to note which arrays are gathered.
 
     Returns:
         `(results, hashes)`. Results that are `kept` are stored in host memory, the others whole on the devices, with a
         leading axis of replicas where their kind is LOCAL. The hashes, uint32 [replicas] by a result's place, are of
         results that are kept in parts although they may vary among the replicas.
     """
-    return _Evaluation(strategy, layout, closed).run(arguments, kept, kinds or [None] * len(kept))
+    evaluation = _Evaluation(strategy, layout, closed, [] if gathers is None else gathers)
+    return evaluation.run(arguments, kept, kinds or [None] * len(kept))
 
 
 class _Evaluation:
     """One evaluation. Equations for the hosts wait until a device needs a result, so that they are computed in one go."""
 
-    def __init__(self, strategy: Strategy, layout: Layout, closed: Any):
-        self.strategy, self.layout, self.closed = strategy, layout, closed
+    def __init__(self, strategy: Strategy, layout: Layout, closed: Any, gathers: list[Gather]):
+        self.strategy, self.layout, self.closed, self.gathers = strategy, layout, closed, gathers
+        self.equation: Any = None  # the one that is computed
         self.results = graph.body_of(closed).outvars
         self.effects = graph.effects_of(closed)
         self.equations, _ = graph.needed(closed, self.results, (), self.effects)
@@ -113,12 +121,12 @@ class _Evaluation:
             {v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | ShardedArray)}
         )
         for number, eqn in enumerate(self.equations):
-            self.done = number
+            self.done, self.equation = number, eqn
             if self.is_of_replicas(eqn):
                 continue
             operands = [self.value(v) for v in eqn.invars]
             self.known.update(zip(eqn.outvars, self.apply(eqn, operands), strict=True))
-        self.done = len(self.equations)
+        self.done, self.equation = len(self.equations), None
         self.flush()
         results = [
             self.wanted(v, kind) if form is None else self.kept(v, form)
@@ -199,6 +207,7 @@ class _Evaluation:
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         in_parts = [x for x in operands if isinstance(x, ShardedArray)]
+        leaf = next((x.name for x in in_parts if x.name), "")
         filled = [x for x in operands if isinstance(x, Filled)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name == "optimization_barrier":
@@ -214,15 +223,16 @@ class _Evaluation:
         in_order = name != "reshape" or eqn.params["dimensions"] is None
         if name in graph.RESHAPING and in_order and in_parts and (form := self.reshaped(in_parts[0].form, shape)):
             stored = in_parts[0].stored
-            return [self.wait(eqn, form) if in_parts[0].on_host else ShardedArray(stored, form, on_host=False)]
+            on_host = in_parts[0].on_host
+            return [self.wait(eqn, form, leaf) if on_host else ShardedArray(stored, form, on_host=False, name=leaf)]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
         fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
         if name in ELEMENTWISE and in_parts and fits:
             form = in_parts[0].form
             if any(x.on_host for x in in_parts):
-                return [self.wait(eqn, form)]
+                return [self.wait(eqn, form, leaf)]
             inputs = [self.device_operand(v, x, form) for v, x in zip(eqn.invars, operands, strict=True)]
-            return [ShardedArray(apply_stored(eqn, inputs, form.stored), form, on_host=False)]
+            return [ShardedArray(apply_stored(eqn, inputs, form.stored), form, on_host=False, name=leaf)]
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
             return [Filled(bind(eqn, values), shape)]
@@ -255,8 +265,21 @@ class _Evaluation:
 
     def whole(self, v: Any, x: Any) -> Any:
         if isinstance(x, ShardedArray):
+            self.note(v, x)
             return self.layout.gather(self.device_operand(v, x, x.form), x.form)
         return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
+
+    def note(self, v: Any, x: ShardedArray) -> None:
+        """Notes that an array is gathered, and for what."""
+        eqn = self.equation
+        why = (
+            "whole, for what the step returns"
+            if eqn is None
+            else f"whole, for the update or a metric ({eqn.primitive.name})"
+        )
+        num_bytes = math.prod(x.shape) * v.aval.dtype.itemsize
+        leaf = x.name or f"a gradient, {v.aval.dtype}{list(x.shape)}"
+        self.gathers.append(Gather(leaf, why, num_bytes, "" if eqn is None else line_of(eqn)))
 
     def device_operand(self, v: Any, x: Any, form: Form) -> Any:
         """Gives an operand as the devices compute with it: stored in a form, or a scalar."""
@@ -276,9 +299,9 @@ class _Evaluation:
     def in_parts(self, x: jax.Array, form: Form) -> jax.Array:
         return jax.lax.with_sharding_constraint(form.store(x), self.layout.device(form))
 
-    def wait(self, eqn: Any, form: Form) -> ShardedArray:
+    def wait(self, eqn: Any, form: Form, leaf: str) -> ShardedArray:
         self.waiting.append(eqn)
-        return ShardedArray(None, form, on_host=True)
+        return ShardedArray(None, form, on_host=True, name=leaf)
 
     def flush(self) -> None:
         """Has the hosts compute the waiting equations."""
@@ -311,7 +334,9 @@ class _Evaluation:
             out_memory_spaces=jax.memory.Space.Host,
         )
         for v, stored in zip(wanted, on_host(operands), strict=True):
-            self.known[v] = ShardedArray(stored, self.layout.form(v.aval.shape), on_host=True)
+            before = self.known.get(v)  # of what the hosts alone needed nothing was known
+            leaf = "" if before is None else before.name
+            self.known[v] = ShardedArray(stored, self.layout.form(v.aval.shape), on_host=True, name=leaf)
 
     def host_operand(self, v: Any) -> jax.Array:
         """Gives an operand as the hosts compute with it: stored, or a scalar."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jdist.core.gathers import Gather
 from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.data.batching import real_rows
 from jdist.errors import StepError
@@ -42,12 +43,14 @@ class Traced:
         bare: whether the step returned its one result itself rather than a tuple.
         parts: see `signature.Call`.
         changes_state: whether any leaf of the state that it returned is another than the one that it received.
+        gathers: where leaves in parts are gathered, as of the newest tracing.
     """
 
     returns: tuple[str, ...] = ()
     bare: bool = False
     changes_state: bool = False
     parts: tuple[int, ...] | None = None
+    gathers: list[Gather] = field(default_factory=list)
 
     @property
     def output_roles(self) -> tuple[str, ...]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
-import site
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdist.core.gathers import line_of
 from jdist.core.strategy import Strategy
 from jdist.errors import ClusterError, ReplicaDivergenceError
 from jdist.jaxpr import graph
@@ -31,9 +29,6 @@ Exchange = Callable[[str, Any, float], list[Any]]
 _WAIT_S = 600.0  # the others may trace longer
 _MOST_LETTERS = 200
 _SHOWN = 5
-_PACKAGES = tuple({str(Path(p)) for p in (*site.getsitepackages(), sysconfig.get_paths()["stdlib"])}) + (
-    str(Path(__file__).parents[1]),
-)
 
 
 def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: Any | None) -> None:
@@ -109,7 +104,7 @@ def _lines(closed: Any) -> Iterator[tuple[str, str]]:
     yield f"arguments {' '.join(map(named, jaxpr.invars))}", ""
     for eqn in jaxpr.eqns:
         options = [f"{key}={text}" for key, value in sorted(eqn.params.items()) if _has_value(text := _text(value))]
-        yield " ".join([eqn.primitive.name, *map(named, eqn.invars), *options]), _place(eqn)
+        yield " ".join([eqn.primitive.name, *map(named, eqn.invars), *options]), line_of(eqn)
         for inner in graph.nested_jaxprs(eqn):
             yield from _lines(inner)
         for v in eqn.outvars:
@@ -140,13 +135,6 @@ def _text(value: Any) -> str:
 
 def _has_value(text: str) -> bool:
     return bool(text.replace("None", "").strip("(),"))
-
-
-def _place(eqn: Any) -> str:
-    """Finds the user's own line that an equation comes from, as far as JAX tells; else nothing."""
-    frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
-    own = next((frame for frame in frames if not frame.file_name.startswith((*_PACKAGES, "<"))), None)
-    return "" if own is None else f"{Path(own.file_name).name}:{own.line_num}"
 
 
 def _check_same_state(strategy: Strategy, name: str, state: PyTree) -> None:

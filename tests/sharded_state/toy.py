@@ -33,3 +33,23 @@ def trained(strategy):
         state, metrics = distributed(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def num_wrong_of_large_parts(strategy):
+    """Trains an array in two parts of 8 MiB by whole numbers; counts the elements that are not what NumPy computes."""
+    shape = (2 << 20, 2)
+
+    def step(state, batch):
+        pattern = jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape) % 23
+        grads = jdist.grad(lambda params: jnp.vdot(params["w"], pattern) * batch["x"].mean())(state.params)
+        return state.apply_gradients(grads=grads)
+
+    tx = optax.sgd(1.0)
+    state = strategy.init(lambda: jdist.TrainState.create(params={"w": jnp.zeros(shape)}, tx=tx))
+    train = jdist.distribute(step, strategy)
+    for _ in range(4):
+        for batch in strategy.distribute_dataset([{"x": np.arange(strategy.num_replicas, dtype=np.float32) * 2}]):
+            state = train(state, batch)
+    pattern = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape) % 23
+    want = -4 * (strategy.num_replicas - 1) * pattern
+    return int((strategy.fetch(state).params["w"] != want).sum())

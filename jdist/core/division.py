@@ -138,9 +138,15 @@ class FormsByPath:
 
     def __init__(self, layout: Layout, paths: Sequence[str], forms: Sequence[Form]):
         self.layout = layout
+        self._by_name = {path.removeprefix("."): form for path, form in zip(paths, forms, strict=True)}
         self._by_shape: dict[tuple[int, ...], list[tuple[str, Form]]] = {}
         for path, form in zip(paths, forms, strict=True):
             self._by_shape.setdefault(form.of, []).append((path, form))
+
+    def of_leaf(self, name: str | None, shape: tuple[int, ...]) -> Form | None:
+        """Returns the form of the leaf of this name, as `strategy.report` writes it, if it has this shape."""
+        form = None if name is None else self._by_name.get(name)
+        return form if form is not None and form.of == shape else None
 
     def find(self, path: str, shape: tuple[int, ...], dtype: Any) -> Form:
         """Returns the form of an array of this shape; `path` is where it is in a tree like the parameters."""

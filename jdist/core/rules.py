@@ -71,7 +71,7 @@ def rules_of(
         found.append(matching[0] if matching else None)
     paths = [path for path, _, _ in leaves]
     unused = [rule for rule in strategy.parts.rules if rule not in used]
-    if unused and (is_all or used):
+    if unused and is_all:
         rule = unused[0]
         raise StepError(
             f"the rule {rule} matches no leaf of the state. The nearest path is {_nearest(rule, paths)!r}; a pattern is "

@@ -15,6 +15,7 @@ from jdist.core.layout import Form, Layout
 from jdist.core.rules import Rule, names_in
 from jdist.core.sharded_leaf import ShardedLeaf, is_spread
 from jdist.core.step_state import pack
+from jdist.errors import StepError
 from jdist.support.html import table
 
 PyTree = Any
@@ -90,11 +91,15 @@ class StateReport:
 
 def report(strategy: Strategy, state: PyTree) -> StateReport:
     """Describes where a strategy keeps each leaf of a state: `Strategy.report`."""
+    if callable(state) and any(x is state for x in jax.tree.leaves(state)):
+        raise StepError(
+            "strategy.report got a function; it takes a state, or its shapes: `strategy.report(jax.eval_shape(create, key))`."
+        )
     state = pack(state)
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
     layout = None if strategy.parts is None else Layout.of(strategy)
-    chosen = [None] * len(leaves) if layout is None else forms(strategy, state)
-    rules = [None] * len(leaves) if layout is None else rules_by_leaf(strategy, state)
+    chosen = [None] * len(leaves) if layout is None else forms(strategy, state, is_all=False)
+    rules = [None] * len(leaves) if layout is None else rules_by_leaf(strategy, state, is_all=False)
     rows = [
         _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, form, rule)
         for (path, leaf), form, rule in zip(leaves, chosen, rules, strict=True)

@@ -331,13 +331,7 @@ class Strategy:
             BatchError: a batch does not fit the replicas, or its leaves disagree.
         """
         self.need_devices("distribute_dataset")
-        asked = FeedOptions(
-            partial=partial,
-            with_mask=with_mask,
-            steps_per_call=steps_per_call,
-            batch_axis=batch_axis,
-            input=input_options(options, prefetch),
-        )
+        asked = FeedOptions(partial, with_mask, steps_per_call, batch_axis, input_options(options, prefetch))
         return self.operations.feed_batches(self, dataset, asked)
 
     @without_own_frames
@@ -387,13 +381,7 @@ class Strategy:
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
         self.need_devices("distribute_datasets_from_function")
-        asked = FeedOptions(
-            partial=partial,
-            with_mask=with_mask,
-            steps_per_call=steps_per_call,
-            batch_axis=batch_axis,
-            input=input_options(options, None),
-        )
+        asked = FeedOptions(partial, with_mask, steps_per_call, batch_axis, input_options(options, None))
         return self.operations.feed_pipelines(self, fn, asked)
 
     def need_devices(self, what: str) -> None:
@@ -417,4 +405,9 @@ class Strategy:
         return f"Strategy({self.name}: {self.operations.describe(self)})"
 
     def _repr_html_(self) -> str:
-        return table([("strategy", self.name), ("replicas", self.operations.describe(self))])
+        rows = {"strategy": self.name, "replicas": self.num_replicas}
+        if self.mesh is not None:
+            devices = ", ".join(map(str, self.devices[:8])) + (", ..." if len(self.devices) > 8 else "")
+            rows |= {"devices": devices, "mesh": dict(self.mesh.shape)}
+            rows |= {"transform": self.transform, "all-reduce": self.reduction.name}
+        return table(rows.items())

@@ -76,7 +76,7 @@ def input_options(options: InputOptions | None, prefetch: int | None) -> InputOp
     return options
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FeedOptions:
     """Arguments of a strategy's `distribute_dataset`; see there."""
 

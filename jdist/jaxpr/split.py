@@ -94,7 +94,12 @@ def split(
     rows = [*invars[num_state : num_state + num_batch], invars[-1]]
     if parts and _cuts_what_varies(closed, rows):
         raise PartsVaryError
-    closed = graph.substituted(closed, lambda eqn: given.get(eqn.invars[0]) if is_own_part(eqn) else None)
+
+    def part_of(eqn: Any) -> Any:
+        part = given.get(eqn.invars[0]) if is_own_part(eqn) else None
+        return part if part is not None and part.aval.shape == eqn.outvars[0].aval.shape else None
+
+    closed = graph.substituted(closed, part_of)
     return _Analysis(closed, (state, batch, others), shapes, sizes, otherwise, len(parts)).split()
 
 

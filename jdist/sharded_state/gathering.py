@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ class GradientsOfParts:
         for path, x in jax.tree.leaves_with_path(tree):
             if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact):
                 at = jax.tree_util.keystr(path)
-                form = self.by_path.find(at, x.shape, x.dtype)
+                form = self.by_path.of_leaf(self.names.get(id(x)), x.shape) or self.by_path.find(at, x.shape, x.dtype)
                 found |= {at: form} if form.is_cut else {}
         return found
 
@@ -120,7 +120,12 @@ class GradientsOfParts:
                 for n, (_, x) in enumerate(leaves)
             ]
             cut.append(jax.tree.unflatten(treedef, parts))
-        of_parts = on_parts(self.layout, fun, forms, names, self.gathers)
+        by = {
+            place
+            for i in argnums
+            for place in range(len(jax.tree.leaves(args[:i])), len(jax.tree.leaves(args[: i + 1])))
+        }
+        of_parts = on_parts(self.layout, fun, forms, names, self.gathers, differentiated=by)
         return differentiate(of_parts)(*cut, **kwargs)
 
     def reduce(
@@ -153,6 +158,7 @@ def on_parts(
     gathers: list[Gather],
     why: str = "where the loss uses it",
     *,
+    differentiated: Collection[int] = (),
     gathers_again: bool = True,
 ) -> Callable[..., Any]:
     """Makes of a function of whole arrays one of this replica's parts of some of them.
@@ -164,6 +170,7 @@ def on_parts(
         names: of the same leaves.
         gathers: where to note what is gathered.
         why: where that is, in words.
+        differentiated: of which leaves of its arguments gradients are taken, by place among all leaves.
         gathers_again: whether its backward pass is to gather again.
     """
 
@@ -188,7 +195,16 @@ def on_parts(
         results.clear()  # tracers of a trace that is over
 
         given = [Part(leaves[i], forms[i], leaves[i].dtype, names[i]) if i in forms else leaves[i] for i in places]
-        values = iter(EvaluationOnParts(layout, closed, gathers, why, gathers_again=gathers_again).run(given))
+        values = iter(
+            EvaluationOnParts(
+                layout,
+                closed,
+                gathers,
+                why,
+                differentiated=[i in differentiated for i in places],
+                gathers_again=gathers_again,
+            ).run(given)
+        )
         return jax.tree.unflatten(trees[0], [next(values) if n else x for n, x in zip(is_number, others, strict=True)])
 
     return run

@@ -64,6 +64,7 @@ class EvaluationOnParts:
         closed: the function.
         gathers: where to note what is gathered.
         why: where that is, in words.
+        differentiated: of each argument whether a gradient is taken by it, or by what it was computed from; None: of all.
         gathers_again: whether the backward pass is to gather again; False inside a `jax.checkpoint` of the user's, which
             says itself what is kept.
     """
@@ -75,12 +76,16 @@ class EvaluationOnParts:
         gathers: list[Gather],
         why: str = "where the loss uses it",
         *,
+        differentiated: Sequence[bool] | None = None,
         gathers_again: bool = True,
     ):
         self.layout, self.closed, self.gathers_again = layout, _entered(closed), gathers_again
         self.gathers, self.why = gathers, why
         jaxpr = graph.body_of(self.closed)
         self.equations = jaxpr.eqns
+        chosen = [True] * len(jaxpr.invars) if differentiated is None else differentiated
+        sources = [v for v, is_source in zip(jaxpr.invars, chosen, strict=True) if is_source]
+        self.differentiated = graph.dependents(self.closed, sources)
         self.order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         self.last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not graph.is_literal(v)}
         self.last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not graph.is_literal(v)}
@@ -201,7 +206,11 @@ class EvaluationOnParts:
 
         parts = [i for i, x in enumerate(originals) if isinstance(x, Part)]
         values = list(map(_value, originals))
-        return _gathering_again(run, values, parts) if gathers_again and parts else run(*values)
+        if not gathers_again or not parts:
+            return run(*values)
+        # Not by a batch: what is computed of it alone may have no derivative.
+        by = [i for i, v in enumerate(given) if v in self.differentiated and _is_inexact(values[i])]
+        return _gathering_again(run, values, by, parts)
 
     def whole(self, x: Any) -> Any:
         """Gathers an array in parts; its gradient is summed in the dtype of the part."""
@@ -235,12 +244,18 @@ class EvaluationOnParts:
             return graph.apply_equation(self.closed, eqn, list(map(self.whole, operands)))
         return self.scanned(eqn, operands) if eqn.primitive.name == "scan" else self.checkpointed(eqn, operands)
 
+    def by_operand(self, eqn: Any) -> list[bool]:
+        """Tells of each operand whether it depends on what gradients are taken by."""
+        return [graph.is_in(v, self.differentiated) for v in eqn.invars]
+
     def checkpointed(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes a `jax.checkpoint` of the user's, which gathers again where it computes again."""
         body = graph.nested_jaxprs(eqn)[0]
 
         def run(*values: Any) -> list[Any]:
-            inside = EvaluationOnParts(self.layout, body, self.gathers, self.why, gathers_again=False)
+            inside = EvaluationOnParts(
+                self.layout, body, self.gathers, self.why, differentiated=self.by_operand(eqn), gathers_again=False
+            )
             return inside.run(_like(operands, values))
 
         params = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
@@ -267,7 +282,15 @@ class EvaluationOnParts:
                 for row, x in zip(rows, stacks, strict=True)
             ]
             why = "layer by layer in a scan"
-            layer = EvaluationOnParts(self.layout, body, self.gathers, why, gathers_again=self.gathers_again)
+            layer = EvaluationOnParts(
+                self.layout,
+                body,
+                self.gathers,
+                why,
+                # What is carried may depend on it from the second iteration on.
+                differentiated=[d or first - carry <= i < first for i, d in enumerate(self.by_operand(eqn))],
+                gathers_again=self.gathers_again,
+            )
             results = layer.run([*constants, *carried, *layers])
             return results[:carry], results[carry:]
 
@@ -315,15 +338,16 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _MADE_AGAIN
 
 
-def _gathering_again(run: Callable[..., list[Any]], values: list[Any], parts: Sequence[int]) -> list[Any]:
-    """Computes a function whose backward pass gathers again what these of its arguments are parts of.
+def _gathering_again(
+    run: Callable[..., list[Any]], values: list[Any], by: Sequence[int], parts: Sequence[int]
+) -> list[Any]:
+    """Computes a function of values, differentiated by some of them; its backward pass gathers again what some are parts of.
 
     `jax.checkpoint` makes the gathers part of the backward pass. That the compiler does not take the results of the first ones
     for them, they are made to wait for what was kept last and for the gradient. `prevent_cse` would have everything
     wait that is kept, which the compiler then could no longer compute again where that takes less memory: of a transformer
     without a checkpoint of its own 4.6 GB in place of 3.2.
     """
-    by = [i for i, x in enumerate(values) if _is_inexact(x)]
     places: list[int] = []
 
     # All values are arguments: what the function closes over could be of a trace that is over once the backward pass is made.

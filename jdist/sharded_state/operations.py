@@ -59,15 +59,15 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     check_not_donated(state)
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    chosen = forms(strategy, state)
     check_state(jax.tree.unflatten(treedef, [None if is_spread(x) else x for x in leaves]))
-    check_whole(jax.tree.unflatten(treedef, [None if is_spread(x) or _is_divided(strategy, x) else x for x in leaves]))
+    chosen = forms(strategy, state)
     is_copied = [not form.is_cut and not any(form.model) for form in chosen]
     copies = [
         (whole_on_host(x) if is_spread(x) else x) if copied else None
         for x, copied in zip(leaves, is_copied, strict=True)
     ]
     whole = iter(jax.tree.leaves(placement.adopt_state(strategy, jax.tree.unflatten(treedef, copies))))
+    check_whole(jax.tree.unflatten(treedef, [None if is_spread(x) or _is_divided(strategy, x) else x for x in leaves]))
     seen: set[int] = set()
 
     def place(x: Any, form: Form) -> Any:

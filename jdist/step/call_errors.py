@@ -25,6 +25,16 @@ def explain(
         signature.check_not_donated(call, batches, others)
     check_axis_bound(exc, strategy.name, strategy)
     missing = re.search(r"Resource axis: (\w+) of .* is not found in mesh", str(exc)) if of_jax else None
+    if (
+        isinstance(exc, NotImplementedError)
+        and "callbacks are only supported in spmd" in str(exc)
+        and strategy.model_axes
+    ):
+        raise StepError(
+            "the step calls the host (`io_callback`, `pure_callback`), which JAX cannot do where a replica is several devices: "
+            f"{strategy.name} has the axes {', '.join(strategy.model_axes)} inside a replica. `jax.debug.print` and "
+            "`jax.debug.callback` work; compute the rest outside of the step."
+        ) from exc
     if missing is not None:
         raise StepError(
             f"{strategy.name} has no mesh axis {missing[1]!r}, over which flax's metadata or a sharding constraint of the step "

@@ -98,8 +98,9 @@ def check_whole(state: PyTree) -> None:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             raise StepError(
                 f"state leaf {jax.tree_util.keystr(path) or 'itself'}, {leaf.dtype}{list(leaf.shape)}, is spread over "
-                f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole, "
-                "or create it by `strategy.init`. Of a pmap program delete the line with `jax_utils.replicate`, and write "
+                f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole (`fetch` "
+                "of the strategy that made it), or create it by `strategy.init`. Of a pmap program delete the line with "
+                "`jax_utils.replicate`, and write "
                 "`strategy.fetch(state)` for `jax_utils.unreplicate(state)`."
             )
 
@@ -109,9 +110,9 @@ def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, ShardedLeaf)):
         if isinstance(leaf, ShardedLeaf):
             raise StepError(
-                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
-                f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "
-                "made the state, `central.fetch(state)`, and pass on what it returns."
+                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)}, {leaf.whereabouts}, "
+                f"as the strategy that made it keeps it; {strategy.name} takes whole arrays. Call `fetch` of that strategy, "
+                "`made_by.fetch(state)`, and pass on what it returns."
             )
 
 

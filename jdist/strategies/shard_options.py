@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jdist.core.operations import Parts, Shard
 from jdist.core.rules import Rule, names_in
@@ -74,6 +74,8 @@ def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strate
     else:
         # Neither is called `axis`: a collective of the user's own over one of them alone would be wrong without a word.
         axes, sizes = (f"{axis}_group", f"{axis}_in_group"), (num_replicas // size, size)
+    if clash := [name for name in axes if name in model]:
+        raise StrategyError(f"`mesh` has an axis {clash[0]!r}, as `within` calls one of its own. Give it another name.")
     devices = _by_replica(strategy.devices, math.prod(model.values()))
     grid = np.array(devices).reshape(*sizes, *model.values())
     return dataclasses.replace(
@@ -126,13 +128,21 @@ def _rules(rules: Any, model: Mapping[str, int], axis: str) -> tuple[Rule, ...]:
         raise StrategyError(f"`rules` is {rules!r}; it must be pairs of a pattern and axes, such as {example}.")
     found = []
     for pattern, axes in given:
-        entries = [tuple(x) if isinstance(x, list) else x for x in axes] if isinstance(axes, list | tuple) else None
+        is_list = isinstance(axes, list | tuple | PartitionSpec)
+        entries = [tuple(x) if isinstance(x, list) else x for x in axes] if is_list else None
         if entries is None or not isinstance(pattern, str):
             raise StrategyError(f"the rule {(pattern, axes)!r} is no pair of a pattern and axes, such as {example}.")
+        rule = Rule(pattern, tuple(entries))
         try:
-            re.compile(pattern)
+            rule.matches("")
         except re.error as exc:
             raise StrategyError(f"the pattern {pattern!r} of a rule is no regular expression: {exc}.") from None
+        if not all(
+            x is None or isinstance(x, str) or (isinstance(x, tuple) and all(map(_is_text, x))) for x in entries
+        ):
+            raise StrategyError(
+                f"the rule {(pattern, axes)!r} has an entry that is neither None nor a name, nor a tuple of names of mesh axes."
+            )
         names = [name for entry in entries for name in names_in(entry)]
         unknown = [name for name in names if name not in model]
         if unknown or len(names) != len(set(names)) or not names:
@@ -141,8 +151,12 @@ def _rules(rules: Any, model: Mapping[str, int], axis: str) -> tuple[Rule, ...]:
                 f"the rule {(pattern, axes)!r} names {', '.join(map(repr, names)) or 'no axis'}{of_replicas}; it must name one "
                 f"or more of the mesh's axes inside a replica, each once: {', '.join(model) or 'there are none, see `mesh`'}."
             )
-        found.append(Rule(pattern, tuple(entries)))
+        found.append(rule)
     return tuple(found)
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
 
 
 def _by_replica(devices: Sequence[Any], size: int) -> tuple[Any, ...]:

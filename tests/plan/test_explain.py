@@ -121,9 +121,10 @@ def test_weight_decay_in_the_loss_gathers_a_whole_stack():
     assert gathers_of(decay=0.1)["params['layers']"] == [LAYERED, ("where the loss uses it", STACK)]
 
 
-def test_under_a_transformation_of_the_steps_own_all_is_gathered_at_the_start():
-    start = "whole, from the step's start: read outside of the step's own jdist.value_and_grad"
-    assert gathers_of(transform=jax.jit)["params['layers']"] == [(f"{start} (scan)", STACK)]
+def test_under_a_transformation_of_the_steps_own_all_is_gathered_where_it_is_used():
+    found = gathers_of(transform=jax.jit)
+    assert found["params['layers']"] == [("layer by layer in a scan", STACK // 4)]
+    assert found["params['last']"] == [("read outside of the step's own jdist.value_and_grad", MATRIX)]
 
 
 def test_gathers_for_the_update_and_for_a_metric():

@@ -188,9 +188,7 @@ class TestStates:
             lambda state: other.run(lambda state: state.params["rows"].sum(), state),
             lambda state: step(state, BATCHES[0]),
         ):
-            message = (
-                r"\.params\['flat'\] is float32\[256, 3\] in parts .*; \w+ takes whole .*`central\.fetch\(state\)`"
-            )
+            message = r"\.params\['flat'\] is float32\[256, 3\], 4 parts in host memory, .*; \w+ takes whole .*`made_by\.fetch\(state\)`"
             with pytest.raises(StepError, match=message):
                 use(state)
         step(strategy.fetch(state), BATCHES[0])

@@ -340,7 +340,54 @@ def test_devices_of_a_replica_that_differ_are_found():
         strategy.check(state)
 
 
+def test_gradients_of_states_whose_leaves_of_one_shape_have_different_rules():
+    def create():
+        def new(key):
+            weights = {"w": jax.random.normal(jax.random.key(key), (6, 6))}
+            return jdist.TrainState.create(params=weights, tx=optax.sgd(0.1))
+
+        return {"actor": new(0), "critic": new(1)}
+
+    def step(state, batch):
+        new = {}
+        for name in ("critic", "actor"):
+
+            def loss_fn(params):
+                return jdist.mean((batch["x"][:, :6] @ params["w"]).sum(-1) ** 2)
+
+            loss, grads = jdist.value_and_grad(loss_fn)(state[name].params)
+            new[name] = state[name].apply_gradients(grads=grads)
+        return new, {"loss": loss}
+
+    rules = [("actor/params/w", (None, "model")), ("critic/params/w", ("model",))]
+    results = []
+    for strategy in (with_model_axis(rules, devices=jax.devices()[:4]), jdist.one_device()):
+        state, metrics = jdist.distribute(step, strategy)(strategy.init(create), BATCHES[0])
+        results.append(jax.tree.leaves((strategy.fetch(state), metrics)))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_several_states_are_made_one_by_one_though_each_has_its_own_rule():
+    strategy = with_model_axis([("actor/w", (None, "model")), ("critic/w", ("model",))])
+    states = [strategy.init(lambda name=name: {name: {"w": jnp.ones((8, 8))}}) for name in ("actor", "critic")]
+    assert all("model=2" in strategy.report(state).leaves[0].kept for state in states)
+
+
 class TestWhatIsRefused:
+    def test_calls_of_the_host(self):
+        def step(state, batch):
+            jax.experimental.io_callback(lambda _: None, None, state.step)
+            return train_step(state, batch)
+
+        strategy = with_model_axis(STACKED)
+        with pytest.raises(StepError, match=r"calls the host .* has the axes model inside a replica"):
+            jdist.distribute(step, strategy)(strategy.init(create), BATCHES[0])
+
+    def test_a_report_of_a_function(self):
+        with pytest.raises(StepError, match=re.escape("`strategy.report(jax.eval_shape(create, key))`")):
+            with_model_axis(STACKED).report(create)
+
     @pytest.mark.parametrize(
         ("rules", "message"),
         [
@@ -376,6 +423,9 @@ class TestWhatIsRefused:
             ({"mesh": {"replica": -1, "model": 2}, "rules": [("w", ("model", "model"))]}, "each once"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": [("(", ("model",))]}, "is no regular expression"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": ["w"]}, "must be pairs of a pattern and axes"),
+            ({"mesh": {"replica": -1, "model": 2}, "rules": [("(?i)W", ("model",))]}, "is no regular expression"),
+            ({"mesh": {"replica": -1, "model": 2}, "rules": [("w", (1, "model"))]}, "neither None nor a name"),
+            ({"mesh": {"replica": -1, "replica_group": 2}, "within": 2}, "has an axis 'replica_group', as `within`"),
             ({"mesh": {"replica": -1, "model": 4}, "within": 4}, "divide the number of replicas, 2"),
         ],
     )

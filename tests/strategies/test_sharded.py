@@ -594,3 +594,52 @@ def test_a_checkpoint_is_restored_to_the_bit(saved, restored, tmp_path):
         got = checkpointer.restore(after.init(lambda: create(tx))).state
     assert_close(after.fetch(got), want, atol=0)
     assert after.report(got) == after.report(after.init(lambda: create(tx)))
+
+
+def halved_until_small(x):
+    return jax.lax.while_loop(lambda c: (jnp.abs(c) > 0.1).any(), lambda c: c * 0.5, x)
+
+
+@pytest.mark.parametrize(
+    "of_batch",
+    [halved_until_small, lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)],
+    ids=["a loop without a derivative", "a callback"],
+)
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_nothing_is_differentiated_by_the_batch(of_batch, in_scan):
+    def create():
+        return jdist.TrainState.create(params={"w": jnp.full((2, 6, 6), 0.1)}, tx=optax.sgd(0.1))
+
+    def step(state, batch):
+        def loss_fn(params):
+            def layer(x, w):
+                return x @ w + (of_batch(batch["x"]) if in_scan else 0), None
+
+            x, _ = jax.lax.scan(layer, batch["x"], params["w"])
+            return jdist.mean((x + of_batch(batch["x"])).sum(-1) ** 2)
+
+        loss, grads = jdist.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    batch = {"x": RNG.normal(size=(24, 6)).astype(np.float32)}
+    results = []
+    for strategy in (jdist.sharded(jax.devices()[:3], **EVERYTHING), jdist.mirrored(jax.devices()[:3])):
+        state, metrics = jdist.distribute(step, strategy)(strategy.init(create), batch)
+        results.append((float(metrics["loss"]), strategy.fetch(state).params["w"]))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-5)
+
+
+def test_an_evaluation_of_stacked_layers_gathers_one_at_a_time():
+    layers, width = 8, 256
+
+    def evaluate(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["w"])
+        return {"mean": x.mean()}
+
+    strategy = jdist.sharded()
+    state = strategy.init(lambda: {"w": jnp.ones((layers, width, width))})
+    step = jdist.distribute(evaluate, strategy, returns="metrics")
+    compiled = step.lower(state, {"x": np.ones((8, width), np.float32)}).compile()
+    stack = layers * width * width * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < stack / 2

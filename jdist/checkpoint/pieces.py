@@ -138,6 +138,9 @@ def _read_group(
 ) -> dict[int, np.ndarray]:
     """Reads the pieces of some leaves, file by file."""
     arrays = {i: _empty(leaves[i]) for i in numbers}
+    for i, array in arrays.items():
+        if sum(math.prod(piece["shape"]) for piece in leaves[i]["pieces"]) != array.size:
+            raise Damaged(f"{checkpoint}: its manifest does not list all pieces of leaf {leaves[i]['path']}")
     pieces = [(Piece(**piece), i) for i in numbers for piece in leaves[i]["pieces"]]
     pieces = [(piece, i) for piece, i in pieces if piece.meets(needed[i])]
     pieces.sort(key=lambda each: (each[0].file, each[0].offset))

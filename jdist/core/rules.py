@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,11 @@ class Rule:
         """Whether a leaf at this path is divided so."""
         return self.pattern is not None and re.fullmatch(rf"(?:.*/)?(?:{self.pattern})", path) is not None
 
+    def says_as(self, other: Rule) -> bool:
+        """Whether another rule divides the same axes: what it ends with, None, does not count."""
+        pairs = itertools.zip_longest(self.axes, other.axes)
+        return all(names_in(a) == names_in(b) for a, b in pairs)
+
     def __str__(self) -> str:
         axes = f"({', '.join(map(repr, self.axes))}{',' * (len(self.axes) == 1)})"
         return f"flax's metadata {axes}" if self.pattern is None else f"({self.pattern!r}, {axes})"
@@ -62,7 +68,7 @@ def rules_of(
     for path, _, noted in leaves:
         matching = [rule for rule in strategy.parts.rules if rule.matches(path)]
         used.update(matching)
-        matching += [noted] if noted is not None and all(noted.axes != rule.axes for rule in matching) else []
+        matching += [noted] if noted is not None and all(not noted.says_as(rule) for rule in matching) else []
         if len(matching) > 1:
             raise StepError(
                 f"two rules divide the leaf {path}: {matching[0]} and {matching[1]}. Make their patterns such that one of "
@@ -149,16 +155,15 @@ def _leaves(strategy: Strategy, state: PyTree) -> Iterator[tuple[str, tuple[int,
         inner = jax.tree.leaves_with_path(node, is_leaf=is_spread)
         for path, x in inner:
             shape = tuple(x.shape if hasattr(x, "shape") else jnp.shape(x))
-            # The value in a box of flax's is called as the box.
-            keys = prefix if noted is not None and len(inner) == 1 else (*prefix, *path)
+            # The value in a box of flax's, or of a variable of nnx, is called as that.
+            keys = prefix if len(inner) == 1 and _is_noted(node) else (*prefix, *path)
             rule = None if noted is None else _as_rule(strategy, _joined(keys), noted)
             yield _joined(keys), shape, rule
 
 
 def _joined(path: Iterable[Any]) -> str:
     """Writes a path as a pattern sees it: names and numbers, with "/" between them."""
-    names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
-    return "/".join(names[:-1] if names[1:] and names[-1] == "value" else names)
+    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path)
 
 
 def _is_noted(node: Any) -> bool:

@@ -32,7 +32,7 @@ PyTree = Any
 
 
 def make_program(spec: ProgramSpec) -> Program:
-    """Makes the program of a step over a state in host memory: `Backend.make_program`."""
+    """Makes the program of a step over a state in parts: `Backend.make_program`."""
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         if spec.options.steps_per_call == 1:

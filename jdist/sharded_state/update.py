@@ -42,7 +42,7 @@ _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An array of which each replica stores its rows, as those of a `ShardedLeaf`.
+    """An array in parts during the update, stored as a `ShardedLeaf` is.
 
     Attributes:
         stored: the rows; None until the host has computed them.
@@ -90,7 +90,7 @@ def evaluate(
         gathers: where to note which arrays are gathered.
 
     Returns:
-        `(results, hashes)`. Results that are `kept` are stored in host memory, the others whole on the devices, with a
+        `(results, hashes)`. Results that are `kept` are stored as their forms say, the others whole on the devices, with a
         leading axis of replicas where their kind is LOCAL. The hashes, uint32 [replicas] by a result's place, are of
         results that are kept in parts although they may vary among the replicas.
     """

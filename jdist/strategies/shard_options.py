@@ -100,6 +100,7 @@ def _model_axes(mesh: Any, axis: str, num_devices: int) -> dict[str, int]:
     if mesh is None:
         return {}
     example = f'{{"{axis}": -1, "model": 4}}'
+    mesh = dict(mesh.shape) if isinstance(mesh, Mesh) else mesh
     if not isinstance(mesh, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in mesh):
         raise StrategyError(f"`mesh` is {mesh!r}; it must be the sizes of the mesh's axes by name, such as {example}.")
     sizes = {name: as_int(size, least=-1) for name, size in mesh.items()}

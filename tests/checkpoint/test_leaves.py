@@ -9,7 +9,9 @@ import pytest
 
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.folder import Damaged
 from jdist.checkpoint.leaves import to_host
+from jdist.checkpoint.pieces import read_leaves
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,9 @@ def test_a_process_holds_no_more_of_a_checkpoint_than_its_share_and_one_leaf(mak
     assert peak - kept < 4 * one, "all leaves would be 24"
     for a, b in zip(strategy.fetch(restored), create(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_leaf_without_one_of_its_pieces_is_damaged(tmp_path):
+    body = {"leaves": [{"path": "['w']", "stored": {"shape": [4], "dtype": "float32"}, "pieces": []}]}
+    with pytest.raises(Damaged, match=r"does not list all pieces of leaf \['w'\]"):
+        list(read_leaves(tmp_path, body, {0: None}))

@@ -168,8 +168,9 @@ def test_layers_are_gathered_from_the_replicas_alone_each_device_its_own_columns
     ]  # what the layers compute, inside a replica
     # Of each kernel the columns, or rows, of one of four devices; forward and backward.
     sizes = {"f32[32,16]": 2, "f32[16,32]": 2, "f32[32,8]": 2, "f32[8,32]": 2}
-    assert set(gathered) <= set(sizes), gathered
-    assert all(count <= sizes[shape] for shape, count in collections.Counter(gathered).items())
+    counts = collections.Counter(gathered)
+    assert set(counts) == set(sizes), gathered
+    assert all(count <= sizes[shape] for shape, count in counts.items())
     assert sum(kind == "reduce-scatter" for kind, _ in found) == 4
     # The products inside a replica, forward and backward.
     assert sum(kind == "all-reduce" and "f32[20," in shape for kind, shape in found) >= 2
@@ -297,6 +298,13 @@ class TestMetadata:
         with pytest.raises(StepError, match="mirrored has no mesh axis 'model', over which flax's metadata"):
             jdist.distribute(step, strategy)(params, BATCHES[0])
 
+    def test_a_rule_that_says_the_same_is_no_second_one(self):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))
+        model = nn.Dense(8, kernel_init=init)
+        strategy = with_model_axis([("kernel", ("model",))])
+        state = strategy.init(lambda: model.init(jax.random.key(0), jnp.ones((1, 4))))
+        assert any("model=2" in leaf.kept for leaf in strategy.report(state).leaves)
+
     def test_an_axis_that_the_mesh_has_not(self):
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "experts"))
         model = nn.Dense(8, kernel_init=init)
@@ -366,6 +374,32 @@ def test_gradients_of_states_whose_leaves_of_one_shape_have_different_rules():
         results.append(jax.tree.leaves((strategy.fetch(state), metrics)))
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_gradients_by_several_leaves_of_one_shape_with_different_rules():
+    def step(state, batch):
+        def loss_fn(first, last):
+            return jnp.mean((batch["x"] @ first @ last - jnp.sin(batch["x"])) ** 2)
+
+        args = state.params["first"], state.params["last"]
+        loss, (first, last) = jdist.value_and_grad(loss_fn, argnums=(0, 1))(*args)
+        grads = jax.tree.map(jnp.zeros_like, state.params) | {"first": first, "last": last}
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    results = []
+    for strategy in (with_model_axis(STACKED, 2), jdist.one_device()):
+        make = functools.partial(create, optax.sgd(0.1))
+        state, metrics = jdist.distribute(step, strategy)(strategy.init(make), BATCHES[0])
+        results.append(jax.tree.leaves((strategy.fetch(state), metrics)))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_parameter_called_value():
+    strategy = with_model_axis([("attn/value", (None, "model"))])
+    names = ("query", "key", "value")
+    leaves = strategy.report(strategy.init(lambda: {"attn": {name: jnp.ones((8, 8)) for name in names}})).leaves
+    assert ["model=2" in leaf.kept for leaf in leaves] == [False, False, True]  # in the order of their names
 
 
 def test_several_states_are_made_one_by_one_though_each_has_its_own_rule():

@@ -40,7 +40,7 @@ def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[For
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
     described = [_described(x) for _, x in leaves]
     is_of_optimizer, is_found = _of_optimizer(state)
-    rules = rules_by_leaf(strategy, state, is_all=is_all)
+    rules = rules_of(strategy, state, is_of_optimizer, is_all=is_all)
     models = [() if rule is None else rule.axes for rule in rules]
     sizes = [_num_bytes(*each) for each in described]
     chosen = [
@@ -79,8 +79,6 @@ def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[For
 
 def rules_by_leaf(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[Rule | None]:
     """Finds the rule of each leaf, if it has one; see `rules_of`."""
-    if not strategy.model_axes:
-        return [None] * len(jax.tree.leaves(state, is_leaf=is_spread))
     return rules_of(strategy, state, _of_optimizer(state)[0], is_all=is_all)
 
 

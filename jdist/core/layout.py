@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,16 @@ _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dim
 # Of an array stored in rows, the empty rest of its last tiles included: host memory is plenty, device memory is not.
 _MOST_FILLING = {"host": 1 / 32, "device": 1 / 64}
 HOST_MEMORIES = ("pinned_host", "unpinned_host")
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    """Lists the mesh axes of one entry of a `PartitionSpec`, or of a rule."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
+    """Lists the mesh axes over which a `PartitionSpec` divides an array."""
+    return tuple(name for entry in spec for name in names_in(entry))
 
 
 def over_replicas(
@@ -225,8 +235,7 @@ class Layout:
 
     def num_elements(self, form: Form) -> int:
         """Counts the elements that a device holds of the stored array."""
-        model = [axis for entry in form.model for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
-        return math.prod(form.part(self.num_parts)) // math.prod(self.mesh.shape[axis] for axis in model)
+        return math.prod(form.part(self.num_parts)) // math.prod(self.mesh.shape[axis] for axis in axes_of(form.model))
 
     def own_part(self, x: jax.Array, form: Form) -> jax.Array:
         """Takes this replica's part of an array that all hold; called where the axes are bound."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdist.core.layout import axes_of, names_in
 from jdist.core.sharded_leaf import is_spread
 from jdist.errors import StepError
 from jdist.support.suggest import closest
@@ -53,7 +54,7 @@ def rules_of(
     """Finds the rule of each leaf of a state, if it has one.
 
     Args:
-        strategy: one whose mesh has axes inside a replica.
+        strategy: one that keeps states in parts.
         state: of arrays, their shapes or `ShardedLeaf`s.
         is_of_optimizer: of each leaf whether it is of an optimiser's state. There a rule is for what has the shape of a
             parameter that it divides, and says nothing of sums over rows or columns.
@@ -62,6 +63,8 @@ def rules_of(
     Raises:
         StepError: a rule matches nothing, two match one leaf, or a mesh axis does not divide an axis of the leaf.
     """
+    if not strategy.model_axes:
+        return [None] * len(is_of_optimizer)
     leaves = list(_leaves(strategy, state))
     found: list[Rule | None] = []
     used = set[Rule]()
@@ -135,11 +138,6 @@ def _undivided(strategy: Strategy, shape: tuple[int, ...], rule: Rule) -> int | 
     return next((i for i, (length, n) in enumerate(zip(shape, sizes, strict=False)) if length % n), None)
 
 
-def names_in(entry: Any) -> tuple[str, ...]:
-    """Lists the mesh axes of an entry of a rule."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _num_devices(strategy: Strategy, entry: Any) -> int:
     return math.prod(strategy.mesh.shape[name] for name in names_in(entry))
 
@@ -191,7 +189,7 @@ def _noted_axes(node: Any) -> tuple[Any, ...] | None:
 
 def _as_rule(strategy: Strategy, path: str, axes: tuple[Any, ...]) -> Rule | None:
     """Makes a rule of flax's metadata; what they say of the replicas' axes is jdist's own matter."""
-    for name in (name for entry in axes for name in names_in(entry)):
+    for name in axes_of(axes):
         if name not in strategy.mesh.shape:
             raise StepError(
                 f"flax's metadata of the leaf {path} name the axis {name!r}, which the mesh has not: it has "

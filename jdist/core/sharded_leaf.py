@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.layout import HOST_MEMORIES
+from jdist.core.layout import HOST_MEMORIES, axes_of
 from jdist.errors import DeviceError
 from jdist.support.arrays import to_host
 
@@ -92,11 +92,6 @@ def whole_on_host(x: Any) -> Any:
 def num_parts_of(sharding: Any) -> int:
     """Counts the parts into which a sharding cuts an array."""
     return math.prod(sharding.mesh.shape[name] for name in axes_of(sharding.spec))
-
-
-def axes_of(spec: Any) -> tuple[str, ...]:
-    """Lists the mesh axes over which a `PartitionSpec` divides an array."""
-    return tuple(name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
 def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

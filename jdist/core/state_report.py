@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.division import forms, rules_by_leaf
-from jdist.core.layout import Form, Layout
-from jdist.core.rules import Rule, names_in
+from jdist.core.layout import Form, Layout, names_in
+from jdist.core.rules import Rule
 from jdist.core.sharded_leaf import ShardedLeaf, is_spread
 from jdist.core.step_state import pack
 from jdist.errors import StepError

@@ -102,11 +102,13 @@ class GradientsOfParts:
         """
         forms: dict[int, Form] = {}  # by place among all leaves
         names: dict[int, str] = {}
+        by = set[int]()
         cut = []
         for i, arg in enumerate(args):
             own = self.forms(arg) if i in argnums else {}
             leaves, treedef = jax.tree.flatten_with_path(arg)
-            first = len(jax.tree.leaves(args[:i]))
+            first = len(names)
+            by |= set(range(first, first + len(leaves))) if i in argnums else set()
             forms |= {
                 first + n: own[jax.tree_util.keystr(path)]
                 for n, (path, _) in enumerate(leaves)
@@ -120,11 +122,6 @@ class GradientsOfParts:
                 for n, (_, x) in enumerate(leaves)
             ]
             cut.append(jax.tree.unflatten(treedef, parts))
-        by = {
-            place
-            for i in argnums
-            for place in range(len(jax.tree.leaves(args[:i])), len(jax.tree.leaves(args[: i + 1])))
-        }
         of_parts = on_parts(self.layout, fun, forms, names, self.gathers, differentiated=by)
         return differentiate(of_parts)(*cut, **kwargs)
 

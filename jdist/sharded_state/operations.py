@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.core.division import forms, is_in_place, shapes
-from jdist.core.layout import Form, Layout
+from jdist.core.layout import Form, Layout, axes_of
 from jdist.core.operations import Operations
-from jdist.core.sharded_leaf import ShardedLeaf, axes_of, is_spread, map_leaves, whole_on_host
+from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves, whole_on_host
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program

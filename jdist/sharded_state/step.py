@@ -82,6 +82,7 @@ class _SplitStep:
         leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
         self.leaves = [x for _, x in leaves]
         self.paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        self.names = paths_of(state)
         self.forms = forms(self.strategy, state)
         self.by_path = FormsByPath(self.layout, self.paths, self.forms)
         parts = self.strategy.parts
@@ -159,10 +160,9 @@ class _SplitStep:
         cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         on_host = self.layout.on_host
-        paths = paths_of(state)
         values = [
             ShardedArray(x.stored, form, on_host, path) if form.is_cut else x
-            for x, form, path in zip(leaves, self.forms, paths, strict=True)
+            for x, form, path in zip(leaves, self.forms, self.names, strict=True)
         ]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(self.results)
@@ -221,7 +221,6 @@ class _SplitStep:
         read = {*plan.split.read, *self.in_parts}
         copies = {i: self.on_devices(i, x) for i, x in enumerate(leaves) if is_spread(x) and i in read}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
-        paths = paths_of(state)
         carried_forms = [self.forms[each.leaf] for each in plan.split.carried]
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
@@ -240,7 +239,7 @@ class _SplitStep:
             if parts and self.gathers_late:
                 numbers = sorted(parts)
                 of_read = {place: self.forms[i] for place, i in enumerate(numbers)}
-                names = {place: paths[i] for place, i in enumerate(numbers)}
+                names = {place: self.names[i] for place, i in enumerate(numbers)}
                 gathers = self.spec.traced.gathers
                 run = on_parts(layout, of_whole, of_read, names, gathers, READ_OUTSIDE, gathers_again=False)
                 part = run(parts, others)

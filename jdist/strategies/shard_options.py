@@ -11,8 +11,9 @@ from typing import Any, get_args
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jdist.core.layout import axes_of
 from jdist.core.operations import Parts, Shard
-from jdist.core.rules import Rule, names_in
+from jdist.core.rules import Rule
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.sharded_state.operations import with_parts
@@ -144,7 +145,7 @@ def _rules(rules: Any, model: Mapping[str, int], axis: str) -> tuple[Rule, ...]:
             raise StrategyError(
                 f"the rule {(pattern, axes)!r} has an entry that is neither None nor a name, nor a tuple of names of mesh axes."
             )
-        names = [name for entry in entries for name in names_in(entry)]
+        names = axes_of(entries)
         unknown = [name for name in names if name not in model]
         if unknown or len(names) != len(set(names)) or not names:
             of_replicas = f" (over {axis!r} the state is cut anyway: see `shard`)" if axis in unknown else ""

@@ -110,7 +110,11 @@ def check(strategy: Strategy, state: PyTree) -> None:
 
 
 def compare_copies(strategy: Strategy, state: PyTree) -> None:
-    """Raises ReplicaDivergenceError where devices that hold the same part of an array have different ones."""
+    """Compares what several devices hold of the same part of an array, where one copy a replica is not all there is.
+
+    Raises:
+        ReplicaDivergenceError: copies differ; it names the arrays, their parts, and the replicas.
+    """
     layout, mesh = Layout.of(strategy), strategy.mesh
     assert mesh is not None
     if layout.on_host:
@@ -121,20 +125,22 @@ def compare_copies(strategy: Strategy, state: PyTree) -> None:
         sharding = stored.sharding if isinstance(stored, jax.Array) else None
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and stored.size:
             cut = axes_of(sharding.spec)
-            if cut and set(mesh.axis_names) - set(cut):
+            if set(mesh.axis_names) - set(cut) and (cut or strategy.model_axes):
                 by_axes.setdefault(cut, {})[jax.tree_util.keystr(path)] = stored, sharding.spec
     for cut, arrays in by_axes.items():
         specs = tuple(spec for _, spec in arrays.values())
         hashes = to_host(_hash_devices(mesh, specs)([x for x, _ in arrays.values()]))  # [devices of the mesh, arrays]
         # Of each part a column, to be the same in all copies.
-        names = mesh.axis_names
-        order = [i for i, name in enumerate(names) if name not in cut]
-        rest = [i for i in range(len(names)) if i not in order]
-        grid = hashes.reshape(*mesh.devices.shape, len(arrays)).transpose(*order, *rest, len(names))
-        num_copies = math.prod(grid.shape[: len(order)])
-        by_copy = grid.reshape(num_copies, -1)
+        names, sizes = mesh.axis_names, mesh.devices.shape
+        copies = [i for i, name in enumerate(names) if name not in cut]
+        order = [*copies, *(i for i in range(len(names)) if i not in copies)]
+        num_copies = math.prod(sizes[i] for i in copies)
+        by_copy = hashes.reshape(*sizes, -1).transpose(*order, len(names)).reshape(num_copies, -1)
         num_parts = by_copy.shape[1] // len(arrays)
-        compare(by_copy, [f"{path}, part {i}" for i in range(num_parts) for path in arrays])
+        replicas = np.arange(strategy.num_replicas).reshape([mesh.shape[x] if x in strategy.axes else 1 for x in names])
+        holders = np.broadcast_to(replicas, sizes).transpose(order).reshape(num_copies, -1).repeat(len(arrays), axis=1)
+        of_part = [f", part {i}" if cut else "" for i in range(num_parts)]
+        compare(by_copy, [path + part for part in of_part for path in arrays], holders)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ copy inside another `shard_map`, and the hashes are compared on the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,18 +72,30 @@ def make_check(strategy: Strategy) -> Any:
     return jax.jit(over_replicas(strategy, hashes, PartitionSpec(), PartitionSpec(strategy.axes)))
 
 
-def compare(hashes: np.ndarray, paths: list[str]) -> None:
-    """Raises ReplicaDivergenceError if hashes, uint32 [num_replicas, num_leaves], differ between replicas; names these."""
+def compare(hashes: np.ndarray, paths: list[str], holders: np.ndarray | None = None) -> None:
+    """Compares what several replicas hold of the same arrays.
+
+    Args:
+        hashes: uint32 [copies, arrays].
+        paths: of the arrays.
+        holders: the replica that holds each copy, int [copies, arrays]; None: it is the copy's index. Copies that are all of
+            one replica are on its devices.
+
+    Raises:
+        ReplicaDivergenceError: copies of an array differ; it names the arrays and the replicas.
+    """
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
     if not differing.size:
         return
-    names = tuple(paths[i] for i in differing)
-    differences = [_who_differs(hashes[:, i].tolist()) for i in differing]
+    if holders is None:
+        holders = np.broadcast_to(np.arange(len(hashes))[:, None], hashes.shape)
+    names, n = tuple(paths[i] for i in differing), int(holders.max()) + 1
+    differences = [_who_differs(hashes[:, i].tolist(), holders[:, i].tolist(), n) for i in differing]
     lines = [f"  {name}: {who}" for name, (_, who) in zip(names[:10], differences[:10], strict=True)]
     if len(names) > 10:
         lines.append(f"  and {len(names) - 10} more leaves")
     raise ReplicaDivergenceError(
-        f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas:\n"
+        f"{len(names)} of {len(paths)} leaves of the state differ between the {n} replicas:\n"
         + "\n".join(lines)
         + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx "
         "modules by `jdist.nnx.value_and_grad`), and pass what else the step writes from its batch (batch statistics, "
@@ -92,18 +105,22 @@ def compare(hashes: np.ndarray, paths: list[str]) -> None:
     )
 
 
-def _who_differs(hashes: list[int]) -> tuple[tuple[int, ...], str]:
-    """Finds the replicas outside the majority, and says so in words; without a majority these are all replicas."""
+def _who_differs(hashes: list[int], holders: list[int], n: int) -> tuple[tuple[int, ...], str]:
+    """Finds the replicas outside the majority, and says so in words; without a majority these are all that hold a copy."""
     groups: dict[int, list[int]] = {}
-    for replica, value in enumerate(hashes):
+    for replica, value in zip(holders, hashes, strict=True):
         groups.setdefault(value, []).append(replica)
     most = max(groups.values(), key=len)
+    everyone = tuple(sorted(set(holders)))
+    if any(set(a) & set(b) for a, b in itertools.combinations(groups.values(), 2)):
+        inside = sorted(replica for replica in everyone if sum(replica in group for group in groups.values()) > 1)
+        return tuple(inside), f"the devices of replicas {inside} differ among each other"
     if 2 * len(most) > len(hashes):
-        odd = tuple(replica for replica in range(len(hashes)) if replica not in most)
+        odd = tuple(sorted(set(holders) - set(most)))
         return odd, f"replicas {list(odd)} differ from the majority"
-    if len(groups) == len(hashes):
-        return tuple(range(len(hashes))), "all replicas differ"
-    return tuple(range(len(hashes))), f"no majority, the same on {' and on '.join(map(str, groups.values()))}"
+    if len(groups) == len(everyone):
+        return everyone, "all replicas differ" if len(everyone) == n else f"replicas {list(everyone)} differ"
+    return everyone, f"no majority, the same on {' and on '.join(map(str, groups.values()))}"
 
 
 def check_averages_combined(

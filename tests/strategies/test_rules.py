@@ -336,15 +336,23 @@ def test_a_state_of_another_strategy_is_laid_out():
     assert kernel.stored.sharding.spec == jax.sharding.PartitionSpec(None, ("replica",), "model")
 
 
-def test_devices_of_a_replica_that_differ_are_found():
-    strategy = with_model_axis(STACKED, 2, within=1)
+@pytest.mark.parametrize(
+    ("name", "num_devices", "who"),
+    [
+        ("last", 2, r"params\['last'\], part 1: replicas \[2\] differ from the majority"),
+        ("first", 2, r"params\['first'\]: the devices of replicas \[2\] differ among each other"),
+        ("first", 8, r"params\['first'\]: the devices of replicas \[0\] differ among each other"),
+    ],
+)
+def test_a_device_whose_copy_differs_is_found(name, num_devices, who):
+    strategy = with_model_axis([rule for rule in STACKED if rule[0] != "first"], num_devices, within=1)
     state = strategy.init(create)
-    kernel = state.params["last"]
-    parts = [np.array(shard.data) for shard in kernel.addressable_shards]
-    parts[5][0, 0] += 1
-    arrays = [jax.device_put(x, shard.device) for x, shard in zip(parts, kernel.addressable_shards, strict=True)]
-    state.params["last"] = jax.make_array_from_single_device_arrays(kernel.shape, kernel.sharding, arrays)
-    with pytest.raises(ReplicaDivergenceError, match=r"params\['last'\], part 1: replicas \[2\] differ"):
+    leaf = state.params[name]
+    parts = [np.array(shard.data) for shard in leaf.addressable_shards]
+    parts[5].reshape(-1)[0] += 1
+    arrays = [jax.device_put(x, shard.device) for x, shard in zip(parts, leaf.addressable_shards, strict=True)]
+    state.params[name] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+    with pytest.raises(ReplicaDivergenceError, match=who):
         strategy.check(state)
 
 

@@ -531,8 +531,9 @@ class TestChecks:
         placed = [jax.device_put(x, s.device) for x, s in zip(shards, leaf.addressable_shards, strict=True)]
         other = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
         state.params["flat"] = ShardedLeaf(other, (24, 7, 5))
-        with pytest.raises(ReplicaDivergenceError, match=r"params\['flat'\], part 1"):
+        with pytest.raises(ReplicaDivergenceError, match=r"params\['flat'\], part 1: replicas \[1, 5\] differ") as caught:
             strategy.check(state)
+        assert caught.value.replicas == ((1, 5),)
 
     def test_a_forgotten_sum_is_found(self):
         def step(state, batch):

@@ -35,7 +35,7 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
 from jdist.core.remote import fetched, shapes_of
-from jdist.core.sharded_leaf import is_spread
+from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support.checks import as_int, as_real
@@ -253,9 +253,9 @@ class Checkpointer:
         """Reads the checkpoint saved last; a damaged one is passed over, with a warning, for the one before.
 
         Args:
-            like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes and
-                shardings, on any number of devices. Its values are not read, but for residuals of compressed gradients that
-                the checkpoint does not have for as many replicas.
+            like: the tree to fill, of arrays or of what `strategy.shapes` returns: the restored leaves take its shapes,
+                dtypes and shardings, on any number of devices. Of what a step keeps beside the user's state (a loss scale,
+                residuals of compressed gradients) and the checkpoint does not have, the values in `like` stay.
             step: read this step and no other; the same on all processes.
 
         Returns:
@@ -309,7 +309,7 @@ class Checkpointer:
             text = f"{problem}. Going on from step {body['step']} instead."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         return Restored(
-            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), leaves)),
+            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves)),
             **{name: body[name] for name in ("step", "data", "metrics", "metadata")},
         )
 

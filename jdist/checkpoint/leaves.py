@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.checkpoint.pieces import Box, Extent, LocalLeaf
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread, spread_like
+from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
@@ -27,7 +27,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
         carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
         beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
         return {**flatten(tree.user), **beside}
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spread)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_leaf)
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
         raise CheckpointError("two leaves of the tree have the same path; give its nodes distinct keys")
@@ -52,7 +52,7 @@ def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
 def check_savable(path: str, leaf: Any, num_processes: int) -> None:
     """Raises a `CheckpointError`, or a `DonatedStateError`, for a leaf that cannot be saved."""
     describe_leaf(path, leaf)
-    if is_spread(leaf):
+    if is_sharded_leaf(leaf):
         leaf = leaf.stored
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise CheckpointError(f"leaf {path} is a ShapeDtypeStruct, which has no value to save")
@@ -79,7 +79,7 @@ def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
 
     The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
     """
-    if is_spread(leaf):
+    if is_sharded_leaf(leaf):
         return _in_parts(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return _whole(leaf, is_chief)
@@ -107,7 +107,7 @@ def _anew(data: jax.Array) -> jax.Array:
 
 
 def _in_parts(leaf: ShardedLeaf) -> LocalLeaf:
-    """Copies this process's parts of an array in parts, without what was filled up."""
+    """Copies this process's parts of an array in parts, without padding."""
     boxes: list[Box] = []
     in_a_row = leaf.stored.ndim != leaf.ndim
     for start, values in _own_boxes(leaf.stored):
@@ -203,7 +203,7 @@ def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 def needed(like: Any) -> list[Extent] | None:
     """Finds the boxes of a leaf that this process's devices take of it when it is placed; None: all of it."""
-    kept = like.stored if is_spread(like) else like
+    kept = like.stored if is_sharded_leaf(like) else like
     sharding = getattr(kept, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated or is_key(like):
         return None
@@ -223,7 +223,7 @@ def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     """Makes a leaf like `like` of a saved value; `key` is its kind, of a PRNG key."""
     if type(like) in SCALARS:
         return type(like)(_cast(path, array, np.array(like).dtype).item())
-    if is_spread(like):
+    if is_sharded_leaf(like):
         return spread_like(_cast(path, array, like.dtype), like)
     # A leaf that JAX may place stays so: on a fixed device the first two steps would compile.
     is_free = isinstance(like, jax.Array) and not like.committed

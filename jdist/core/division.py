@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jdist.core.layout import Form, Layout
 from jdist.core.rules import Rule, rules_of
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread
+from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf
 from jdist.errors import StepError
 from jdist.support.tracebacks import callers_level
 
@@ -32,19 +32,30 @@ def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[For
         is_all: whether the state is all that a step has; see `rules_of`.
 
     Raises:
-        StepError: too much of the state would stay whole; it names the leaves and the option that allows it. Or a rule does
-            not fit the state.
+        StepError: too much of the state would stay whole, or a rule does not fit the state.
+    """
+    chosen, refusal = forms_or_refusal(strategy, state, is_all=is_all)
+    if refusal is not None:
+        raise StepError(refusal)
+    return chosen
+
+
+def forms_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> tuple[list[Form], str | None]:
+    """Decides as `forms`, and says why it is not allowed if too much of the state would stay whole.
+
+    Returns:
+        `(forms, refusal)`; the refusal names the leaves and the option that allows them, and is None where there is none.
     """
     parts, layout = strategy.parts, Layout.of(strategy)
     assert parts is not None
-    leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+    leaves = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
     described = [_described(x) for _, x in leaves]
     is_of_optimizer, is_found = _of_optimizer(state)
     rules = rules_of(strategy, state, is_of_optimizer, is_all=is_all)
     models = [() if rule is None else rule.axes for rule in rules]
     sizes = [_num_bytes(*each) for each in described]
     chosen = [
-        layout.form(shape, model) if layout.is_spread(shape, dtype) else Form.whole(shape, model)
+        layout.form(shape, model) if layout.takes_parts(shape, dtype) else Form.whole(shape, model)
         for (shape, dtype), model in zip(described, models, strict=True)
     ]
     if parts.of == "optimizer":
@@ -59,22 +70,22 @@ def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[For
         return [
             form if of_optimizer else Form.whole(form.of, form.model)
             for form, of_optimizer in zip(chosen, is_of_optimizer, strict=True)
-        ]
+        ], None
     # Of what is not cut among the replicas each device has its share of the replica's.
     on_device = [
         size * layout.num_elements(f) // max(1, math.prod(f.of)) for size, f in zip(sizes, chosen, strict=True)
     ]
     whole = [(size, path) for size, f, (path, _) in zip(on_device, chosen, leaves, strict=True) if not f.is_cut]
     share = sum(size for size, _ in whole) / max(1, sum(sizes))
-    if share > parts.most_whole and sum(sizes) >= _SMALL_STATE and layout.num_parts > 1:
-        whole.sort(key=lambda entry: -entry[0])
-        named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in whole[:5])
-        raise StepError(
-            f"{share:.1%} of the state's {sum(sizes):,} bytes would stay whole on every device: {named}"
-            f"{f' and {len(whole) - 5} more' if len(whole) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements "
-            f"stay whole, and PRNG keys. Lower `whole_below`, or allow it: `most_whole={math.ceil(share * 100) / 100}`."
-        )
-    return chosen
+    if share <= parts.most_whole or sum(sizes) < _SMALL_STATE or layout.num_parts == 1:
+        return chosen, None
+    whole.sort(key=lambda entry: -entry[0])
+    named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in whole[:5])
+    return chosen, (
+        f"{share:.1%} of the state's {sum(sizes):,} bytes would stay whole on every device: {named}"
+        f"{f' and {len(whole) - 5} more' if len(whole) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements "
+        f"stay whole, and PRNG keys. Lower `whole_below`, or allow it: `most_whole={math.ceil(share * 100) / 100}`."
+    )
 
 
 def rules_by_leaf(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[Rule | None]:
@@ -102,26 +113,33 @@ def _of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
         return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
 
     flags, is_found = list[bool](), False
-    for path, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: is_spread(x) or is_optax(x)):
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: is_sharded_leaf(x) or is_optax(x)):
         names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
         inside = is_optax(node) or any(map(_OPTIMIZER.fullmatch, names))
         is_found |= inside
-        flags += [inside] * len(jax.tree.leaves(node, is_leaf=is_spread))
+        flags += [inside] * len(jax.tree.leaves(node, is_leaf=is_sharded_leaf))
     return flags, is_found
 
 
-def shapes(strategy: Strategy, state: PyTree) -> PyTree:
-    """Describes a state, of arrays or structs, as it is laid out."""
-    layout = Layout.of(strategy)
-    leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    structs = [_struct(layout, x, form) for x, form in zip(leaves, forms(strategy, state), strict=True)]
+def shapes(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> PyTree:
+    """Describes a state, of arrays, structs or `ShardedLeaf`s of these, as a strategy lays it out."""
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
+    if strategy.parts is None:
+        sharding = strategy.replicated_sharding
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in map(_aval, leaves)]
+    else:
+        layout, chosen = Layout.of(strategy), forms(strategy, state, is_all=is_all)
+        structs = [_struct(layout, x, form) for x, form in zip(leaves, chosen, strict=True)]
     return jax.tree.unflatten(treedef, structs)
+
+
+def _aval(x: Any) -> Any:
+    return x if isinstance(x, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(x)
 
 
 def _struct(layout: Layout, x: Any, form: Form) -> Any:
     """Makes the `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a `ShardedLeaf` of one."""
-    dtype = (x if isinstance(x, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(x)).dtype
-    stored = jax.ShapeDtypeStruct(form.stored, dtype, sharding=layout.kept(form))
+    stored = jax.ShapeDtypeStruct(form.stored, _aval(x).dtype, sharding=layout.kept(form))
     return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
 
@@ -148,7 +166,7 @@ class FormsByPath:
 
     def find(self, path: str, shape: tuple[int, ...], dtype: Any) -> Form:
         """Returns the form of an array of this shape; `path` is where it is in a tree like the parameters."""
-        if not self.layout.is_spread(shape, dtype):
+        if not self.layout.takes_parts(shape, dtype):
             return Form.whole(shape)
         leaves = self._by_shape.get(shape, [])
         cut = [(at, form) for at, form in leaves if form.is_cut]
@@ -164,6 +182,6 @@ class FormsByPath:
 
 def is_in_place(layout: Layout, x: Any, form: Form) -> bool:
     """Whether a leaf is stored in this form, on the strategy's devices."""
-    stored = x.stored if is_spread(x) else x
+    stored = x.stored if is_sharded_leaf(x) else x
     is_array = isinstance(stored, jax.Array) and not jax.typeof(stored).weak_type
-    return is_array and is_spread(x) == form.is_cut and stored.sharding == layout.kept(form)
+    return is_array and is_sharded_leaf(x) == form.is_cut and stored.sharding == layout.kept(form)

@@ -19,7 +19,7 @@ Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
 # Of an array stored in rows, the empty rest of its last tiles included: host memory is plenty, device memory is not.
-_MOST_FILLING = {"host": 1 / 32, "device": 1 / 64}
+_MOST_PADDING = {"host": 1 / 32, "device": 1 / 64}
 HOST_MEMORIES = ("pinned_host", "unpinned_host")
 
 
@@ -51,13 +51,13 @@ def over_replicas(
 
 @dataclass(frozen=True)
 class Form:
-    """How an array is stored: reshaped, then filled up along the axis that is cut.
+    """How an array is stored: reshaped, then padded along the axis that is cut.
 
     Attributes:
         of: the array's shape.
         shape: what it is reshaped to: its own shape, rows that span its last axes, or one row of elements.
         axis: the axis of `shape` that is cut among the replicas.
-        size: the length of that axis, filling included: a multiple of the number of parts. 0: each replica has all of the
+        size: the length of that axis, padding included: a multiple of the number of parts. 0: each replica has all of the
             array.
         model: of each axis of the array the mesh axes inside a replica that it is divided over, or None; it may end early.
             Of an array that is reshaped it is empty.
@@ -98,24 +98,21 @@ class Form:
             return None
         return Form(self.of[1:], self.shape[1:], self.axis - 1, self.size, self.model[1:])
 
-    def store(self, x: jax.Array) -> jax.Array:
-        """Brings the array into its stored shape."""
-        return jnp.pad(x.reshape(self.shape), [(0, a - b) for a, b in zip(self.stored, self.shape, strict=True)])
-
-    def store_on_host(self, x: np.ndarray) -> np.ndarray:
-        """Brings an array on the host into its stored shape."""
-        return np.pad(x.reshape(self.shape), [(0, a - b) for a, b in zip(self.stored, self.shape, strict=True)])
+    def store(self, x: Any) -> Any:
+        """Brings an array, of JAX's or NumPy's, into its stored shape."""
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        return pad(x.reshape(self.shape), [(0, a - b) for a, b in zip(self.stored, self.shape, strict=True)])
 
     def restore(self, stored: jax.Array) -> jax.Array:
         """Undoes `store`."""
         return stored[tuple(map(slice, self.shape))].reshape(self.of)
 
-    def real(self, stored: jax.Array, filling: Any) -> jax.Array:
-        """Writes `filling` into what was filled up of a stored array."""
+    def with_padding(self, stored: jax.Array, padding: Any) -> jax.Array:
+        """Writes another value into the padding of a stored array."""
         if self.stored == self.shape:
             return stored
         places = jax.lax.broadcasted_iota(jnp.int32, stored.shape, self.axis)
-        return jnp.where(places < self.shape[self.axis], stored, filling)
+        return jnp.where(places < self.shape[self.axis], stored, padding)
 
 
 @dataclass(frozen=True)
@@ -196,18 +193,18 @@ class Layout:
         memory_kind = self.memory_kind if form.is_cut else None
         return NamedSharding(self.mesh, self.full_spec(form), memory_kind=memory_kind)
 
-    def is_spread(self, shape: tuple[int, ...], dtype: Any) -> bool:
+    def takes_parts(self, shape: tuple[int, ...], dtype: Any) -> bool:
         """Whether an array is kept in parts: it has an element for each of them, and is no array of PRNG keys."""
         is_large = math.prod(shape) >= max(self.num_parts, self.whole_below)
         return self.num_parts > 1 and is_large and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
     def form(self, shape: tuple[int, ...], model: tuple[Any, ...] = ()) -> Form:
-        """Chooses how to store an array in parts so that little of it is filling.
+        """Chooses how to store an array in parts so that little of it is padding.
 
-        On devices one axis of the array is cut, of a stack of layers another than the first: a layer can then be gathered by
-        itself. In host memory rows are cut that span the last axes. Any array could be one row of elements. But on a TPU,
-        making a row of a matrix whose sides are no multiples of its tiles takes long, to compile as well, while rows that
-        fill their tiles stay where they are.
+        On devices one axis of the array is cut, of one with three axes and more another than the first: if it is a stack,
+        a layer can be gathered by itself. (A stack of biases is small, and gathered whole.) In host memory rows are cut that
+        span the last axes. Any array could be one row of elements. But on a TPU, making a row of a matrix whose sides are no
+        multiples of its tiles takes long, to compile as well, while rows that fill their tiles stay where they are.
 
         Args:
             shape: of the array.
@@ -222,7 +219,7 @@ class Layout:
             # Parts along an early axis lie one behind the other where they are gathered.
             axes = [*range(1, len(shape)), 0] if len(shape) > 2 else range(len(shape))
             forms = [Form(shape, shape, i, _up(shape[i], n), model) for i in axes if not any(model[i : i + 1])]
-        most = (1 + _MOST_FILLING[self.memory]) * size
+        most = (1 + _MOST_PADDING[self.memory]) * size
         otherwise = Form.whole(shape, model) if any(model) else Form(shape, (size,), 0, _up(size, n))
         return next((form for form in forms if n * self._size_of_part(form) <= most), otherwise)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.layout import axes_of, names_in
-from jdist.core.sharded_leaf import is_spread
+from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import StepError
 from jdist.support.suggest import closest
 
@@ -148,9 +148,9 @@ def _described(strategy: Strategy) -> str:
 
 def _leaves(strategy: Strategy, state: PyTree) -> Iterator[tuple[str, tuple[int, ...], Rule | None]]:
     """Lists the leaves of a state: path, shape, and the rule that flax's metadata is."""
-    for prefix, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: is_spread(x) or _is_noted(x)):
+    for prefix, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: is_sharded_leaf(x) or _is_noted(x)):
         noted = _noted_axes(node) if _is_noted(node) else None
-        inner = jax.tree.leaves_with_path(node, is_leaf=is_spread)
+        inner = jax.tree.leaves_with_path(node, is_leaf=is_sharded_leaf)
         for path, x in inner:
             shape = tuple(x.shape if hasattr(x, "shape") else jnp.shape(x))
             # The value in a box of flax's, or of a variable of nnx, is called as that.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jdist.core.layout import HOST_MEMORIES, axes_of
-from jdist.errors import DeviceError
+from jdist.errors import DeviceError, StepError
 from jdist.support.arrays import to_host
 
 PyTree = Any
@@ -25,10 +25,11 @@ class ShardedLeaf:
     """An array of the state of which each replica has a part; it stands in the state in the array's place.
 
     Computing with it outside of a step takes `strategy.fetch(x)`, or `np.asarray(x)`; a step gets the array itself.
+    `jax.tree.map` sees `stored` in it, padding included: outside of a step, map over what `strategy.fetch(state)` returns.
 
     Attributes:
-        stored: the array, filled up along the axis that is cut; or its elements in row-major order, [rows, columns] or
-            [elements], filled up on the first axis.
+        stored: the array, padded along the axis that is cut; or its elements in row-major order, [rows, columns] or
+            [elements], padded on the first axis.
         shape: the array's shape.
     """
 
@@ -61,16 +62,31 @@ class ShardedLeaf:
         return f"{num_parts_of(sharding)} parts in {memory} memory"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if isinstance(self.stored, jax.ShapeDtypeStruct):
+            raise StepError(
+                f"of a {self.dtype} array of shape {self.shape} in parts only the shape is known: `jax.eval_shape` makes no "
+                "values."
+            )
+        if copy is False:
+            raise ValueError("an array in parts is joined into a new one: `copy=False` is not possible, leave it out.")
         if isinstance(self.stored, jax.Array) and not self.stored.is_fully_addressable:
             raise DeviceError(
                 f"a {self.dtype} array of shape {self.shape} is in parts on the devices of several processes: a process alone "
                 "cannot read it. Call `strategy.fetch(x)` on all of them, which gathers it."
             )
-        whole = restored(np.array(self.stored), self.shape)  # a copy, whatever `copy` asks for
+        whole = restored(np.array(self.stored), self.shape)
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return np.asarray(self)[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.asarray(self))
 
     def __repr__(self) -> str:
         # JAX rebuilds registered dataclasses with anything in place of their arrays.
@@ -79,14 +95,14 @@ class ShardedLeaf:
         return f"ShardedLeaf({self.dtype}{list(self.shape)} in {self._parts()}; strategy.fetch gives the array)"
 
 
-def is_spread(node: object) -> bool:
+def is_sharded_leaf(node: object) -> bool:
     """Whether `node` is a `ShardedLeaf`, for use as `is_leaf`."""
     return isinstance(node, ShardedLeaf)
 
 
 def whole_on_host(x: Any) -> Any:
     """Copies an array, in parts or not, to the host whole; `to_host` of the whole array."""
-    return restored(to_host(x.stored), x.shape) if is_spread(x) else to_host(x)
+    return restored(to_host(x.stored), x.shape) if is_sharded_leaf(x) else to_host(x)
 
 
 def num_parts_of(sharding: Any) -> int:
@@ -109,7 +125,7 @@ def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
 
 
 def _part(array: np.ndarray, stored: tuple[int, ...], at: Any) -> np.ndarray:
-    """Copies a part out of an array whose stored shape is `stored`, filled up with zeros."""
+    """Copies a part out of an array whose stored shape is `stored`, padded with zeros."""
     bounds = [each.indices(size)[:2] for each, size in zip(at, stored, strict=True)]
     part = np.zeros([last - first for first, last in bounds], array.dtype)
     if len(stored) == array.ndim:
@@ -124,4 +140,4 @@ def _part(array: np.ndarray, stored: tuple[int, ...], at: Any) -> np.ndarray:
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps leaves as `jax.tree.map`, with each `ShardedLeaf` as one leaf."""
-    return jax.tree.map(change, tree, *rest, is_leaf=is_spread)
+    return jax.tree.map(change, tree, *rest, is_leaf=is_sharded_leaf)

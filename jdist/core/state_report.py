@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.core.division import forms, rules_by_leaf
+from jdist.core.division import forms_or_refusal, rules_by_leaf
 from jdist.core.layout import Form, Layout, names_in
 from jdist.core.rules import Rule
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread
+from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf
 from jdist.core.step_state import pack
 from jdist.errors import StepError
 from jdist.support.html import table
@@ -33,7 +33,7 @@ class LeafReport:
         array: its dtype and shape.
         num_bytes: of the whole array.
         kept: how it is kept.
-        bytes_per_device: what each device holds of it, in its own memory; filling included.
+        bytes_per_device: what each device holds of it, in its own memory; padding included.
     """
 
     path: str
@@ -50,10 +50,12 @@ class StateReport:
     Attributes:
         title: the strategy, in words.
         leaves: in the order of the state.
+        refusal: why the strategy does not take such a state; None: it does.
     """
 
     title: str
     leaves: Sequence[LeafReport]
+    refusal: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -83,10 +85,14 @@ class StateReport:
             )
             for row in rows
         ]
-        return "\n  ".join([self.title, *(line.rstrip() for line in lines)])
+        return "\n  ".join([self._heading, *(line.rstrip() for line in lines)])
+
+    @property
+    def _heading(self) -> str:
+        return self.title if self.refusal is None else f"{self.title}\n  Refused: {self.refusal}"
 
     def _repr_html_(self) -> str:
-        return table(self._rows(), header=_HEADER, title=self.title)
+        return table(self._rows(), header=_HEADER, title=self._heading)
 
 
 def report(strategy: Strategy, state: PyTree) -> StateReport:
@@ -96,15 +102,17 @@ def report(strategy: Strategy, state: PyTree) -> StateReport:
             "strategy.report got a function; it takes a state, or its shapes: `strategy.report(jax.eval_shape(create, key))`."
         )
     state = pack(state)
-    leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+    leaves = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
     layout = None if strategy.parts is None else Layout.of(strategy)
-    chosen = [None] * len(leaves) if layout is None else forms(strategy, state, is_all=False)
-    rules = [None] * len(leaves) if layout is None else rules_by_leaf(strategy, state, is_all=False)
+    chosen, refusal, rules = [None] * len(leaves), None, [None] * len(leaves)
+    if layout is not None:
+        chosen, refusal = forms_or_refusal(strategy, state, is_all=False)
+        rules = rules_by_leaf(strategy, state, is_all=False)
     rows = [
         _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, form, rule)
         for (path, leaf), form, rule in zip(leaves, chosen, rules, strict=True)
     ]
-    return StateReport(str(strategy), rows)
+    return StateReport(str(strategy), rows, refusal)
 
 
 def _leaf(
@@ -115,6 +123,9 @@ def _leaf(
     num_bytes = math.prod(x.shape) * itemsize
     array = f"{x.dtype}{list(x.shape)}"
     if layout is None or form is None:
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and not leaf.sharding.is_fully_replicated:
+            kept, on_device = "a part with each replica", math.prod(leaf.sharding.shard_shape(x.shape)) * itemsize
+            return LeafReport(path, array, num_bytes, kept, on_device)
         kept = "on the device" if strategy.num_replicas == 1 else "whole on every device"
         return LeafReport(path, array, num_bytes, kept, num_bytes)
     on_device = 0 if layout.on_host and form.is_cut else layout.num_elements(form) * itemsize
@@ -134,7 +145,7 @@ def _leaf(
 def _why_whole(layout: Layout, x: Any, rule: Rule | None) -> str:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return ": a PRNG key"
-    if not layout.is_spread(x.shape, x.dtype):
+    if not layout.takes_parts(x.shape, x.dtype):
         return f": fewer than {max(layout.whole_below, layout.num_parts):,} elements"
     return ": no state of an optimiser" if rule is None else ": no other axis divides well, or no state of an optimiser"
 

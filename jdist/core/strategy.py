@@ -129,17 +129,18 @@ class Strategy:
         """Creates a state in the strategy's own layout.
 
         Shapes come first, by `jax.eval_shape`; then every leaf is computed directly in its sharding, so the
-        state is never built twice.
+        state is never built twice, and what is in parts is never whole.
 
         Args:
             fn: a pure function that makes the state, for example `create_state(key)`.
             *args: its arguments.
 
         Returns:
-            `fn(*args)`, each leaf a `jax.Array` in its place.
+            `fn(*args)`, each leaf a `jax.Array` in its place; one in parts is a `ShardedLeaf`, which a step sees as an array.
 
         Raises:
-            StepError: a leaf of the result is not an array.
+            StepError: a leaf of the result is not an array, more of them would stay whole than the strategy allows, or a rule
+                does not fit.
 
         Example:
             >>> import jax, jdist
@@ -170,10 +171,16 @@ class Strategy:
 
     @without_own_frames
     def report(self, state: PyTree) -> StateReport:
-        """Describes what each device holds of a state, or of its shapes, leaf by leaf: print it, or show it in a notebook.
+        """Describes what each device holds of a state, leaf by leaf: print it, or show it in a notebook.
+
+        It is what this strategy makes of such a state, wherever the given one is now. One that it would refuse, as too much
+        of it would stay whole, is marked so.
+
+        Args:
+            state: arrays, or their shapes (`jax.eval_shape(create, key)`).
 
         Raises:
-            StepError: more of the state would stay whole than the strategy allows.
+            StepError: a rule does not fit the state.
 
         Example:
             >>> import jax.numpy as jnp, jdist
@@ -183,6 +190,23 @@ class Strategy:
         from jdist.core.state_report import report
 
         return report(self, state)
+
+    @without_own_frames
+    def shapes(self, state: PyTree) -> PyTree:
+        """Describes a state as this strategy lays it out: `Checkpointer.restore` fills that, with no state made first.
+
+        Args:
+            state: a tree of arrays, or of their shapes: all of a state or some of it.
+
+        Returns:
+            The same tree of `jax.ShapeDtypeStruct`s with their shardings; of an array in parts it is in a `ShardedLeaf`.
+
+        Raises:
+            StepError: more of the state would stay whole than the strategy allows, or a rule does not fit.
+        """
+        from jdist.core.division import shapes
+
+        return shapes(self, state, is_all=False)
 
     @without_own_frames
     def check(self, state: PyTree) -> None:
@@ -314,7 +338,7 @@ class Strategy:
                 several processes all make the same one, unless `autoshard` of the options says otherwise.
             options: how batches are made ahead, and how several processes share the dataset; None:
                 `jdist.InputOptions()`.
-            partial: what to do with a batch that has fewer rows than the first: fill it up and mask the filling,
+            partial: what to do with a batch that has fewer rows than the first: pad it and mask the padding,
                 leave it out, or refuse it.
             with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.
             steps_per_call: how many batches go into one call of a step made with the same option.
@@ -360,7 +384,7 @@ class Strategy:
             fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.
             options: how batches are made ahead; None: `jdist.InputOptions()`.
             partial: what to do with a global batch that has fewer rows than per-replica batches as large as the
-                first would make: fill it up and mask the filling, leave it out, or refuse it.
+                first would make: pad it and mask the padding, leave it out, or refuse it.
             with_mask, steps_per_call, batch_axis: as for `distribute_dataset`.
 
         Returns:

@@ -23,7 +23,7 @@ from jdist.core.context import current_trace, tracing
 from jdist.core.division import FormsByPath
 from jdist.core.gathers import Gather, line_of
 from jdist.core.layout import Form, Layout
-from jdist.core.sharded_leaf import is_spread
+from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.jaxpr import graph
 from jdist.jaxpr.phases import Split
 from jdist.sharded_state.on_parts import EvaluationOnParts, Part
@@ -209,7 +209,7 @@ def on_parts(
 
 def paths_of(state: PyTree) -> list[str]:
     """Lists the paths of a state's leaves, as `strategy.report` writes them."""
-    paths = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+    paths = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
     return [jax.tree_util.keystr(path).removeprefix(".") or "itself" for path, _ in paths]
 
 

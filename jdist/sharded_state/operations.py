@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist.core.division import forms, is_in_place, shapes
+from jdist.core.division import forms, is_in_place
 from jdist.core.layout import Form, Layout, axes_of
 from jdist.core.operations import Operations
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves, whole_on_host
+from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, map_leaves, whole_on_host
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
@@ -58,16 +58,18 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     """
     check_not_donated(state)
     layout = Layout.of(strategy)
-    leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    check_state(jax.tree.unflatten(treedef, [None if is_spread(x) else x for x in leaves]))
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
+    check_state(jax.tree.unflatten(treedef, [None if is_sharded_leaf(x) else x for x in leaves]))
     chosen = forms(strategy, state)
     is_copied = [not form.is_cut and not any(form.model) for form in chosen]
     copies = [
-        (whole_on_host(x) if is_spread(x) else x) if copied else None
+        (whole_on_host(x) if is_sharded_leaf(x) else x) if copied else None
         for x, copied in zip(leaves, is_copied, strict=True)
     ]
     whole = iter(jax.tree.leaves(placement.adopt_state(strategy, jax.tree.unflatten(treedef, copies))))
-    check_whole(jax.tree.unflatten(treedef, [None if is_spread(x) or _is_divided(strategy, x) else x for x in leaves]))
+    check_whole(
+        jax.tree.unflatten(treedef, [None if is_sharded_leaf(x) or _is_divided(strategy, x) else x for x in leaves])
+    )
     seen: set[int] = set()
 
     def place(x: Any, form: Form) -> Any:
@@ -76,7 +78,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
             stored = jnp.copy(stored) if id(stored) in seen else stored  # one in two places could not be donated twice
         else:
             # By the host, one at a time: no device has to hold it whole.
-            stored = put(form.store_on_host(_on_host(x)), layout.kept(form))
+            stored = put(form.store(_on_host(x)), layout.kept(form))
         seen.add(id(stored))
         return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
@@ -120,8 +122,8 @@ def compare_copies(strategy: Strategy, state: PyTree) -> None:
     if layout.on_host:
         return
     by_axes: dict[tuple[str, ...], dict[str, tuple[jax.Array, PartitionSpec]]] = {}
-    for path, x in jax.tree.leaves_with_path(state, is_leaf=is_spread):
-        stored = x.stored if is_spread(x) else x
+    for path, x in jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf):
+        stored = x.stored if is_sharded_leaf(x) else x
         sharding = stored.sharding if isinstance(stored, jax.Array) else None
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and stored.size:
             cut = axes_of(sharding.spec)
@@ -160,7 +162,7 @@ def _hash_devices(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[lis
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Runs a function on the replicas, with states among its arguments whole: `Strategy.run`."""
     check_arguments_not_donated("strategy.run", args, kwargs)
-    args, kwargs = map_leaves(lambda x: whole_on_host(x) if is_spread(x) else x, (args, kwargs))
+    args, kwargs = map_leaves(lambda x: whole_on_host(x) if is_sharded_leaf(x) else x, (args, kwargs))
     return on_replicas.run(strategy, fn, args, kwargs)
 
 
@@ -178,7 +180,7 @@ def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
         compare(np.stack([np.asarray(x) for x in hashes.values()], axis=1), list(hashes))
 
 
-BACKEND = Backend(adopt_state, shapes, make_program, _compare)
+BACKEND = Backend(adopt_state, make_program, _compare)
 
 
 def with_parts(operations: Operations) -> Operations:

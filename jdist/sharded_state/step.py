@@ -13,7 +13,7 @@ from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.division import FormsByPath, forms
 from jdist.core.layout import Form, Layout, over_replicas
 from jdist.core.per_replica import PerReplica, is_per_replica
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves
+from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, map_leaves
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.phases import Cut
 from jdist.jaxpr.split import PartsVaryError
@@ -79,7 +79,7 @@ class _SplitStep:
         self.layout = Layout.of(spec.strategy)
         whole, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
         traced = over_replicas(self.strategy, self.split, (whole, whole, rows, whole), whole)
-        leaves = jax.tree.leaves_with_path(state, is_leaf=is_spread)
+        leaves = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
         self.leaves = [x for _, x in leaves]
         self.paths = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.names = paths_of(state)
@@ -108,7 +108,7 @@ class _SplitStep:
                 batches,
                 self.with_parts(others),
                 parts=self.in_parts,
-                otherwise="use `jdist.mirrored()`, which does not split a step",
+                otherwise="use `jdist.mirrored()`, which does not split a step, if a device can hold the state",
             )
 
         try:
@@ -158,7 +158,7 @@ class _SplitStep:
             reduction, uint32 [replicas], by the leaf's path.
         """
         cuts, carried, early, hashes = self.gradients(state, batches, others)
-        leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
         on_host = self.layout.on_host
         values = [
             ShardedArray(x.stored, form, on_host, path) if form.is_cut else x
@@ -201,7 +201,7 @@ class _SplitStep:
         layout, constrain = self.layout, jax.lax.with_sharding_constraint
         if layout.on_host:
             return state
-        leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
         laid_out = [
             ShardedLeaf(constrain(x.stored, layout.kept(form)), x.shape)
             if form.is_cut
@@ -217,10 +217,10 @@ class _SplitStep:
             `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
         """
         plan, layout = self.plan, self.layout
-        leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
         read = {*plan.split.read, *self.in_parts}
-        copies = {i: self.on_devices(i, x) for i, x in enumerate(leaves) if is_spread(x) and i in read}
-        whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
+        copies = {i: self.on_devices(i, x) for i, x in enumerate(leaves) if is_sharded_leaf(x) and i in read}
+        whole = {i: x for i, x in enumerate(leaves) if not is_sharded_leaf(x)}
         carried_forms = [self.forms[each.leaf] for each in plan.split.carried]
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:

@@ -1,7 +1,7 @@
-"""The evaluation of a step's update part on sharded arrays: on the hosts what is elementwise, on the devices the rest.
+"""The evaluation of a step's update part on arrays in parts: what is elementwise where the parts are, the rest on the devices.
 
-Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
-every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a
+Optimisers are elementwise, but for a few scalars and a norm here and there. Each device therefore updates its own parts
+(under central storage each host, in row-major order). A sum, maximum or minimum over a whole array (the norm of a
 gradient, of a parameter) is taken on the devices, part by part. What is neither (a transposition, a product of
 matrices) is computed on the devices from whole arrays: every step that can be split gives the right result, and only
 such an operation costs the device memory of its operands.
@@ -62,7 +62,7 @@ class ShardedArray:
 
 
 @dataclass(frozen=True)
-class Filled:
+class Splat:
     """An array of one value everywhere."""
 
     value: Any
@@ -183,7 +183,7 @@ class _Evaluation:
         if isinstance(x, ShardedArray) and x.on_host:
             assert x.stored is not None  # `flush` has computed it
             return x.stored
-        if isinstance(x, Filled):
+        if isinstance(x, Splat):
             x = jnp.full(x.shape, x.value, v.aval.dtype)
         stored = self.device_operand(v, x, form)
         if self.layout.on_host:
@@ -208,17 +208,19 @@ class _Evaluation:
         name = eqn.primitive.name
         in_parts = [x for x in operands if isinstance(x, ShardedArray)]
         leaf = next((x.name for x in in_parts if x.name), "")
-        filled = [x for x in operands if isinstance(x, Filled)]
+        splats = [x for x in operands if isinstance(x, Splat)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name == "optimization_barrier":
             self.flush()
             return [self.value(v) for v in eqn.invars]
-        if name in graph.RESHAPING and filled:
-            return [Filled(filled[0].value, shape)]
+        if name in graph.RESHAPING and splats:
+            return [Splat(splats[0].value, shape)]
         if name == "broadcast_in_dim" and not in_parts and not jnp.ndim(operands[0]):
             dtype = eqn.outvars[0].aval.dtype
             return (
-                [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
+                [Splat(operands[0], shape)]
+                if self.layout.takes_parts(shape, dtype)
+                else self.apply_whole(eqn, operands)
             )
         in_order = name != "reshape" or eqn.params["dimensions"] is None
         if name in graph.RESHAPING and in_order and in_parts and (form := self.reshaped(in_parts[0].form, shape)):
@@ -233,13 +235,13 @@ class _Evaluation:
                 return [self.wait(eqn, form, leaf)]
             inputs = [self.device_operand(v, x, form) for v, x in zip(eqn.invars, operands, strict=True)]
             return [ShardedArray(apply_stored(eqn, inputs, form.stored), form, on_host=False, name=leaf)]
-        if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
-            values = [x.value if isinstance(x, Filled) else x for x in operands]
-            return [Filled(bind(eqn, values), shape)]
+        if name in ELEMENTWISE and splats and all(isinstance(x, Splat) or not jnp.ndim(x) for x in operands):
+            values = [x.value if isinstance(x, Splat) else x for x in operands]
+            return [Splat(bind(eqn, values), shape)]
         in_bits = name in OF_BOOLS and eqn.invars[0].aval.dtype != jnp.bool_
         if name in FILLINGS and not in_bits and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
             stored = self.device_operand(eqn.invars[0], in_parts[0], in_parts[0].form)
-            real = in_parts[0].form.real(stored, FILLINGS[name](stored.dtype))
+            real = in_parts[0].form.with_padding(stored, FILLINGS[name](stored.dtype))
             reduced = bind(eqn, [real], axes=tuple(range(real.ndim)))
             if name in ("reduce_max", "reduce_min") and jnp.issubdtype(real.dtype, jnp.floating):
                 # Between the parts XLA may pass over NaN: see `_extreme` in replica/collectives.py.
@@ -267,7 +269,7 @@ class _Evaluation:
         if isinstance(x, ShardedArray):
             self.note(v, x)
             return self.layout.gather(self.device_operand(v, x, x.form), x.form)
-        return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
+        return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Splat) else x
 
     def note(self, v: Any, x: ShardedArray) -> None:
         """Notes that an array is gathered, and for what."""
@@ -283,7 +285,7 @@ class _Evaluation:
 
     def device_operand(self, v: Any, x: Any, form: Form) -> Any:
         """Gives an operand as the devices compute with it: stored in a form, or a scalar."""
-        if isinstance(x, Filled):
+        if isinstance(x, Splat):
             return x.value
         if not isinstance(x, ShardedArray):
             return self.in_parts(x, form) if jnp.ndim(x) else x

@@ -17,7 +17,7 @@ from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.step.options import StepOptions
 from jdist.step.outputs import Traced
-from jdist.step.placement import adopt_state, check_rows, compare_replicas, shapes_in
+from jdist.step.placement import adopt_state, check_rows, compare_replicas
 from jdist.step.program_spec import ProgramSpec, StepFn
 from jdist.step.replica_program import replica_program
 from jdist.step.signature import Others
@@ -186,20 +186,17 @@ class Backend:
 
     Attributes:
         adopt_state: `(strategy, state) -> state` in the strategy's layout.
-        state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
         make_program: `(spec) -> Program`.
         compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
     """
 
     adopt_state: Callable[[Strategy, PyTree], PyTree]
-    state_shapes: Callable[[Strategy, PyTree], PyTree]
     make_program: Callable[[ProgramSpec], Program]
     compare_replicas: Callable[[Strategy, PyTree, Any], None]
 
 
 REPLICATED = Backend(
     adopt_state,
-    lambda strategy, state: shapes_in(state, strategy.replicated_sharding),
     lambda spec: compile_over_mesh(replica_program(spec), spec),
     lambda strategy, state, results: compare_replicas(strategy, state),
 )

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.context import check_not_mixed
+from jdist.core.division import shapes
 from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
@@ -140,7 +141,7 @@ class DistributedStep(Distributed):
                 own = shapes_in(state.residuals, self.strategy.batch_sharding)
                 rest = shapes_in(carrying(state, residuals=None), whole)
                 return program.lower(token, carrying(rest, residuals=own), batches, others)
-            return program.lower(token, self.backend.state_shapes(self.strategy, state), batches, others)
+            return program.lower(token, shapes(self.strategy, state), batches, others)
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise

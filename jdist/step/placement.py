@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.sharded_leaf import ShardedLeaf, is_spread, map_leaves, whole_on_host
+from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, map_leaves, whole_on_host
 from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
@@ -145,7 +145,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
     whole = strategy.replicated_sharding
 
     def put_whole(x: Any) -> Any:
-        if is_spread(x):  # parameters in parts, passed to an evaluation
+        if is_sharded_leaf(x):  # parameters in parts, passed to an evaluation
             return put(whole_on_host(x), whole)
         if isinstance(x, jax.Array) and x.sharding != whole:
             return put(x, whole)
@@ -285,11 +285,11 @@ class DonationGuard:
 
     def of(self, tree: PyTree, state: PyTree) -> PyTree:
         """Copies each array of a call's arguments that shares a buffer with the state of the call."""
-        arrays = [x for x in jax.tree.leaves(tree, is_leaf=is_spread) if isinstance(x, jax.Array)]
+        arrays = [x for x in jax.tree.leaves(tree, is_leaf=is_sharded_leaf) if isinstance(x, jax.Array)]
         new = [x for x in arrays if (known := self._known.get(id(x))) is None or known() is not x]
         if not new:
             return tree
-        own = [x for x in jax.tree.leaves(state, is_leaf=is_spread) if isinstance(x, jax.Array)]
+        own = [x for x in jax.tree.leaves(state, is_leaf=is_sharded_leaf) if isinstance(x, jax.Array)]
         shared = {id(x) for x in new if any(_share(x, leaf) for leaf in own)}
         self._known = {id(x): weakref.ref(x) for x in arrays if id(x) not in shared}
         return map_leaves(lambda x: jnp.copy(x) if id(x) in shared else x, tree) if shared else tree

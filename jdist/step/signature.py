@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdist.core.per_replica import is_per_replica
-from jdist.core.sharded_leaf import is_spread
+from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import StepState, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place
@@ -318,7 +318,7 @@ def check_no_batch(
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]
     shape = next((shape[: lead + 1] for shape in leaves if len(shape) > lead), None)
     for what, value in values.items():
-        arrays = [x for x in jax.tree.leaves(value, is_leaf=is_spread) if isinstance(x, _ARRAYS) and x.shape]
+        arrays = [x for x in jax.tree.leaves(value, is_leaf=is_sharded_leaf) if isinstance(x, _ARRAYS) and x.shape]
         of_dataset = [x for x in arrays if strategy is not None and _lies_by_rows(x, strategy)]
         by_shape = shape is not None and shape[-1] > 1 and all(_has_rows(x, shape) for x in arrays)
         if not of_dataset and not (arrays and by_shape):

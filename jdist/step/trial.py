@@ -12,7 +12,7 @@ import jax
 from jax.extend import core as jex
 
 from jdist.core.per_replica import is_per_replica
-from jdist.core.sharded_leaf import is_spread, whole_on_host
+from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token
@@ -103,11 +103,11 @@ def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
     trees += list(zip(names, outputs, strict=True))
     place = 1 if "state" in returns else 1 + len(jax.tree.leaves(state))
     for role, tree in trees:
-        for path, node in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_per_replica(x) or is_spread(x)):
+        for path, node in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_per_replica(x) or is_sharded_leaf(x)):
             if not is_per_replica(node) and role != "per_replica":
                 yield Result(role + jax.tree_util.keystr(path), place, on_host(node))
             place += len(jax.tree.leaves(node))
 
 
 def on_host(x: Any) -> Any:
-    return whole_on_host(x) if isinstance(x, jax.Array) or is_spread(x) else x
+    return whole_on_host(x) if isinstance(x, jax.Array) or is_sharded_leaf(x) else x

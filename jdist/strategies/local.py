@@ -67,7 +67,7 @@ def strategy_over(
     parts: Parts | None = None,
     shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
-    """Makes a strategy with one replica a device, on a mesh in the order of `devices`.
+    """Makes a strategy on a mesh in the order of `devices`: one replica a device, unless `shard` has a mesh.
 
     Raises:
         StrategyError: `axis` is no name, or the all-reduce is for another number of replicas.

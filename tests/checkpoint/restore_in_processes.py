@@ -15,7 +15,7 @@ import jdist
 
 
 def create():
-    """Makes arrays that are cut along each axis, filled up, or kept as one row of elements."""
+    """Makes arrays that are cut along each axis, padded, or kept as one row of elements."""
     shapes = {"rows": (1024, 300), "columns": (301, 1024), "stack": (4, 256, 300), "odd": (7, 5, 9001), "few": (10,)}
     rng = np.random.default_rng(0)
     return {f"{name} {i}": rng.normal(size=of).astype(np.float32) for name, of in shapes.items() for i in range(4)}

@@ -16,7 +16,7 @@ from jdist.checkpoint import leaves, pieces
 from jdist.train import Checkpointer, CheckpointWarning
 from tests.checkpoint import restore_in_processes as program
 
-NUM_LEAVES, SHAPE = 12, (600, 513)  # more than a megabyte each, and filled up on 8 devices
+NUM_LEAVES, SHAPE = 12, (600, 513)  # more than a megabyte each, and padded on 8 devices
 LEAF = 4 * 600 * 513
 SLACK = 200_000
 
@@ -135,7 +135,7 @@ def test_each_process_reads_its_share(met):
     assert met[1]["files"] == ["pieces_0.bin", "pieces_1.bin"]  # the small ones are whole, and written by process 0
     size = sum(x.nbytes for x in jax.tree.leaves(program.create()))
     for each in met:
-        assert abs(each["bytes"] - size / 2) <= SLACK  # what is filled up is not in the files
+        assert abs(each["bytes"] - size / 2) <= SLACK  # padding is not in the files
 
 
 def test_each_process_holds_its_share_and_a_leaf(met):

@@ -8,6 +8,7 @@ import pytest
 import jdist
 from jdist.core.layout import Layout
 from jdist.core.sharded_leaf import ShardedLeaf, map_leaves, spread_like
+from jdist.errors import StepError
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +45,17 @@ def test_stored_shapes(layout, shape, stored):
 
 
 def test_what_has_fewer_elements_than_parts_and_keys_stay_whole(layout):
-    assert layout.is_spread((2, 2), jnp.float32)
-    assert not layout.is_spread((3,), jnp.float32)
-    assert not layout.is_spread((), jnp.int32)
-    assert not layout.is_spread((8,), jax.random.key(0).dtype)
+    assert layout.takes_parts((2, 2), jnp.float32)
+    assert not layout.takes_parts((3,), jnp.float32)
+    assert not layout.takes_parts((), jnp.int32)
+    assert not layout.takes_parts((8,), jax.random.key(0).dtype)
 
 
-def test_filling_is_kept_out_of_sums(layout):
+def test_padding_is_kept_out_of_sums(layout):
     stored = jnp.ones((16,))
-    assert float(layout.form((13,)).real(stored, 0).sum()) == 13
-    assert float(layout.form((63, 128)).real(jnp.ones((64, 128)), 0).sum()) == 63 * 128
-    assert layout.form((16,)).real(stored, 0) is stored
+    assert float(layout.form((13,)).with_padding(stored, 0).sum()) == 13
+    assert float(layout.form((63, 128)).with_padding(jnp.ones((64, 128)), 0).sum()) == 63 * 128
+    assert layout.form((16,)).with_padding(stored, 0) is stored
 
 
 def test_it_shows_what_it_is_and_gives_its_values(strategy):
@@ -66,6 +67,12 @@ def test_it_shows_what_it_is_and_gives_its_values(strategy):
     np.testing.assert_array_equal(np.asarray(w), np.arange(15.0).reshape(3, 5))
     np.testing.assert_array_equal(np.asarray(w, np.int32), np.arange(15).reshape(3, 5))
     np.testing.assert_array_equal(w[1], np.arange(5.0, 10.0))
+    assert len(w) == 3
+    assert [row.tolist() for row in w] == np.arange(15.0).reshape(3, 5).tolist()
+    with pytest.raises(ValueError, match="copy=False"):
+        w.__array__(copy=False)
+    with pytest.raises(StepError, match=r"float32 array of shape \(3, 5\) in parts only the shape is known"):
+        np.asarray(jax.eval_shape(lambda w: w, w))
     assert int(state["step"]) == 7
     with pytest.raises(TypeError):
         jnp.sin(w)

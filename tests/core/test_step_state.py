@@ -128,6 +128,13 @@ def test_methods_keep_what_is_around(name, kind):
         train_step(doubled, BATCH)
 
 
+def test_a_report_counts_residuals_as_parts():
+    _, state = trained(STATES["jdist"], "residuals")
+    (residual,) = (leaf for leaf in jdist.mirrored().report(state).leaves if "residuals" in leaf.path)
+    assert residual.kept == "a part with each replica"
+    assert residual.bytes_per_device == residual.num_bytes // len(jax.devices()) > 0
+
+
 def test_a_dict(kind):
     train_step, state = trained(lambda: {"params": params(), "n": jnp.int32(0)}, kind)
     assert sorted(state.keys()) == sorted(state) == ["n", "params"]

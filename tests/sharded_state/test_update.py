@@ -29,7 +29,7 @@ def run(function, state, grads, scalar=SCALAR):
 
     def program(state, grads, scalar):
         def part(x, on_host):
-            if not LAYOUT.is_spread(x.shape, x.dtype):
+            if not LAYOUT.takes_parts(x.shape, x.dtype):
                 return x
             form = LAYOUT.form(x.shape)
             stored = jax.device_put(form.store(x), LAYOUT.device(form))
@@ -38,14 +38,14 @@ def run(function, state, grads, scalar=SCALAR):
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
         ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)
         leaves = jax.tree.leaves(shapes)
-        kept = [LAYOUT.form(s.shape) if LAYOUT.is_spread(s.shape, s.dtype) else None for s in leaves]
+        kept = [LAYOUT.form(s.shape) if LAYOUT.takes_parts(s.shape, s.dtype) else None for s in leaves]
         return evaluate(STRATEGY, LAYOUT, ready, [*values, scalar], kept)[0]
 
     state, grads, scalar = jax.device_put((state, grads, scalar), LAYOUT.whole)
     jaxpr = str(jax.make_jaxpr(program)(state, grads, scalar))
     results = jax.jit(program)(state, grads, scalar)
     leaves = [
-        LAYOUT.form(s.shape).restore(np.asarray(x)) if LAYOUT.is_spread(s.shape, s.dtype) else x
+        LAYOUT.form(s.shape).restore(np.asarray(x)) if LAYOUT.takes_parts(s.shape, s.dtype) else x
         for x, s in zip(results, jax.tree.leaves(shapes), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), jaxpr
@@ -98,9 +98,9 @@ REDUCTIONS = {
     "norm of what the hosts computed": lambda m, g, s: {k: (u := m[k] + g[k]) / jnp.sum(jnp.abs(u)) for k in m},
     "extremes": each(lambda m, g, s: m * jnp.max(m - 5) + jnp.min(m + 5) + jnp.max(g)),
     "any": each(lambda m, g, s: jnp.where(jnp.any(m > 100) | jnp.all(g < 100), m, g)),
-    # Powers of two, which no order of multiplication rounds; filling would be 0 and make it three times as large.
+    # Powers of two, which no order of multiplication rounds; padding would be 0 and make it three times as large.
     "product": each(lambda m, g, s: m + jnp.prod(jnp.select([g > 3, g < -3, g == 0], [2.0, 0.5, 3.0], 1.0))),
-    # `m > 100` is nowhere true and `m < 100` everywhere: filling with the other would change the result.
+    # `m > 100` is nowhere true and `m < 100` everywhere: padding with the other would change the result.
     "extremes of bools": each(lambda m, g, s: jnp.where(jnp.max(m > 100), m, g) + jnp.where(jnp.min(m < 100), 1, s)),
     "of unsigned integers": each(
         lambda m, g, s: m + jnp.max(jnp.abs(g).astype(jnp.uint8)) + jnp.min(g.astype(jnp.int8))
@@ -111,7 +111,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions(name):
-    """The filling, which is not zero after `m - 5` or `exp`, takes no part."""
+    """The padding, which is not zero after `m - 5` or `exp`, takes no part."""
     state, grads = arrays(), arrays()
     got, _ = run(REDUCTIONS[name], state, grads)
     want = REDUCTIONS[name](state, grads, SCALAR)

@@ -1,4 +1,4 @@
-"""A small step over parameters that are cut in every way: along an axis, filled up, and as one row of elements."""
+"""A small step over parameters that are cut in every way: along an axis, padded, and as one row of elements."""
 
 import jax
 import jax.numpy as jnp

@@ -107,7 +107,7 @@ class TestWhereThingsAre:
             assert leaf.stored.sharding.memory_kind == "pinned_host"
             shards = leaf.stored.addressable_shards
             assert [shard.device for shard in shards] == DEVICES
-            # What was filled up is less than a sixteenth, or a row of elements' last few.
+            # Padding is less than a sixteenth, or a row of elements' last few.
             assert leaf.size <= sum(shard.data.size for shard in shards) < max(leaf.size * 17 / 16, leaf.size + 4)
 
     def test_the_update_is_computed_on_the_hosts(self, strategy):

@@ -1,6 +1,7 @@
 """A state in parts on the devices: the numbers are one device's, and no device holds more than its part."""
 
 import collections
+import html
 import re
 
 import jax
@@ -507,6 +508,10 @@ class TestWhatIsRefused:
         )
         with pytest.raises(StepError, match=message):
             jdist.sharded().init(lambda: state)
+        report = jdist.sharded().report(state)
+        assert re.search(rf"\n  Refused: {message}", str(report))
+        assert report.refusal in html.unescape(report._repr_html_())
+        assert jdist.sharded(whole_below=0).report(state).refusal is None
         jdist.sharded(most_whole=0.75).init(lambda: state)
         jdist.sharded(whole_below=0).init(lambda: state)
 
@@ -531,7 +536,9 @@ class TestChecks:
         placed = [jax.device_put(x, s.device) for x, s in zip(shards, leaf.addressable_shards, strict=True)]
         other = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
         state.params["flat"] = ShardedLeaf(other, (24, 7, 5))
-        with pytest.raises(ReplicaDivergenceError, match=r"params\['flat'\], part 1: replicas \[1, 5\] differ") as caught:
+        with pytest.raises(
+            ReplicaDivergenceError, match=r"params\['flat'\], part 1: replicas \[1, 5\] differ"
+        ) as caught:
             strategy.check(state)
         assert caught.value.replicas == ((1, 5),)
 
@@ -595,6 +602,19 @@ def test_a_checkpoint_is_restored_to_the_bit(saved, restored, tmp_path):
         got = checkpointer.restore(after.init(lambda: create(tx))).state
     assert_close(after.fetch(got), want, atol=0)
     assert after.report(got) == after.report(after.init(lambda: create(tx)))
+
+
+@pytest.mark.parametrize("name", ["sharded 5", "optimizer 3", "mirrored 2", "central 4"])
+def test_a_checkpoint_is_restored_by_shapes_alone(name, tmp_path):
+    strategy = strategy_of(name)
+    tx = optax.adam(1e-2)
+    state = strategy.init(lambda: create(tx))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+        checkpointer.wait()
+        got = checkpointer.restore(strategy.shapes(jax.eval_shape(lambda: create(tx)))).state
+    assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(state)]
+    assert_close(strategy.fetch(got), strategy.fetch(state), atol=0)
 
 
 def halved_until_small(x):

@@ -68,9 +68,9 @@ def test_central_storage_keeps_the_state_on_the_hosts_and_exchanges_it_on_the_de
     # Each gradient is reduced once and each parameter gathered once, by an all-reduce too where the compiler finds that
     # cheaper. On v5e it turns a gather of the CNN into a loop of products over the parts, which passes them on more often.
     most = 5 if (topology, model) == ("v5e:2x4", "cnn") else 2
-    filling = 0.02 * params + 1e4
-    assert params <= reduced <= 2 * (params + filling)
-    assert 2 * params <= reduced + gathered <= most * (params + filling)
+    padding = 0.02 * params + 1e4
+    assert params <= reduced <= 2 * (params + padding)
+    assert 2 * params <= reduced + gathered <= most * (params + padding)
 
     memory = program.memory_analysis()
     hosts = count * memory.host_argument_size_in_bytes

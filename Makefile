@@ -63,9 +63,10 @@ test-newest:
 	.venv-newest/bin/python -c 'import jax; print("JAX", jax.__version__)'
 	$(MAKE) pytest VENV=.venv-newest
 
-# The site, into build/site; a warning is an error. (The variable keeps the theme's makers' advertisement out.)
+# The site, into build/site; a warning is an error.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/site/gather.py
+	$(BIN)/zensical build --strict
 
 # Runs the notebooks, and stores what their cells show.
 notebooks: setup

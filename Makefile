@@ -19,7 +19,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest conformance full soak soak-ps bench gpu bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-jax conformance full soak soak-ps bench gpu bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -62,6 +62,12 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade jax jaxlib flax optax chex numpy orbax-checkpoint grpcio
 	.venv-newest/bin/python -c 'import jax; print("JAX", jax.__version__)'
 	$(MAKE) pytest VENV=.venv-newest
+
+# The default suite on another line of JAX, `make test-jax JAX=0.11 PYTHON=python3.12`, in an environment of its own.
+test-jax:
+	$(MAKE) setup VENV=.venv-jax-$(JAX)
+	.venv-jax-$(JAX)/bin/python -m pip install --quiet --disable-pip-version-check 'jax==$(JAX).*' 'jaxlib==$(JAX).*'
+	$(MAKE) pytest VENV=.venv-jax-$(JAX)
 
 # The site, into build/site; a warning is an error.
 docs: setup
@@ -125,4 +131,4 @@ bench-peers: setup
 	$(BIN)/python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/parameter_server.log
 
 clean:
-	rm -rf .venv .venv-newest .venv-tf runs build *.egg-info
+	rm -rf .venv .venv-newest .venv-jax-* .venv-tf runs build *.egg-info

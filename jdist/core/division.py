@@ -81,10 +81,17 @@ def forms_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) 
         return chosen, None
     whole.sort(key=lambda entry: -entry[0])
     named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in whole[:5])
+    pairs = zip(chosen, described, strict=True)
+    of_rules = any(any(f.model) and not f.is_cut and layout.takes_parts(*each) for f, each in pairs)
+    small = f"Arrays of fewer than {layout.whole_below:,} elements stay whole, and PRNG keys. Lower `whole_below`"
+    ruled = (
+        "Of a leaf that a rule divides another axis is cut among the replicas, and here none divides well: let the rule name "
+        "another axis, or take fewer devices a replica"
+    )
     return chosen, (
         f"{share:.1%} of the state's {sum(sizes):,} bytes would stay whole on every device: {named}"
-        f"{f' and {len(whole) - 5} more' if len(whole) > 5 else ''}. Arrays of fewer than {layout.whole_below:,} elements "
-        f"stay whole, and PRNG keys. Lower `whole_below`, or allow it: `most_whole={math.ceil(share * 100) / 100}`."
+        f"{f' and {len(whole) - 5} more' if len(whole) > 5 else ''}. {ruled if of_rules else small}, or allow it: "
+        f"`most_whole={math.ceil(share * 100) / 100}`."
     )
 
 

@@ -20,6 +20,9 @@ Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
 # Of an array stored in rows, the empty rest of its last tiles included: host memory is plenty, device memory is not.
 _MOST_PADDING = {"host": 1 / 32, "device": 1 / 64}
+# Of an array that may be a stack of layers: a layer gathered at a time is worth so much, if each device holds at most 2 % of
+# the array more than its share.
+_MOST_PADDING_OF_STACK, _MORE_A_DEVICE = 1 / 2, 0.02
 HOST_MEMORIES = ("pinned_host", "unpinned_host")
 
 
@@ -201,10 +204,11 @@ class Layout:
     def form(self, shape: tuple[int, ...], model: tuple[Any, ...] = ()) -> Form:
         """Chooses how to store an array in parts so that little of it is padding.
 
-        On devices one axis of the array is cut, of one with three axes and more another than the first: if it is a stack,
-        a layer can be gathered by itself. (A stack of biases is small, and gathered whole.) In host memory rows are cut that
-        span the last axes. Any array could be one row of elements. But on a TPU, making a row of a matrix whose sides are no
-        multiples of its tiles takes long, to compile as well, while rows that fill their tiles stay where they are.
+        On devices one axis of the array is cut, of one with three axes and more another than the first, for some padding if
+        need be: if it is a stack, a layer can be gathered by itself. (A stack of biases is small, and gathered whole.) In
+        host memory rows are cut that span the last axes. Any array could be one row of elements. But on a TPU, making a row
+        of a matrix whose sides are no multiples of its tiles takes long, to compile as well, while rows that fill their tiles
+        stay where they are.
 
         Args:
             shape: of the array.
@@ -219,9 +223,16 @@ class Layout:
             # Parts along an early axis lie one behind the other where they are gathered.
             axes = [*range(1, len(shape)), 0] if len(shape) > 2 else range(len(shape))
             forms = [Form(shape, shape, i, _up(shape[i], n), model) for i in axes if not any(model[i : i + 1])]
-        most = (1 + _MOST_PADDING[self.memory]) * size
+        padding = [n * self._size_of_part(form) / size - 1 for form in forms]
+        most = _MOST_PADDING[self.memory]
+        layered = [i for i, form in enumerate(forms) if len(shape) > 2 and form.axis > 0]
+        if layered and all(padding[i] > most for i in layered):
+            least = min(layered, key=padding.__getitem__)
+            most_of_stack = min(_MOST_PADDING_OF_STACK, n * _MORE_A_DEVICE)
+            if padding[least] <= most_of_stack:
+                return forms[least]
         otherwise = Form.whole(shape, model) if any(model) else Form(shape, (size,), 0, _up(size, n))
-        return next((form for form in forms if n * self._size_of_part(form) <= most), otherwise)
+        return next((form for form, more in zip(forms, padding, strict=True) if more <= most), otherwise)
 
     def _size_of_part(self, form: Form) -> int:
         """Counts the elements that a part takes on a device."""

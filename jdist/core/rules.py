@@ -75,10 +75,11 @@ def rules_of(
         if len(matching) > 1:
             raise StepError(
                 f"two rules divide the leaf {path}: {matching[0]} and {matching[1]}. Make their patterns such that one of "
-                "them matches it."
+                "them matches it, or leave one of them out."
             )
         found.append(matching[0] if matching else None)
-    paths = [path for path, _, _ in leaves]
+    own = [path for (path, _, _), of_optimizer in zip(leaves, is_of_optimizer, strict=True) if not of_optimizer]
+    paths = own or [path for path, _, _ in leaves]
     unused = [rule for rule in strategy.parts.rules if rule not in used]
     if unused and is_all:
         rule = unused[0]

@@ -10,12 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from jdist.core.layout import HOST_MEMORIES, axes_of
 from jdist.errors import DeviceError, StepError
 from jdist.support.arrays import to_host
 
 PyTree = Any
+_FETCH = "outside of a step, compute with what `strategy.fetch(state)` returns; a step gets the array itself"
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
@@ -53,15 +56,29 @@ class ShardedLeaf:
         """Where it lives, in words, for what notebooks show of a state."""
         if not isinstance(self.stored, jax.Array):
             return "only its shape is known"
-        gone = "deleted (donated to a step): was " * self.stored.is_deleted()
-        return gone + self._parts()
-
-    def _parts(self) -> str:
         sharding = self.stored.sharding
+        if not isinstance(sharding, NamedSharding):
+            return f"no longer where its strategy had it, on {sharding}"
         memory = "host" if sharding.memory_kind in HOST_MEMORIES else "device"
-        return f"{num_parts_of(sharding)} parts in {memory} memory"
+        gone = "deleted (donated to a step): was " * self.stored.is_deleted()
+        return f"{gone}{num_parts_of(sharding)} parts in {memory} memory"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.dtype.itemsize
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"an array in parts has no {name!r}: {_FETCH}")
+
+    def __jax_array__(self) -> jax.Array:
+        raise StepError(f"JAX cannot compute with a {self.dtype} array of shape {self.shape} in parts: {_FETCH}")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if isinstance(self.stored, Tracer):
+            self.__jax_array__()
         if isinstance(self.stored, jax.ShapeDtypeStruct):
             raise StepError(
                 f"of a {self.dtype} array of shape {self.shape} in parts only the shape is known: `jax.eval_shape` makes no "
@@ -90,9 +107,9 @@ class ShardedLeaf:
 
     def __repr__(self) -> str:
         # JAX rebuilds registered dataclasses with anything in place of their arrays.
-        if not isinstance(self.stored, jax.Array):
+        if not isinstance(self.stored, jax.Array) or isinstance(self.stored, Tracer) or self.stored.size < self.size:
             return f"ShardedLeaf({self.stored!r}, shape={self.shape})"
-        return f"ShardedLeaf({self.dtype}{list(self.shape)} in {self._parts()}; strategy.fetch gives the array)"
+        return f"ShardedLeaf({self.dtype}{list(self.shape)} in {self.whereabouts}; strategy.fetch gives the array)"
 
 
 def is_sharded_leaf(node: object) -> bool:

@@ -12,6 +12,7 @@ from jdist.errors import StepError
 from jdist.plan.collectives import Collective, collectives
 from jdist.plan.hlo import parse
 from jdist.plan.table import aligned
+from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.html import table
 
@@ -75,9 +76,9 @@ def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explan
     """Explains what a distributed step does with its state; compiles it, and runs nothing.
 
     Args:
-        step: what `jdist.distribute` made, under a strategy whose processes all run the same program; its devices need not be
-            here.
-        state: a state, or its shapes.
+        step: what `jdist.distribute` or `jdist.nnx.distribute` made, under a strategy whose processes all run the same program;
+            its devices need not be here.
+        state: a state, or its shapes; of an nnx step its first object.
         *args: the step's further arguments, a batch first; arrays or `jax.ShapeDtypeStruct`s.
         **kwargs: as `args`.
 
@@ -97,14 +98,16 @@ def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explan
         >>> [c.kind for c in explanation.collectives]
         ['all-reduce']
     """
-    if not isinstance(step, DistributedStep):
+    pure, args = step.pure((state, *args)) if isinstance(step, Distributed) else (None, args)
+    if not isinstance(pure, DistributedStep):
         raise StepError(
             f"jdist.explain takes a step that `jdist.distribute` made under a strategy such as `jdist.sharded()`, and got a "
             f"{type(step).__name__}. Decorate the function; what a parameter server does, its strategy's `report` tells."
         )
-    step = DistributedStep(step.strategy, step.__wrapped__, step.options, step.backend)  # traced anew, by these shapes
-    compiled = step.lower(state, *args, **kwargs).compile()
-    _, traced = step.program(step.bind((state, *args), kwargs)[0])
+    step = DistributedStep(pure.strategy, pure.__wrapped__, pure.options, pure.backend)  # traced anew, by these shapes
+    compiled = step.lower(*args, **kwargs).compile()
+    call, state, *_ = step.bind(args, kwargs)
+    _, traced = step.program(call)
     gathers = {(g.leaf, g.why): g for g in reversed(traced.gathers)}
     mesh, memory = step.strategy.mesh, compiled.memory_analysis()
     assert memory is not None  # every backend of JAX analyses its programs

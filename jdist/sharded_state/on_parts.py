@@ -270,7 +270,7 @@ class EvaluationOnParts:
         in_rows = [isinstance(x, Part) and x.form.of_layer is not None for x in operands[first:]]
         self.note(eqn, operands[:first], "whole, before a scan that uses it in every iteration")
         unlayered = [x for x, rows in zip(operands[first:], in_rows, strict=True) if not rows]
-        self.note(eqn, unlayered, "whole, before a scan: its layers are not stored one by one")
+        self.note(eqn, unlayered, "whole, before a scan: it is not stored layer by layer")
         constants, start = (
             list(map(self.whole, operands[a:b])) for a, b in ((0, first - carry), (first - carry, first))
         )

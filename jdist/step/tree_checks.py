@@ -111,8 +111,8 @@ def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
         if isinstance(leaf, ShardedLeaf):
             raise StepError(
                 f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)}, {leaf.whereabouts}, "
-                f"as the strategy that made it keeps it; {strategy.name} takes whole arrays. Call `fetch` of that strategy, "
-                "`made_by.fetch(state)`, and pass on what it returns."
+                f"as the strategy that made it keeps it; {strategy.name} takes whole arrays. Pass on what that "
+                "strategy's `fetch(state)` returns."
             )
 
 

@@ -74,9 +74,43 @@ def test_it_shows_what_it_is_and_gives_its_values(strategy):
     with pytest.raises(StepError, match=r"float32 array of shape \(3, 5\) in parts only the shape is known"):
         np.asarray(jax.eval_shape(lambda w: w, w))
     assert int(state["step"]) == 7
-    with pytest.raises(TypeError):
-        jnp.sin(w)
+    assert w.nbytes == 60
     assert "ShardedLeaf" in repr(jax.tree.map(lambda x: None, w))
+
+
+def jitted(f):
+    return lambda w: jax.jit(f)(w)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        jnp.sin,
+        jnp.sum,
+        lambda w: jnp.ones(3) @ w,
+        lambda w: w.T,
+        lambda w: w.mean(),
+        jitted(lambda w: jnp.ones(3) @ w),
+        jitted(jnp.sum),
+        jitted(lambda w: np.asarray(w)),
+        jitted(lambda w: w[0]),
+    ],
+)
+def test_computing_with_it_says_what_to_do(strategy, use):
+    w = strategy.init(lambda: jnp.ones((3, 5)))
+    with pytest.raises((StepError, AttributeError), match=r"in parts.*strategy\.fetch\(state\)"):
+        use(w)
+
+
+def test_what_a_map_made_of_it_is_shown_as_it_is(strategy):
+    state = strategy.init(lambda: {"w": jnp.ones((3, 5))})
+    assert repr(jax.tree.map(jnp.linalg.norm, state)["w"]).startswith("ShardedLeaf(Array(3.8")
+    moved = jax.device_put(state, jax.devices()[0])["w"]
+    assert "no longer where its strategy had it" in repr(moved)
+    moved.stored.delete()
+    w = strategy.init(lambda: jnp.ones((3, 5)))
+    w.stored.delete()
+    assert "deleted (donated to a step)" in repr(w)
 
 
 def test_spread_as_another(strategy):

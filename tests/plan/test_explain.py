@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jdist
 from jdist.errors import StepError
@@ -22,6 +23,25 @@ def train_step(state, batch):
 
     loss, grads = jdist.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def test_an_nnx_step():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(64, 512, rngs=nnx.Rngs(0))
+
+    strategy = jdist.sharded()
+
+    @jdist.nnx.distribute(strategy)
+    def step(model, optimizer, batch):
+        loss, grads = jdist.nnx.value_and_grad(lambda model: jnp.mean(model.dense(batch["x"]) ** 2))(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    model = Model()
+    found = jdist.explain(step, model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), BATCH)
+    assert "axis 0 cut in 8 parts [8, 512]" in str(found.state)
+    assert ("all-gather", 64 * 512 * 4) in {(c.kind, c.bytes) for c in found.collectives}
 
 
 @pytest.mark.parametrize("from_shapes", [False, True])

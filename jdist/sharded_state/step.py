@@ -311,7 +311,7 @@ class _SplitStep:
 
     def gradient(self, cut: Cut, x: jax.Array, form: Form) -> jax.Array:
         """Sums or averages a gradient over the replicas; of a large one each replica receives its part."""
-        layout, axes = self.layout, self.strategy.axes
+        layout, axes = self.layout, self.strategy.bound_axes
         between = tuple(axis for axis in axes if axis not in layout.axes)
         if x.shape != form.of:  # a gradient by a part
             total = jax.lax.psum(x, between) if between else x
@@ -319,7 +319,7 @@ class _SplitStep:
             total = layout.sum_scatter(x, form)
             total = jax.lax.psum(total, between) if between else total
         else:
-            total = jax.lax.psum(x, axes)
+            total = jax.lax.psum(x, axes) if axes else x
         total = total / self.strategy.num_replicas if cut.collective.op == "mean" else total
         return layout.all_gather(total, form) if total.shape != form.of and cut.is_read_again else total
 

@@ -63,9 +63,12 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
     options = dict(options)
     n, k = options.pop("microbatches_of", 1), options.get("accumulate", 1)
 
+    lead = int(options.get("steps_per_call", 1) > 1)
+
     def arranged(x: Any) -> Any:
         rows = np.asarray(x)
-        return rows.reshape(n, k, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+        steps, row = rows.shape[:lead], rows.shape[1 + lead :]
+        return rows.reshape(*steps, n, k, -1, *row).swapaxes(lead, lead + 1).reshape(rows.shape)
 
     state = strategy.init(create, jax.random.key(0))
     laid_out = shardings(state)

@@ -20,7 +20,7 @@ from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, map_leaves, wh
 from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
-from jdist.step import placement
+from jdist.step import in_flight, placement
 from jdist.step import run_on_replicas as on_replicas
 from jdist.step.divergence import compare, hash_leaf
 from jdist.step.mesh_program import Backend
@@ -107,28 +107,27 @@ def fetch(strategy: Strategy, state: PyTree) -> PyTree:
 
 def check(strategy: Strategy, state: PyTree) -> None:
     """Waits for the steps in flight and compares what replicas hold in common: `Strategy.check`."""
-    placement.check_in_parts(strategy, state)
+    check_not_donated(state)
+    in_flight.wait_for(strategy, state)
     compare_copies(strategy, state)
 
 
 def compare_copies(strategy: Strategy, state: PyTree) -> None:
-    """Compares what several devices hold of the same part of an array, where one copy a replica is not all there is.
+    """Compares what several devices hold of the same array, or of the same part of one.
 
     Raises:
         ReplicaDivergenceError: copies differ; it names the arrays, their parts, and the replicas.
     """
-    layout, mesh = Layout.of(strategy), strategy.mesh
+    mesh = strategy.mesh
     assert mesh is not None
-    if layout.on_host:
-        return
     by_axes: dict[tuple[str, ...], dict[str, tuple[jax.Array, PartitionSpec]]] = {}
     for path, x in jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf):
         stored = x.stored if is_sharded_leaf(x) else x
         sharding = stored.sharding if isinstance(stored, jax.Array) else None
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and stored.size:
             cut = axes_of(sharding.spec)
-            if set(mesh.axis_names) - set(cut) and (cut or strategy.model_axes):
-                by_axes.setdefault(cut, {})[jax.tree_util.keystr(path)] = stored, sharding.spec
+            if math.prod(size for name, size in mesh.shape.items() if name not in cut) > 1:
+                by_axes.setdefault(cut, {})[jax.tree_util.keystr(path) or "the state"] = stored, sharding.spec
     for cut, arrays in by_axes.items():
         specs = tuple(spec for _, spec in arrays.values())
         hashes = to_host(_hash_devices(mesh, specs)([x for x, _ in arrays.values()]))  # [devices of the mesh, arrays]
@@ -173,7 +172,6 @@ def distribute(strategy: Strategy, step: Step, options: StepOptions) -> Distribu
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
     """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction."""
-    placement.compare_replicas(strategy, state)
     compare_copies(strategy, state)
     _, _, _, hashes = results
     if hashes:

@@ -120,7 +120,8 @@ def _who_differs(hashes: list[int], holders: list[int], n: int) -> tuple[tuple[i
         return odd, f"replicas {list(odd)} differ from the majority"
     if len(groups) == len(everyone):
         return everyone, "all replicas differ" if len(everyone) == n else f"replicas {list(everyone)} differ"
-    return everyone, f"no majority, the same on {' and on '.join(map(str, groups.values()))}"
+    alike = (sorted(set(group)) for group in groups.values())
+    return everyone, f"no majority, the same on {' and on '.join(map(str, alike))}"
 
 
 def check_averages_combined(

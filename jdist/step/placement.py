@@ -166,11 +166,6 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 def check(strategy: Strategy, state: PyTree) -> None:
     """Waits for the steps in flight, then compares the replicas: `Strategy.check`."""
     check_no_parts(strategy, state)
-    check_in_parts(strategy, state)
-
-
-def check_in_parts(strategy: Strategy, state: PyTree) -> None:
-    """Checks a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
     check_not_donated(state)
     in_flight.wait_for(strategy, state)
     compare_replicas(strategy, state)

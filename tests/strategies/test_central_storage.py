@@ -189,7 +189,7 @@ class TestStates:
             lambda state: step(state, BATCHES[0]),
         ):
             found = r"\.params\['flat'\] is float32\[256, 3\], 4 parts in host memory"
-            message = found + r".*; \w+ takes whole .*`fetch\(state\)`"
+            message = found + r".*; \w+ takes whole arrays\. Pass on what that strategy's `fetch\(state\)` returns\."
             with pytest.raises(StepError, match=message):
                 use(state)
         step(strategy.fetch(state), BATCHES[0])

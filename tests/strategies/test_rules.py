@@ -139,7 +139,7 @@ def expected():
     return run(jdist.one_device())
 
 
-@pytest.mark.parametrize("model", some([2, 4, 8], [4]))
+@pytest.mark.parametrize("model", some([2, 4, 8], [4, 8]))
 @pytest.mark.parametrize("way", some(list(WAYS), ["state", "optimizer"]))
 def test_stacked_layers_under_a_clipped_optimiser(way, model):
     within = {"within": 1} if model == 8 and way == "within" else {}
@@ -425,6 +425,13 @@ class TestWhatIsRefused:
         strategy = with_model_axis(STACKED)
         with pytest.raises(StepError, match=r"calls the host .* has the axes model inside a replica"):
             jdist.distribute(step, strategy)(strategy.init(create), BATCHES[0])
+
+    def test_a_leaf_of_which_no_other_axis_divides_well(self):
+        state = {"w": jnp.zeros((3, 200_000))}
+        strategy = jdist.sharded(mesh={"replica": -1, "model": 2}, rules=[("w", (None, "model"))])
+        with pytest.raises(StepError, match=r"50.0% of .*Of a leaf that a rule divides .*`most_whole=") as caught:
+            strategy.init(lambda: state)
+        assert "whole_below" not in str(caught.value)
 
     def test_a_report_of_a_function(self):
         with pytest.raises(StepError, match=re.escape("`strategy.report(jax.eval_shape(create, key))`")):

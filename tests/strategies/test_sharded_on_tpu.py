@@ -1,6 +1,7 @@
 """`jdist.tpu(shard=...)`: what the TPU compiler makes of it for TPUs that are not here, and steps on devices in their place."""
 
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jdist
+from jdist.core.layout import Layout
 from jdist.plan.collectives import BETWEEN_SLICES, collectives
 from jdist.plan.hlo import parse
 from tests.strategies.tpu_steps import batch_of, check_donated, size_bytes
@@ -46,6 +48,25 @@ def compiled(topology, shard):
     module = parse(program.as_text())
     check_donated(module, state)
     return strategy.report(state), program.memory_analysis(), collectives(module, dict(strategy.mesh.shape))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "shapes"),
+    [
+        ("v5e:4x4", [(48, 1600, 1600), (48, 1600, 6400), (48, 6400, 1600)]),
+        ("v5e:8x8", [(12, 768, 768), (12, 768, 3072), (12, 3072, 768)]),
+        ("v5e:16x16", [(40, 5120, 5120)]),
+    ],
+)
+def test_a_stack_whose_layers_fill_no_tiles_is_stored_layer_by_layer(topology, shapes):
+    layout = Layout.of(jdist.tpu(topology=topology, shard="state"))
+    for shape in shapes:
+        form = layout.form(shape)
+        assert form.of_layer is not None
+        *_, rows, columns = form.part(layout.num_parts)
+        in_tiles = shape[0] * -(-rows // 8) * 8 * -(-columns // 128) * 128
+        assert in_tiles <= (1 / layout.num_parts + 0.02) * math.prod(shape)
 
 
 @needs_libtpu

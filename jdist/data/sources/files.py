@@ -1,40 +1,63 @@
-"""Batches from files, one of which is in memory at a time."""
+"""Batches from files, of which a window is in memory at a time."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist.data.leaves import count_rows, join, to_numpy
+from jdist.data.sources.file_window import FileCheck, FileWindow, LoadedFile
 from jdist.data.sources.protocol import whole_number
+from jdist.data.workers import ordered_map
 from jdist.errors import DatasetError
+from jdist.support.checks import as_int
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
 Path = str | os.PathLike[str]
+SHUFFLE_WINDOW = 4
 
 
 @without_tensorflow_keywords
 def from_files(
-    paths: Iterable[Path], read: Callable[[Any], PyTree], *, global_batch: int, epochs: int | None = 1
+    paths: Iterable[Path],
+    read: Callable[[Any], PyTree],
+    *,
+    global_batch: int,
+    shuffle_seed: int | None = None,
+    shuffle_window: int | None = None,
+    epochs: int | None = 1,
+    workers: int = 1,
 ) -> FileSource:
     """Makes a source of batches from files, for data that does not fit into memory at once.
+
+    A saved position names the epoch, the file and the row. To go on there, the files of one window are read again, and no
+    other that was read before.
 
     Args:
         paths: the files, in the order in which they are read.
         read: from a path to a pytree of arrays [rows, ...]; files need not have the same number of rows. It may be
-            called from a background thread.
+            called from a background thread, with several `workers` from as many at once.
         global_batch: rows of a full batch. Batches reach over the ends of files, never into the next epoch.
+        shuffle_seed: a whole number, 0 or more, draws a new order of the files each epoch, and a new order of the rows of
+            `shuffle_window` files at a time; None keeps files and rows in order. It depends on the seed and the epoch alone,
+            never on the number of devices.
+        shuffle_window: how many files are in memory, and shuffled together; None: 4.
         epochs: how often to go through the files; None repeats without end.
+        workers: how many threads read files. With 1 a file is read when its rows are needed; more read as many files ahead as
+            there are threads, and at least those of the next window. It helps where `read` waits or works in C (disks,
+            networks, decoders); what works in Python itself is a matter for Grain's processes.
 
     Returns:
-        A source that only goes forward, for `strategy.distribute_dataset` and `jdist.data.shard`. Its position
-        cannot be saved: how many rows a file has is known only when it is read.
+        A source for `strategy.distribute_dataset` and `jdist.data.shard`.
 
     Raises:
         DatasetError: there are no paths, or an option is out of range.
@@ -45,6 +68,9 @@ def from_files(
         >>> rows = {"a": np.arange(3), "b": np.arange(3, 5)}
         >>> [batch.tolist() for batch in from_files(["a", "b"], rows.get, global_batch=2)]
         [[0, 1], [2, 3], [4]]
+        >>> shuffled = from_files(["a", "b"], rows.get, global_batch=5, shuffle_seed=0)
+        >>> [sorted(batch.tolist()) for batch in shuffled]
+        [[0, 1, 2, 3, 4]]
     """
     if isinstance(paths, str | bytes | os.PathLike):
         raise DatasetError(f"`paths` must be a list of paths, but it is the one path {paths!r}; write `[{paths!r}]`")
@@ -56,12 +82,61 @@ def from_files(
         raise DatasetError("the dataset is empty: `paths` names no file; check the folder or the pattern")
     if not callable(read):
         raise DatasetError(f"`read` must be a function from a path to arrays, but it is a {type(read).__name__}")
+    if shuffle_window is not None and shuffle_seed is None:
+        raise DatasetError(
+            f"`shuffle_window` is {shuffle_window!r}, but nothing is shuffled without a `shuffle_seed`; give one, or leave "
+            "the window out"
+        )
     return FileSource(
         paths=paths,
         read=read,
         global_batch=whole_number(global_batch, name="global_batch", least=1),
         epochs=None if epochs is None else whole_number(epochs, name="epochs", least=1),
+        shuffle_seed=None if shuffle_seed is None else whole_number(shuffle_seed, name="shuffle_seed", least=0),
+        shuffle_window=SHUFFLE_WINDOW
+        if shuffle_window is None
+        else whole_number(shuffle_window, name="shuffle_window", least=1),
+        workers=whole_number(workers, name="workers", least=1),
     )
+
+
+@dataclass(frozen=True)
+class FilePosition:
+    """The next row of a source of files.
+
+    Attributes:
+        epoch: from 0.
+        file: number of the first file of the window, in the epoch's order.
+        row: rows of the window that were handed out.
+        rows: rows of the epoch before the window.
+        seen: the same, those of other shards included.
+        counts: rows of each file of the window; empty where it was not read.
+    """
+
+    epoch: int = 0
+    file: int = 0
+    row: int = 0
+    rows: int = 0
+    seen: int = 0
+    counts: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Writes it as a dict that JSON can hold."""
+        return asdict(self) | {"counts": list(self.counts)}
+
+    @classmethod
+    def from_json(cls, saved: Any) -> FilePosition:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            DatasetError: it is something else.
+        """
+        fields = dict(saved) if isinstance(saved, Mapping) else {}
+        counts = fields.pop("counts", None)
+        numbers = [*fields.values(), *(counts if isinstance(counts, list | tuple) else [None])]
+        if set(fields) != set(asdict(cls())) - {"counts"} or any(as_int(number, least=0) is None for number in numbers):
+            raise DatasetError(f"this is no saved position in files: {saved!r}")
+        return cls(**fields, counts=tuple(counts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,61 +148,166 @@ class FileSource(Iterable[PyTree]):
         read: from a path to a pytree of arrays [rows, ...].
         global_batch: rows of a full batch.
         epochs: how often to go through the files; None: without end.
-        every: only one row in so many is kept, counted over all files.
-        first: number of the first row that is kept.
+        shuffle_seed: seed of the order; None: the files' own order.
+        shuffle_window: how many files are shuffled together.
+        workers: how many threads read files.
+        every: only one row in so many is kept, counted over all files; if they are shuffled, in each file.
+        first: number of the first row that is kept; if files are shuffled, of file 0, and one less of each that follows.
     """
 
     paths: tuple[Path, ...]
     read: Callable[[Any], PyTree]
     global_batch: int
     epochs: int | None
+    shuffle_seed: int | None = None
+    shuffle_window: int = SHUFFLE_WINDOW
+    workers: int = 1
     every: int = 1
     first: int = 0
 
     def __iter__(self) -> Iterator[PyTree]:
-        for _ in itertools.count() if self.epochs is None else range(self.epochs):
-            empty = True
-            for batch in self._epoch():
-                empty = False
-                yield batch
-            if empty:
-                kept = "" if self.every == 1 else f" of shard {self.first} of {self.every}"
-                raise DatasetError(
-                    f"the dataset is empty: the {len(self.paths)} files hold no rows{kept}; the first is "
-                    f"{os.fspath(self.paths[0])!r}"
-                )
+        return (batch for batch, _ in self.batches())
 
-    def _epoch(self) -> Iterator[PyTree]:
-        rest, waiting = None, 0  # rows that do not fill a batch yet
-        for rows in self._kept_rows():
-            start, count = 0, count_rows(rows)
-            if rest is not None:
-                start = min(self.global_batch - waiting, count)
-                rest, waiting = join([rest, _cut(rows, 0, start)]), waiting + start
+    @property
+    def window(self) -> int:
+        """How many files are in memory together, without those that are read ahead."""
+        return 1 if self.shuffle_seed is None else min(self.shuffle_window, len(self.paths))
+
+    @property
+    def fingerprint(self) -> str:
+        """Which files in which order, by their names without folders; see `RandomAccessSource`."""
+        names = "\n".join(os.path.basename(os.fspath(path)) for path in self.paths)
+        parts = {
+            "files": len(self.paths),
+            "names": hashlib.sha256(os.fsencode(names)).hexdigest()[:16],
+            "global_batch": self.global_batch,
+            "shuffle_seed": self.shuffle_seed,
+        }
+        if self.shuffle_seed is not None:
+            parts["shuffle_window"] = self.window
+        if self.every > 1:
+            parts["shard"] = f"{self.first}/{self.every}"
+        return " ".join(f"{key}={value}" for key, value in parts.items())
+
+    def batches(self, start: FilePosition = FilePosition()) -> Iterator[tuple[PyTree, FilePosition]]:
+        """Reads the batches from a position on; yields each with the position after it.
+
+        Args:
+            start: what came with a batch; the first row of all by default.
+
+        Raises:
+            DatasetError: an epoch has no rows, or a file of the position has not as many as then.
+            BatchError: a file's rows do not look like those of the first one.
+            Exception: what `read` raises, with a note that names the file, and after which row its rows would come.
+        """
+        ahead = -(-self.window // self.workers)
+        loaded = ordered_map(self._read, lambda: self._indices(start), workers=self.workers, ahead=ahead)
+        check = FileCheck()
+        for epoch in self._epochs(start.epoch):
+            yield from self._epoch(start if epoch == start.epoch else FilePosition(epoch=epoch), loaded, check)
+
+    def _epochs(self, first: int) -> Iterable[int]:
+        return itertools.count(first) if self.epochs is None else range(first, self.epochs)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Draws the order of an epoch's files, as numbers of `paths`."""
+        if self.shuffle_seed is None:
+            return np.arange(len(self.paths))
+        bits = np.random.PCG64(np.random.SeedSequence([self.shuffle_seed, epoch]))
+        return np.random.Generator(bits).permutation(len(self.paths))
+
+    def _indices(self, start: FilePosition) -> Iterator[int]:
+        """Lists the files in the order in which they are read, over all epochs."""
+        for epoch in self._epochs(start.epoch):
+            yield from self._order(epoch)[start.file if epoch == start.epoch else 0 :].tolist()
+
+    def _read(self, index: int) -> PyTree:
+        rows = to_numpy(self.read(self.paths[index]))
+        count_rows(rows)
+        return rows
+
+    def _epoch(
+        self, start: FilePosition, loaded: Iterator[PyTree], check: FileCheck
+    ) -> Iterator[tuple[PyTree, FilePosition]]:
+        parts, waiting = list[PyTree](), 0  # rows that do not fill a batch yet
+        row = start.row
+        for at, window in self._windows(start, loaded, check):
+            while row < window.num_rows:
+                end = min(row + self.global_batch - waiting, window.num_rows)
+                parts.append(window.rows(row, end))
+                waiting, row = waiting + end - row, end
                 if waiting < self.global_batch:
                     continue
-                yield rest
-            while count - start >= self.global_batch:
-                yield _cut(rows, start, start + self.global_batch)
-                start += self.global_batch
-            # A copy: it keeps no other rows of the file in memory, and `read` may refill those.
-            rest, waiting = join([_cut(rows, start, count)]) if start < count else None, count - start
-        if rest is not None:
-            yield rest
+                batch = parts[0] if len(parts) == 1 else join(parts)
+                parts, waiting = [], 0
+                yield batch, self._behind(at, row, window)
+                del batch
+            row = 0
+            # A copy: it keeps no other rows of the files in memory, and `read` may refill those.
+            parts = [join(parts)] if parts else []
+            del window  # before the next one is read
+        if parts:
+            yield parts[0], FilePosition(start.epoch + 1)
 
-    def _kept_rows(self) -> Iterator[PyTree]:
-        """Reads the rows of each file that are kept."""
-        seen = 0
-        for path in self.paths:
-            try:
-                rows = to_numpy(self.read(path))
-                count = count_rows(rows)
-            except Exception as error:
-                error.add_note(f"while reading {os.fspath(path)!r}")
-                raise
-            yield _cut(rows, (self.first - seen) % self.every, count, self.every)
-            seen += count
+    def _windows(
+        self, start: FilePosition, loaded: Iterator[PyTree], check: FileCheck
+    ) -> Iterator[tuple[FilePosition, FileWindow]]:
+        """Reads the windows of an epoch, each with the position of its first row."""
+        order = self._order(start.epoch).tolist()
+        at, counts = dataclasses.replace(start, row=0, counts=()), start.counts
+        held: list[LoadedFile] = []
+        while at.file < len(order):
+            # While other threads read, what they refill by mistake is found only if it is still there.
+            before, held, seen = [] if self.workers == 1 else held, [], at.seen
+            for number, index in enumerate(order[at.file : at.file + self.window], at.file):
+                file = self._next_file(loaded, index, seen, f"file {number + 1} of {len(order)} of epoch {at.epoch}")
+                check.check_alike(file)
+                check.check_memory(file, [*before, *held])
+                held.append(file)
+                seen += file.count
+                del file
+            _check_counts(held, counts)
+            window = FileWindow(held, None if self.shuffle_seed is None else (self.shuffle_seed, at.epoch, 1 + at.file))
+            if self.workers == 1:
+                held.clear()
+            rows, counts = at.rows + window.num_rows, ()
+            yield at, window
+            del window
+            at = FilePosition(at.epoch, at.file + self.window, rows=rows, seen=seen)
+        if not at.rows:
+            kept = "" if self.every == 1 else f" of shard {self.first} of {self.every}"
+            raise DatasetError(
+                f"the dataset is empty: the {len(self.paths)} files hold no rows{kept}; the first is "
+                f"{os.fspath(self.paths[0])!r}"
+            )
+
+    def _behind(self, at: FilePosition, row: int, window: FileWindow) -> FilePosition:
+        """Returns the position behind the first `row` rows of the window at a position."""
+        if row < window.num_rows:
+            return dataclasses.replace(at, row=row, counts=window.counts)
+        if at.file + self.window >= len(self.paths):
+            return FilePosition(at.epoch + 1)
+        rows, seen = at.rows + window.num_rows, at.seen + sum(window.counts)
+        return FilePosition(at.epoch, at.file + self.window, rows=rows, seen=seen)
+
+    def _next_file(self, loaded: Iterator[PyTree], index: int, seen: int, where: str) -> LoadedFile:
+        path = str(os.fspath(self.paths[index]))
+        try:
+            rows = next(loaded)
+        except Exception as error:
+            error.add_note(f"while reading {path!r}: {where}, behind {seen:,} rows of it")
+            raise
+        count = count_rows(rows)
+        start = (self.first - (seen if self.shuffle_seed is None else index)) % self.every
+        kept = jax.tree.map(lambda leaf: leaf[start :: self.every], rows) if self.every > 1 else rows
+        return LoadedFile(path, kept, count)
 
 
-def _cut(rows: PyTree, start: int, stop: int, step: int = 1) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[start:stop:step], rows)
+def _check_counts(files: Sequence[LoadedFile], counts: tuple[int, ...]) -> None:
+    """Compares files that are read again with what they were when the position was saved."""
+    for file, count in zip(files, counts, strict=False):
+        if file.count != count:
+            raise DatasetError(
+                f"the saved position is in {file.path!r}, which had {count:,} rows then and has {file.count:,} now, so its "
+                "rows cannot be told apart. Put the file back, or start at step 0"
+            )

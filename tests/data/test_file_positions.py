@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jdist.data import from_files, shard
-from jdist.data.sources.files import FilePosition
+from jdist.data.sources.file_position import FilePosition
 from jdist.errors import BatchError, DatasetError
 
 

@@ -9,17 +9,17 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import TreeSpec, count_rows, differences, tree_spec
-from jdist.errors import BatchError
+from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
 
 
 class LoadedFile(NamedTuple):
-    """The rows of a file that are kept; `count` is how many the file has."""
+    """The rows of a file that are kept; `num_rows` is how many the file has."""
 
     path: str
     rows: PyTree
-    count: int
+    num_rows: int
 
 
 class FileWindow:
@@ -31,7 +31,7 @@ class FileWindow:
     """
 
     def __init__(self, files: Sequence[LoadedFile], seed: Sequence[int] | None):
-        self.counts = tuple(file.count for file in files)
+        self.counts = tuple(file.num_rows for file in files)
         kept = [count_rows(file.rows) for file in files]
         self.num_rows = sum(kept)
         self._files = [file.rows for file in files]
@@ -70,7 +70,7 @@ class FileCheck:
         Raises:
             BatchError: names both files and the leaves that differ.
         """
-        if file.count == 0:
+        if file.num_rows == 0:
             return
         spec = tree_spec(file.rows)
         path, first = self._first = self._first or (file.path, spec)
@@ -94,6 +94,16 @@ class FileCheck:
                     "at once under `shuffle_seed` and with several `workers`. Return new arrays, or read-only ones "
                     "(`array.flags.writeable = False`) where files share a constant"
                 )
+
+
+def check_counts(files: Sequence[LoadedFile], counts: tuple[int, ...]) -> None:
+    """Compares files that are read again with what they were when the position was saved."""
+    for file, count in zip(files, counts, strict=False):
+        if file.num_rows != count:
+            raise DatasetError(
+                f"the saved position is in {file.path!r}, which had {count:,} rows then and has {file.num_rows:,} now, so its "
+                "rows cannot be told apart. Put the file back, or start at step 0"
+            )
 
 
 def _addresses(rows: PyTree) -> set[int]:

@@ -6,24 +6,25 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, join, to_numpy
-from jdist.data.sources.file_window import FileCheck, FileWindow, LoadedFile
+from jdist.data.sources.file_position import FilePosition
+from jdist.data.sources.file_window import FileCheck, FileWindow, LoadedFile, check_counts
 from jdist.data.sources.protocol import whole_number
 from jdist.data.workers import ordered_map
 from jdist.errors import DatasetError
-from jdist.support.checks import as_int
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
 Path = str | os.PathLike[str]
 SHUFFLE_WINDOW = 4
+BEGINNING = FilePosition()
 
 
 @without_tensorflow_keywords
@@ -100,45 +101,6 @@ def from_files(
     )
 
 
-@dataclass(frozen=True)
-class FilePosition:
-    """The next row of a source of files.
-
-    Attributes:
-        epoch: from 0.
-        file: number of the first file of the window, in the epoch's order.
-        row: rows of the window that were handed out.
-        rows: rows of the epoch before the window.
-        seen: the same, those of other shards included.
-        counts: rows of each file of the window; empty where it was not read.
-    """
-
-    epoch: int = 0
-    file: int = 0
-    row: int = 0
-    rows: int = 0
-    seen: int = 0
-    counts: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Writes it as a dict that JSON can hold."""
-        return asdict(self) | {"counts": list(self.counts)}
-
-    @classmethod
-    def from_json(cls, saved: Any) -> FilePosition:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            DatasetError: it is something else.
-        """
-        fields = dict(saved) if isinstance(saved, Mapping) else {}
-        counts = fields.pop("counts", None)
-        numbers = [*fields.values(), *(counts if isinstance(counts, list | tuple) else [None])]
-        if set(fields) != set(asdict(cls())) - {"counts"} or any(as_int(number, least=0) is None for number in numbers):
-            raise DatasetError(f"this is no saved position in files: {saved!r}")
-        return cls(**fields, counts=tuple(counts))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileSource(Iterable[PyTree]):
     """Batches of the rows of files; see `from_files`, which builds one.
@@ -189,7 +151,7 @@ class FileSource(Iterable[PyTree]):
             parts["shard"] = f"{self.first}/{self.every}"
         return " ".join(f"{key}={value}" for key, value in parts.items())
 
-    def batches(self, start: FilePosition = FilePosition()) -> Iterator[tuple[PyTree, FilePosition]]:
+    def batches(self, start: FilePosition = BEGINNING) -> Iterator[tuple[PyTree, FilePosition]]:
         """Reads the batches from a position on; yields each with the position after it.
 
         Args:
@@ -264,9 +226,9 @@ class FileSource(Iterable[PyTree]):
                 check.check_alike(file)
                 check.check_memory(file, [*before, *held])
                 held.append(file)
-                seen += file.count
+                seen += file.num_rows
                 del file
-            _check_counts(held, counts)
+            check_counts(held, counts)
             window = FileWindow(held, None if self.shuffle_seed is None else (self.shuffle_seed, at.epoch, 1 + at.file))
             if self.workers == 1:
                 held.clear()
@@ -301,13 +263,3 @@ class FileSource(Iterable[PyTree]):
         start = (self.first - (seen if self.shuffle_seed is None else index)) % self.every
         kept = jax.tree.map(lambda leaf: leaf[start :: self.every], rows) if self.every > 1 else rows
         return LoadedFile(path, kept, count)
-
-
-def _check_counts(files: Sequence[LoadedFile], counts: tuple[int, ...]) -> None:
-    """Compares files that are read again with what they were when the position was saved."""
-    for file, count in zip(files, counts, strict=False):
-        if file.count != count:
-            raise DatasetError(
-                f"the saved position is in {file.path!r}, which had {count:,} rows then and has {file.count:,} now, so its "
-                "rows cannot be told apart. Put the file back, or start at step 0"
-            )

@@ -356,7 +356,10 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
         names = "\n".join(os.path.basename(os.fspath(path)) for path in source.paths)
         alike["the number of files"] = f"{len(source.paths):,}"
         alike["the hash of the files' names"] = hashlib.sha256(os.fsencode(names)).hexdigest()[:16]
-    elif isinstance(source, StatefulSource) or (random_access and autoshard == "data"):
+        alike |= fields(source.fingerprint)
+    elif not isinstance(source, FileSource) and (
+        isinstance(source, StatefulSource) or (random_access and autoshard == "data")
+    ):
         alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
     description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
     if random_access and autoshard == "off":

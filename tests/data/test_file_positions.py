@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jdist.data import from_files, shard
 from jdist.data.sources.file_position import FilePosition
 from jdist.errors import BatchError, DatasetError
+from tests.data.counting import feed, real_rows
+from tests.data.test_processes import Job, real
 
 
 class Files(dict):
@@ -34,6 +36,13 @@ class Files(dict):
 
 def values(batches):
     return [batch["x"].tolist() for batch in batches]
+
+
+def run(source, position=None):
+    """Yields the batches of a pass, each with the position behind it."""
+    batches = source.open(0, position)
+    for batch in batches:
+        yield batch, batches.state()
 
 
 def saved(position):
@@ -59,18 +68,18 @@ def make(of, workers=1, num_shards=1, index=0):
 
 
 @given(of=sources, stop=st.integers(0, 60), shards=st.sampled_from([(1, 0), (2, 0), (3, 2)]))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_resumed_anywhere_is_as_uninterrupted_and_reads_no_more_than_a_window_again(of, stop, shards):
     files, source = make(of, 1, *shards)
     try:
-        whole = list(source.batches())
+        whole = list(run(source))
     except DatasetError:
         assume(False)
     assume(stop < len(whole))
     _, position = whole[stop]
 
     again, resumed = make(of, 1, *shards)
-    rest = list(resumed.batches(saved(position)))
+    rest = list(run(resumed, saved(position)))
     assert values(batch for batch, _ in rest) == values(batch for batch, _ in whole[stop + 1 :])
     assert [at for _, at in rest] == [at for _, at in whole[stop + 1 :]]
     # What it reads is the end of what the uninterrupted run read, from the first file of the position's window on.
@@ -97,11 +106,11 @@ def test_every_row_comes_once_an_epoch_from_the_files_of_one_window_after_anothe
 @settings(deadline=None, max_examples=30)
 def test_several_workers_give_what_one_gives(of, workers, stop):
     assume(sum(of["sizes"]) > 0)
-    whole = list(make(of)[1].batches())
-    same = list(make(of, workers)[1].batches())
+    whole = list(run(make(of)[1]))
+    same = list(run(make(of, workers)[1]))
     assert values(batch for batch, _ in same) == values(batch for batch, _ in whole)
     _, position = same[min(stop, len(same) - 1)]
-    assert values(batch for batch, _ in make(of, workers)[1].batches(saved(position))) == values(
+    assert values(batch for batch, _ in run(make(of, workers)[1], saved(position))) == values(
         batch for batch, _ in whole[stop + 1 :]
     )
 
@@ -139,12 +148,12 @@ def test_the_order_is_the_one_of_saved_positions():
 
 def test_the_files_of_a_position_must_be_as_long_as_they_were():
     files = Files([4, 4])
-    batches = files.source(3).batches()
+    batches = run(files.source(3))
     next(batches)
     _, position = next(batches)
     files["f1"] = np.arange(3)
     with pytest.raises(DatasetError, match="the saved position is in 'f1', which had 4 rows then and has 3 now"):
-        list(files.source(3).batches(position))
+        list(run(files.source(3), position))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,105 @@ def test_the_files_of_a_position_must_be_as_long_as_they_were():
 def test_what_is_no_position_is_refused(broken):
     with pytest.raises(DatasetError, match="this is no saved position in files"):
         FilePosition.from_json(broken)
+
+
+# --- of a dataset, in one process and in several ---
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_dataset_goes_on_at_a_saved_row_in_every_pass(prefetch):
+    def dataset():
+        source = Files([3, 4, 0, 5]).source(4, shuffle_seed=1, shuffle_window=2, epochs=2)
+        return feed(source, num_replicas=1, prefetch=prefetch)
+
+    whole = dataset()
+    passes = [real_rows(whole) for _ in range(4)]
+    assert len({tuple(rows[start:][:12]) for rows in passes for start in (0, 12)}) == 8, "each epoch has its own order"
+    for number, rows in enumerate(passes[:3]):
+        first = dataset()
+        for _ in range(number):
+            list(first)
+        states = [first.state()] * bool(not number) + [first.state() for _ in first]
+        for state in states:
+            again = dataset()
+            again.restore(json.loads(json.dumps(state)))
+            assert again.position == state["step"]
+            left = real_rows(again)
+            assert left == rows[len(rows) - len(left) :]
+            assert len(left) == 4 * (6 - state["step"])
+            assert real_rows(again) == passes[number + 1]
+
+
+def test_a_position_of_other_files_or_another_order_is_refused_by_name():
+    saved = feed(Files([2, 2]).source(2, shuffle_seed=0)).state()
+    for source, message in (
+        (Files([2, 2]).source(2, shuffle_seed=1), "shuffle_seed was 0 and is 1"),
+        (Files([2, 2]).source(2, shuffle_seed=0, shuffle_window=1), "shuffle_window was 2 and is 1"),
+        (Files([2, 2]).source(2), "shuffle_seed was 0 and is None; shuffle_window was 2 and is not there"),
+        (Files([2, 2, 2]).source(2, shuffle_seed=0), "files was 2 and is 3; names was"),
+        (Files([2, 2]).source(3, shuffle_seed=0), "global_batch was 2 and is 3"),
+    ):
+        with pytest.raises(DatasetError, match=f"belongs to another dataset: .*{message}"):
+            feed(source).restore(saved)
+
+
+def test_a_run_may_be_prolonged_but_not_shortened():
+    dataset = feed(Files([2, 2]).source(2, epochs=2), prefetch=0)
+    *_, state = [dataset.state() for _ in itertools.islice(dataset, 4)]
+    longer = feed(Files([2, 2]).source(2, epochs=3), prefetch=0)
+    longer.restore(state)
+    assert real_rows(longer) == [0, 1, 2, 3]
+    shorter = feed(Files([2, 2]).source(2, epochs=1), prefetch=0)
+    shorter.restore(state)
+    with pytest.raises(DatasetError, match="is in epoch 2, but pass 0 of a source of 1 epochs goes from 0 to 1"):
+        list(shorter)
+
+
+@pytest.mark.parametrize("autoshard", ["data", "file", "off"])
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_processes_go_on_together_each_in_its_own_files(autoshard, stop):
+    def program(job, saved=None, stop=None):
+        def on(process):
+            files = Files([3, 4, 0, 5, 9])
+            if autoshard == "off":  # unequally many rows, too
+                files = Files([7, 4]) if process else Files([2, 3, 3])
+            dataset = job.dataset(process, files.source(4, shuffle_seed=1, shuffle_window=2), autoshard=autoshard)
+            if saved is not None:
+                dataset.restore(saved[process])
+            batches = iter(dataset)
+            rows = real(itertools.islice(batches, stop))
+            state = None if stop is None else json.loads(json.dumps(dataset.state()))
+            dataset.close()
+            return rows, state
+
+        return job.run(on)
+
+    whole = program(Job(2))
+    first = program(Job(2), stop=stop)
+    # As a checkpoint has it: what process 0 wrote is read by all.
+    rest = program(Job(2), saved=[first[0][1]] * 2)
+    assert [a + b for (a, _), (b, _) in zip(first, rest, strict=True)] == [rows for rows, _ in whole]
+    assert sum(len(rows) for rows, _ in first) > 0 or stop == 0
+
+
+def test_the_position_of_all_rows_fits_any_number_of_processes_and_one_of_own_files_as_many():
+    files = Files([4, 4, 4])
+    one = feed(files.source(6, shuffle_seed=1))
+    next(batches := iter(one))
+    state, rest = one.state(), real_rows(batches)
+
+    def on(job, autoshard):
+        def program(process):
+            dataset = job.dataset(process, Files([4, 4, 4]).source(6, shuffle_seed=1), autoshard=autoshard)
+            dataset.restore(state)
+            return real(dataset)
+
+        return job.run(program)
+
+    parts = on(Job(3), "data")
+    assert sorted(row for part in parts for rows in part for row in rows) == sorted(rest)
+    for refused in on(Job(3), "file"):
+        assert "one source, the same in all processes, and there are now 3 processes with a part" in str(refused)
 
 
 # --- several threads ---

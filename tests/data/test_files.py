@@ -127,9 +127,3 @@ def test_files_that_differ_in_more_than_their_rows_are_refused():
             BatchError, match=r"the rows of '[ab]' differ from those of '[ab]': .* was \w+64\[rows\] and is"
         ):
             list(from_files(rows, rows.__getitem__, global_batch=1, **options))
-
-
-def test_their_position_cannot_be_saved(tmp_path):
-    dataset = jdist.default().distribute_dataset(from_files(files(tmp_path, 2), np.load, global_batch=2))
-    with pytest.raises(DatasetError, match="the position in a FileSource cannot be saved"):
-        dataset.state()

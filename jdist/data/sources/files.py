@@ -17,6 +17,7 @@ from jdist.data.leaves import count_rows, join, to_numpy
 from jdist.data.sources.file_position import FilePosition
 from jdist.data.sources.file_window import FileCheck, FileWindow, LoadedFile, check_counts
 from jdist.data.sources.protocol import whole_number
+from jdist.data.sources.stateful import StatefulBatches, StatefulSource
 from jdist.data.workers import ordered_map
 from jdist.errors import DatasetError
 from jdist.support.tensorflow_names import without_tensorflow_keywords
@@ -24,7 +25,6 @@ from jdist.support.tensorflow_names import without_tensorflow_keywords
 PyTree = Any
 Path = str | os.PathLike[str]
 SHUFFLE_WINDOW = 4
-BEGINNING = FilePosition()
 
 
 @without_tensorflow_keywords
@@ -102,8 +102,10 @@ def from_files(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FileSource(Iterable[PyTree]):
+class FileSource(StatefulSource):
     """Batches of the rows of files; see `from_files`, which builds one.
+
+    Pass number n is epochs `n * epochs` to `(n + 1) * epochs - 1`, so each pass has orders of its own.
 
     Attributes:
         paths: the files.
@@ -127,8 +129,29 @@ class FileSource(Iterable[PyTree]):
     every: int = 1
     first: int = 0
 
-    def __iter__(self) -> Iterator[PyTree]:
-        return (batch for batch, _ in self.batches())
+    kind = "FileSource"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_endless", self.epochs is None)
+
+    def open(self, epoch: int, state: Any) -> FileBatches:
+        """See `StatefulSource.open`; here `epoch` is the number of the pass, and `state` a `FilePosition`."""
+        begin = 0 if self.epochs is None else epoch * self.epochs
+        end = None if self.epochs is None else begin + self.epochs
+        if state is None:
+            return FileBatches(self.batches(FilePosition(begin), end), FilePosition(begin))
+        if state.epoch < begin or (end is not None and state.epoch > end):
+            raise DatasetError(
+                f"the saved position is in epoch {state.epoch}, but pass {epoch} of a source of {self.epochs} epochs goes from "
+                f"{begin} to {end}. Give as many `epochs` as when it was saved, or in the first pass more"
+            )
+        return FileBatches(self.batches(state, end), state)
+
+    def to_plain(self, state: FilePosition) -> dict[str, Any]:
+        return state.to_json()
+
+    def from_plain(self, value: Any) -> FilePosition:
+        return FilePosition.from_json(value)
 
     @property
     def window(self) -> int:
@@ -151,11 +174,12 @@ class FileSource(Iterable[PyTree]):
             parts["shard"] = f"{self.first}/{self.every}"
         return " ".join(f"{key}={value}" for key, value in parts.items())
 
-    def batches(self, start: FilePosition = BEGINNING) -> Iterator[tuple[PyTree, FilePosition]]:
-        """Reads the batches from a position on; yields each with the position after it.
+    def batches(self, start: FilePosition, end: int | None) -> Iterator[tuple[PyTree, FilePosition]]:
+        """Reads the batches from a position on; yields each with the position behind it.
 
         Args:
-            start: what came with a batch; the first row of all by default.
+            start: the next row.
+            end: the epoch before which to end; None: never.
 
         Raises:
             DatasetError: an epoch has no rows, or a file of the position has not as many as then.
@@ -163,13 +187,10 @@ class FileSource(Iterable[PyTree]):
             Exception: what `read` raises, with a note that names the file, and after which row its rows would come.
         """
         ahead = -(-self.window // self.workers)
-        loaded = ordered_map(self._read, lambda: self._indices(start), workers=self.workers, ahead=ahead)
+        loaded = ordered_map(self._read, lambda: self._indices(start, end), workers=self.workers, ahead=ahead)
         check = FileCheck()
-        for epoch in self._epochs(start.epoch):
+        for epoch in _epochs(start.epoch, end):
             yield from self._epoch(start if epoch == start.epoch else FilePosition(epoch=epoch), loaded, check)
-
-    def _epochs(self, first: int) -> Iterable[int]:
-        return itertools.count(first) if self.epochs is None else range(first, self.epochs)
 
     def _order(self, epoch: int) -> np.ndarray:
         """Draws the order of an epoch's files, as numbers of `paths`."""
@@ -178,9 +199,9 @@ class FileSource(Iterable[PyTree]):
         bits = np.random.PCG64(np.random.SeedSequence([self.shuffle_seed, epoch]))
         return np.random.Generator(bits).permutation(len(self.paths))
 
-    def _indices(self, start: FilePosition) -> Iterator[int]:
+    def _indices(self, start: FilePosition, end: int | None) -> Iterator[int]:
         """Lists the files in the order in which they are read, over all epochs."""
-        for epoch in self._epochs(start.epoch):
+        for epoch in _epochs(start.epoch, end):
             yield from self._order(epoch)[start.file if epoch == start.epoch else 0 :].tolist()
 
     def _read(self, index: int) -> PyTree:
@@ -263,3 +284,22 @@ class FileSource(Iterable[PyTree]):
         start = (self.first - (seen if self.shuffle_seed is None else index)) % self.every
         kept = jax.tree.map(lambda leaf: leaf[start :: self.every], rows) if self.every > 1 else rows
         return LoadedFile(path, kept, count)
+
+
+def _epochs(first: int, end: int | None) -> Iterable[int]:
+    return itertools.count(first) if end is None else range(first, end)
+
+
+class FileBatches(StatefulBatches):
+    """One pass over a `FileSource`, and the position in it."""
+
+    def __init__(self, batches: Iterator[tuple[PyTree, FilePosition]], position: FilePosition):
+        self._batches = batches
+        self._position = position
+
+    def __next__(self) -> PyTree:
+        batch, self._position = next(self._batches)
+        return batch
+
+    def state(self) -> FilePosition:
+        return self._position

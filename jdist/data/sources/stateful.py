@@ -33,14 +33,14 @@ class StatefulSource(Iterable[PyTree], abc.ABC):
         num_steps: batches of a pass; None: not known.
         is_endless: whether it is known that a pass does not end.
         own_part: `(index, count)` where the library gives this process only its part of the data; None: all of it.
-        how_to_share: what makes the library give each process its own part, as code.
+        how_to_share: what makes the library give each process its own part, as code; None: jdist shares it.
     """
 
     kind: str
     num_steps: int | None = None
     is_endless: bool = False
     own_part: tuple[int, int] | None = None
-    how_to_share: str
+    how_to_share: str | None = None
 
     @abc.abstractmethod
     def open(self, epoch: int, state: Any) -> StatefulBatches:
@@ -105,7 +105,8 @@ def describe_place(source: StatefulSource, place: Place) -> dict[str, Any]:
     """Describes what is this process's own of a place, in values that JSON can hold."""
     state = place.position.state
     plain = None if state is None else source.to_plain(state)
-    return {"state": plain, "full_batch": place.full, "ended": place.position.ended}
+    position = place.position
+    return {"state": plain, "full_batch": place.full, "ended": position.ended, "fingerprint": source.fingerprint}
 
 
 def write_place(source: StatefulSource, place: Place, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -132,7 +133,6 @@ def read_place(source: StatefulSource, saved: Mapping[str, Any], *, index: int, 
         DatasetError: it is no such dict, or was saved of other data or by another number of processes.
     """
     check_saved(saved)
-    check_fingerprint(saved["fingerprint"], source.fingerprint)
     sources = saved.get("sources")
     if not isinstance(sources, Sequence):
         raise DatasetError(
@@ -145,6 +145,7 @@ def read_place(source: StatefulSource, saved: Mapping[str, Any], *, index: int, 
             "(`jdist.data.from_rows(...)`, a grain MapDataset), whose position fits any number of them"
         )
     own = sources[index]
+    check_fingerprint(own["fingerprint"], source.fingerprint)  # of the files of this process
     state = own["state"]
     return Place(
         epoch=whole_number(saved.get("epoch", 0), name="epoch", least=0),

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.data import distributed_dataset, from_arrays, from_files
+from jdist.data import from_arrays, from_files
 from jdist.data.batch_axis import TurnedSource
 from jdist.data.prefetch import THREAD_NAME
-from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, ClusterError, DatasetError, PeerFailedError
-from tests.cluster.processes_in_one import run
 from tests.data.job import Job
 
 

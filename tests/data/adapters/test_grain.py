@@ -62,7 +62,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_is_exact(kind):
-    first, *_ = check_position(KINDS[kind], stops=(0, 1, 3, 4 if kind != "IterDataset" else 3))
+    slow = kind in ("windows", "MapDataset repeated")
+    first, *_ = check_position(KINDS[kind], stops=(2,) if slow else (0, 1, 4), passes=2)
     if kind != "iterator":
         assert first == [batch["y"].tolist() for batch in KINDS[kind]()], "as Grain itself gives them"
 
@@ -114,7 +115,9 @@ def test_each_process_reads_its_own_rows_alone():
 
 
 def test_a_process_that_has_to_read_whole_batches_is_told_how_to_read_less():
-    with pytest.warns(UserWarning, match=r"each of the 2 processes reads all batches of the grain MapDataset.*batch it last"):
+    with pytest.warns(
+        UserWarning, match=r"each of the 2 processes reads all batches of the grain MapDataset.*batch it last"
+    ):
         (zero, one) = Job(2).batches(elements().batch(6).map(lambda batch: batch), autoshard="auto")
     assert [sum(pair, []) for pair in zip(*(real(part) for part in (zero, one)), strict=True)] == rows(
         fed(elements().batch(6))
@@ -176,7 +179,9 @@ def test_a_part_that_is_not_the_process_s_own_is_refused():
 
 def test_a_position_of_parts_fits_as_many_processes():
     (_, saved), _ = parts(Job(2), 1)
-    with pytest.raises(DatasetError, match="is that of 2 processes with a part of the data each, and there are now one"):
+    with pytest.raises(
+        DatasetError, match="is that of 2 processes with a part of the data each, and there are now one"
+    ):
         fed(loader(Counted(20))).restore(saved)
 
 
@@ -184,7 +189,9 @@ def test_a_position_of_parts_fits_as_many_processes():
 
 
 def test_rows_are_refused_with_what_to_do():
-    with pytest.raises(DatasetError, match=r"elements of a grain MapDataset are taken as batches.*single number at \['y'\]"):
+    with pytest.raises(
+        DatasetError, match=r"elements of a grain MapDataset are taken as batches.*single number at \['y'\]"
+    ):
         fed(elements())
     with pytest.raises(DatasetError, match=r"elements of a grain IterDataset are taken as batches"):
         rows(fed(elements().to_iter_dataset()))
@@ -234,6 +241,7 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
     assert caught.value.__notes__[0].endswith(f"record 7 of the ArrayRecordDataSource: record 3 of {paths[1]!r}")
 
 
+@pytest.mark.full  # starts a process; that a library's error comes with its traceback is tested above
 def test_an_error_in_a_worker_process_has_its_traceback():
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=1)
     dataset = fed(elements().map(broken).batch(6).to_iter_dataset().mp_prefetch(options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jdist.data import batching
@@ -16,7 +16,14 @@ from jdist.data.process_shard import WHOLE, NumberedPart, ProcessShard
 from jdist.data.progress import Progress
 from jdist.data.readers import GlobalReader, LocalReader, make_reader
 from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import RandomAccessSource, check_source, resumable, whole_number, write_state
+from jdist.data.sources.protocol import (
+    RandomAccessSource,
+    check_source,
+    num_batches,
+    resumable,
+    whole_number,
+    write_state,
+)
 from jdist.data.sources.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
 from jdist.data.sources.rows import RowSource
 from jdist.data.sources.shards import Policy
@@ -79,14 +86,7 @@ class DistributedDataset:
             # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
             is_known = not drops or (reads_global and isinstance(self._source, ArraySource | RowSource))
             return self._reader.resumable.num_steps if is_known else None
-        if self._reader.stateful is not None:
-            return None if drops else self.num_steps
-        if drops or not (reads_global and isinstance(self._source, Sized)):
-            return None
-        try:
-            return len(self._source)
-        except TypeError:  # a loader or a `tf.data.Dataset` that does not know it
-            return None
+        return num_batches(self._source) if reads_global and not drops else None
 
     def __len__(self) -> int:
         """Counts the global batches of a whole pass; with `steps_per_call` above 1, the stacks of them.
@@ -281,7 +281,7 @@ class DistributedDataset:
 
     def _parts(self) -> Iterator[NumberedPart | None]:
         self._stop = StopRequest()
-        return self._reader.parts(self._progress.place, self._stop)
+        return self._reader.parts(self._progress.place, self._stop, ahead=self._options.prefetch > 0)
 
     @property
     def _kind(self) -> str:

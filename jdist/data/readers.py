@@ -75,13 +75,14 @@ class GlobalReader:
         """Reads parts of a random-access source from the beginning, without asking other processes."""
         return self._by_number(0, workers=1)
 
-    def parts(self, start: Place, stop: StopRequest) -> Iterator[NumberedPart | None]:
+    def parts(self, start: Place, stop: StopRequest, *, ahead: bool = True) -> Iterator[NumberedPart | None]:
         """Reads this process's parts of the batches from a place on, with the position after each.
 
-        None is yielded where `stop` ends a wait for the other processes. A plain iterable starts at 0.
+        None is yielded where `stop` ends a wait for the other processes. A plain iterable starts at 0. `ahead`: whether the
+        source's own threads may read batches that nobody has asked for yet.
         """
         if isinstance(self.source, RandomAccessSource):  # the same on all processes
-            return self._by_number(start.position.step, workers=getattr(self.source, "workers", 1))
+            return self._by_number(start.position.step, workers=getattr(self.source, "workers", 1) if ahead else 1)
         self._full = start.full
         opened = Pass(self.source, start)
         batches = map(to_numpy, opened)
@@ -165,7 +166,7 @@ class LocalReader:
             batch = to_numpy(self.source.batch_at(number))
             yield Position(number + 1), LocalRows(batch, (count_rows(batch),), self.full or ())
 
-    def parts(self, start: Place, stop: StopRequest) -> Iterator[NumberedPart | None]:
+    def parts(self, start: Place, stop: StopRequest, *, ahead: bool = True) -> Iterator[NumberedPart | None]:
         """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
         opened = Pass(self.source, start)
         batches = opened if start.position.step else _from_first_rows(opened)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -108,6 +108,16 @@ def check_source(source: Any) -> None:
             f"a {type(source).__name__} is not a source of batches; pass `jdist.data.from_arrays(...)`, or "
             "any iterable whose elements are numpy pytrees, one global batch each"
         )
+
+
+def num_batches(source: Any) -> int | None:
+    """Counts the batches of a pass over a source, by its `num_steps` or `len()`; None: not known, or without end."""
+    if isinstance(source, RandomAccessSource) or not isinstance(source, Sized):
+        return getattr(source, "num_steps", None)
+    try:
+        return len(source)
+    except TypeError:  # a loader or a `tf.data.Dataset` that does not know it
+        return None
 
 
 def refuse_a_row(element: PyTree, source: Any) -> None:

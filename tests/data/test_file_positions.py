@@ -13,7 +13,7 @@ from jdist.data import from_files, shard
 from jdist.data.sources.file_position import FilePosition
 from jdist.errors import BatchError, DatasetError
 from tests.data.counting import feed, real_rows
-from tests.data.test_processes import Job, real
+from tests.data.job import Job
 
 
 class Files(dict):
@@ -229,7 +229,7 @@ def test_processes_go_on_together_each_in_its_own_files(autoshard, stop):
             if saved is not None:
                 dataset.restore(saved[process])
             batches = iter(dataset)
-            rows = real(itertools.islice(batches, stop))
+            rows = [real_rows([batch]) for batch in itertools.islice(batches, stop)]
             state = None if stop is None else json.loads(json.dumps(dataset.state()))
             dataset.close()
             return rows, state
@@ -254,7 +254,7 @@ def test_the_position_of_all_rows_fits_any_number_of_processes_and_one_of_own_fi
         def program(process):
             dataset = job.dataset(process, Files([4, 4, 4]).source(6, shuffle_seed=1), autoshard=autoshard)
             dataset.restore(state)
-            return real(dataset)
+            return [real_rows([batch]) for batch in dataset]
 
         return job.run(program)
 
@@ -297,6 +297,26 @@ def test_what_raises_in_a_thread_has_its_traceback_and_names_file_and_row(option
     else:
         assert note == "while reading 'f2': file 3 of 4 of epoch 0, behind 4 rows of it"
         assert values(seen) == [[0, 1], [2, 3]]  # those before it came
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("harm", ["vanishes", "is cut off", "is empty"])
+def test_a_file_that_is_damaged_while_others_are_read_is_named_with_its_row(tmp_path, harm, workers):
+    for number in range(5):
+        np.save(tmp_path / f"{number}.npy", np.arange(3) + 3 * number)
+    last = tmp_path / "4.npy"
+    source = from_files(sorted(tmp_path.iterdir()), np.load, global_batch=3, workers=workers)
+    batches = iter(source)
+    assert next(batches).tolist() == [0, 1, 2]
+    content = last.read_bytes()
+    last.unlink()
+    if harm != "vanishes":
+        last.write_bytes(content[:-1] if harm == "is cut off" else b"")
+    seen = []
+    with pytest.raises((FileNotFoundError, ValueError, EOFError)) as raised:
+        seen.extend(batch.tolist() for batch in batches)
+    assert raised.value.__notes__ == [f"while reading {str(last)!r}: file 5 of 5 of epoch 0, behind 12 rows of it"]
+    assert seen == [[3, 4, 5], [6, 7, 8], [9, 10, 11]], "nothing before it is lost"
 
 
 @pytest.mark.parametrize("workers", [1, 2])

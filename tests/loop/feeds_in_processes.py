@@ -58,6 +58,13 @@ def data(process: int) -> Any:
                 operations=[grain.transforms.Batch(batch)],
                 shard_options=options,
             )
+    if kind == "files":  # of which two processes share the files
+        sizes = {"0": 8, "8": 8, "16": 7, "23": 7, "30": 7, "37": 7}
+
+        def read(path: str) -> dict[str, Any]:
+            return {"x": np.stack([row(int(path) + i)["x"] for i in range(sizes[path])])}
+
+        return jdist.data.from_files(sizes, read, global_batch=8, shuffle_seed=5, shuffle_window=2, workers=2)
     if kind == "huggingface":
         import datasets
 
@@ -93,7 +100,7 @@ def main() -> None:
             strategy.init(lambda: np.arange(4, dtype=np.float32)),
             data(strategy.cluster.process_index),
             strategy=strategy,
-            **({"epochs": 3} if kind in ("grain_map", "huggingface", "torch") else {}),
+            **({"epochs": 3} if kind in ("files", "grain_map", "huggingface", "torch") else {}),
             progress=False,
             log_to=None,
             log_every=1,

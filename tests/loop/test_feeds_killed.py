@@ -16,10 +16,10 @@ from tests.children import without_devices
 
 pytestmark = pytest.mark.xdist_group("processes")
 PROGRAM = Path(__file__).with_name("feeds_in_processes.py")
-NEEDS = {"huggingface": "datasets", "torch": "torchdata", "grain": "grain"}
+NEEDS = {"huggingface": "datasets", "torch": "torchdata", "grain": "grain", "files": "numpy"}
 CASES = [
     (kind, processes)
-    for kind in ("grain_map", "grain_iter", "grain_part", "huggingface", "torch")
+    for kind in ("files", "grain_map", "grain_iter", "grain_part", "huggingface", "torch")
     for processes in (1, 2)
 ]
 

@@ -322,7 +322,7 @@ def _policy(source: Source, share: ProcessShard, autoshard: Policy) -> Policy:
 
 def _say_what_is_read(source: Source, share: ProcessShard) -> None:
     """Tells once that each process reads the data of all, where another library could give it its own."""
-    how = getattr(source, "how_to_share", None)
+    how = getattr(source, "how_to_share", "") or None
     if isinstance(source, BatchSource):
         how = "batch it last, after all that is done to rows, and without a `batch_fn`: then a process reads its rows alone"
     elif how is not None:

@@ -33,14 +33,14 @@ class StatefulSource(Iterable[PyTree], abc.ABC):
         num_steps: batches of a pass; None: not known.
         is_endless: whether it is known that a pass does not end.
         own_part: `(index, count)` where the library gives this process only its part of the data; None: all of it.
-        how_to_share: what makes the library give each process its own part, as code; None: jdist shares it.
+        how_to_share: what makes the library give each process its own part, as code; "": jdist shares it.
     """
 
     kind: str
     num_steps: int | None = None
     is_endless: bool = False
     own_part: tuple[int, int] | None = None
-    how_to_share: str | None = None
+    how_to_share: str = ""
 
     @abc.abstractmethod
     def open(self, epoch: int, state: Any) -> StatefulBatches:

@@ -108,6 +108,7 @@ bench: setup
 	$(BIN)/python benchmarks/replica_check.py
 	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/input.py
+	$(BIN)/python benchmarks/readers.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/sharded.py
 	$(BIN)/python benchmarks/central_storage.py

@@ -7,6 +7,7 @@ several processes together.
 May import: cluster, support, errors.
 """
 
+from jdist.data.adapters.from_rows import from_rows
 from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.sources.arrays import ArraySource, from_arrays
 from jdist.data.sources.files import FileSource, from_files
@@ -21,5 +22,6 @@ __all__ = [
     "distributed_dataset",
     "from_arrays",
     "from_files",
+    "from_rows",
     "shard",
 ]

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.data.adapters.recognize import adapted
 from jdist.data.batching import Masked
 from jdist.data.leaves import MASK, to_numpy
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, Restartable, check_source
+from jdist.data.sources.rows import RowSource
+from jdist.data.sources.stateful import StatefulBatches, StatefulSource
 from jdist.errors import BatchError, DatasetError
 from jdist.support.checks import as_int
 
@@ -179,6 +182,44 @@ class TurnedSource:
         return self.turn(self.source.batch_at(step))
 
 
+class TurnedStates(StatefulSource):
+    """A source with states each of whose batches goes through `turn`."""
+
+    def __init__(self, source: StatefulSource, turn: Callable[[PyTree], PyTree]):
+        self._source = source
+        self._turn = turn
+        self.kind, self.num_steps, self.is_endless = source.kind, source.num_steps, source.is_endless
+        self.own_part, self.how_to_share = source.own_part, source.how_to_share
+
+    def open(self, epoch: int, state: Any) -> StatefulBatches:
+        return _TurnedBatches(self._source.open(epoch, state), self._turn)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._source.fingerprint
+
+    def to_plain(self, state: Any) -> Any:
+        return self._source.to_plain(state)
+
+    def from_plain(self, value: Any) -> Any:
+        return self._source.from_plain(value)
+
+
+class _TurnedBatches(StatefulBatches):
+    def __init__(self, batches: StatefulBatches, turn: Callable[[PyTree], PyTree]):
+        self._batches = batches
+        self._turn = turn
+
+    def __next__(self) -> PyTree:
+        return self._turn(next(self._batches))
+
+    def state(self) -> Any:
+        return self._batches.state()
+
+    def state_at_end(self) -> Any:
+        return self._batches.state_at_end()
+
+
 def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTree, PyTree]:
     """Moves the rows of a batch, which a turned source has first, to where the step has them.
 
@@ -205,8 +246,9 @@ def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
     """
     if is_first(batch_axis):
         return source
+    source = adapted(source)
     check_source(source)
-    if isinstance(source, ArraySource | FileSource):
+    if isinstance(source, ArraySource | FileSource | RowSource):
         raise DatasetError(
             f"`batch_axis` is {batch_axis!r}, but {source!r} takes rows from the first axis of its arrays. Leave `batch_axis` "
             "out and swap the axes in the step, or pass an iterable of batches"
@@ -218,4 +260,6 @@ def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
 
     if isinstance(source, RandomAccessSource):
         return TurnedSource(source, turn)
+    if isinstance(source, StatefulSource):
+        return TurnedStates(source, turn)
     return map(turn, source) if isinstance(source, Iterator) else Restartable(lambda: map(turn, source))

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jdist.data import batching
+from jdist.data.adapters.recognize import adapted
 from jdist.data.batching import PARTIALS, BatchLayout, DatasetOptions, Partial, check_divisible
 from jdist.data.lockstep import Peers
 from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
 from jdist.data.prefetch import Prefetcher, PushBack, StopRequest
 from jdist.data.process_shard import WHOLE, NumberedPart, ProcessShard
+from jdist.data.progress import Progress
 from jdist.data.readers import GlobalReader, LocalReader, make_reader
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import (
     RandomAccessSource,
-    Resumable,
     check_source,
-    read_state,
+    num_batches,
     resumable,
     whole_number,
     write_state,
 )
 from jdist.data.sources.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
+from jdist.data.sources.rows import RowSource
 from jdist.data.sources.shards import Policy
 from jdist.errors import DatasetError
 from jdist.support.html import table
@@ -49,8 +51,7 @@ class DistributedDataset:
         self._reader = reader
         self._source = reader.source
         self._options = options
-        self._position = 0
-        self._finished = False
+        self._progress = Progress(reader)
         self._skip = self._skipped = 0  # leading batches that the next pass and this one leave out
         self._layout: BatchLayout | None = None
         self._stop = StopRequest()  # of the pass that was opened last
@@ -61,18 +62,21 @@ class DistributedDataset:
 
     @property
     def num_steps(self) -> int | None:
-        """Batches of one pass; None: without end, or a plain iterable."""
-        return None if self._reader.resumable is None else self._reader.resumable.num_steps
+        """Batches of one pass; None: without end, or not known."""
+        known = self._reader.resumable or (self._reader.stateful if isinstance(self._reader, GlobalReader) else None)
+        return None if known is None else known.num_steps
 
     @property
     def is_endless(self) -> bool:
         """Whether it is known that a pass does not end."""
-        return self.is_resumable and self.num_steps is None
+        if self._reader.stateful is not None:
+            return self._reader.stateful.is_endless
+        return self._reader.resumable is not None and self.num_steps is None
 
     @property
     def is_resumable(self) -> bool:
         """Whether `state` and `restore` work: not of a plain iterable."""
-        return self._reader.resumable is not None
+        return self._reader.resumable is not None or self._reader.stateful is not None
 
     @property
     def steps_per_pass(self) -> int | None:
@@ -80,14 +84,9 @@ class DistributedDataset:
         reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
         if self._reader.resumable is not None:
             # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
-            is_known = not drops or (reads_global and isinstance(self._source, ArraySource))
+            is_known = not drops or (reads_global and isinstance(self._source, ArraySource | RowSource))
             return self._reader.resumable.num_steps if is_known else None
-        if drops or not (reads_global and isinstance(self._source, Sized)):
-            return None
-        try:
-            return len(self._source)
-        except TypeError:  # a loader or a `tf.data.Dataset` that does not know it
-            return None
+        return num_batches(self._source) if reads_global and not drops else None
 
     def __len__(self) -> int:
         """Counts the global batches of a whole pass; with `steps_per_call` above 1, the stacks of them.
@@ -106,7 +105,7 @@ class DistributedDataset:
             drops = ', of which partial="drop" leaves out those that are short' if is_dropping else ""
             why = "is without end" if self.is_endless else "does not tell how many batches it has"
             raise TypeError(
-                f"this dataset has no len(): its source, a {type(self._source).__name__}, {why}{drops}. Count in steps, as "
+                f"this dataset has no len(): its source, a {self._kind}, {why}{drops}. Count in steps, as "
                 "`jdist.fit(..., steps_per_epoch=...)` does, or give a source with `num_steps` or `len()`."
             )
         return -(-steps // self._options.steps_per_call)
@@ -117,13 +116,13 @@ class DistributedDataset:
     @property
     def global_batch(self) -> int | None:
         """Rows of a full batch as the sources give it; None: a plain iterable, not read from yet."""
-        known = self._reader.resumable or self._layout
+        known = self._layout or self._reader.resumable
         return None if known is None else known.global_batch
 
     @property
     def position(self) -> int:
         """Steps that the consumer has received in this pass; prefetched ones do not count."""
-        return self._position
+        return self._progress.step
 
     @property
     @without_own_frames
@@ -137,7 +136,7 @@ class DistributedDataset:
             if self._reader.resumable is not None:
                 self._learn(self._reader.peek(), start=0)
             else:
-                self._peeked = self._learn(self._parts(0), start=0)
+                self._peeked = self._learn(self._parts(), start=self.position)
         assert self._layout is not None
         spec = batching.element_spec(self._layout)
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
@@ -145,10 +144,12 @@ class DistributedDataset:
     def state(self) -> dict[str, Any]:
         """Saves the position as a dict that JSON can hold: the steps that the consumer has received, and of which data.
 
+        Where each process has a source of its own that has states, such as a loader's, all have to ask.
+
         Raises:
-            DatasetError: the source is a plain iterable.
+            DatasetError: the source is a plain iterable, or its state cannot be saved.
         """
-        return write_state(self._resumable(), self._position)
+        return self._progress.write(None if self._layout is None else self._layout.full)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved position; costs the same at every step. Ends an iteration that is under way.
@@ -159,24 +160,27 @@ class DistributedDataset:
         Raises:
             DatasetError: the source is a plain iterable, or the position belongs to another one.
         """
-        position = read_state(self._resumable(), state)
+        self._progress.read(state)
         self._end_active("the dataset was restored to another position")
-        self._position, self._finished = position, False
+        self._peeked = None
 
     def go_to(self, step: int) -> None:
         """Goes to a step of the pass, from 0; as `restore`.
 
         Raises:
-            DatasetError: the source is a plain iterable.
+            DatasetError: the source does not make batches by their numbers.
         """
-        self.restore(write_state(self._resumable(), step))
+        self.restore(write_state(self._reader.resumable or resumable(self._source), step))
 
     def rewind(self) -> None:
         """Goes to the beginning: the next loop gets every row; of an iterator, the rest."""
-        if self._reader.resumable is not None and self._position:
+        if self._reader.resumable is not None and self.position:
             self.go_to(0)
-        elif self._finished:
-            self._position, self._finished = 0, False
+        elif self._reader.stateful is not None and (self.position or self._progress.finished):
+            self._end_active("the dataset was rewound")
+            self._progress.rewind()
+        elif self._progress.finished:
+            self._progress.to_begin()
 
     def skip(self, count: int) -> None:
         """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`."""
@@ -191,11 +195,10 @@ class DistributedDataset:
         self._end_active("another `iter` of the same dataset has started")
         if self._prefetcher is not None:
             raise DatasetError(
-                f"the {type(self._source).__name__} still works on the batch that the last loop waited for; it can only go "
+                f"the {self._kind} still works on the batch that the last loop waited for; it can only go "
                 "on where that ends. Iterate again once it has returned"
             )
-        if self._finished:
-            self._position, self._finished = 0, False
+        self._progress.next_pass()
         batches = self._open()
         if self._options.prefetch:
             is_stream, depth = batches is self._stream, self._options.prefetch
@@ -203,7 +206,7 @@ class DistributedDataset:
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
             hand_over=None if self._options.prefetch_to_device else self._options.place,
-            handed=self._handed,
+            handed=self._progress.handed,
             came_to_end=self._came_to_end,
             close=self.close,
         )
@@ -214,13 +217,13 @@ class DistributedDataset:
         count, rows = self._options.num_replicas, self._padded_rows()
         replicas = "1 replica" if count == 1 else f"{count:,} replicas"
         if self.global_batch is None or rows is None:
-            return f"DistributedDataset({replicas}, global batch known after the first batch, plain iterable)"
+            return f"DistributedDataset({replicas}, global batch known after the first batch, {self._kind_of_source})"
         padded = f" padded to {rows:,}" if rows != self.global_batch else ""
-        steps = self._steps_text("plain iterable", " steps")
+        steps = self._steps_text(self._kind_of_source, " steps")
         calls = f", {self._options.steps_per_call} steps a call" if self._options.steps_per_call > 1 else ""
         return (
             f"DistributedDataset(global batch {self.global_batch:,}{padded} = {replicas} x "
-            f"{rows // count:,}, {steps}{calls}, at step {self._position:,})"
+            f"{rows // count:,}, {steps}{calls}, at step {self.position:,})"
         )
 
     def _repr_html_(self) -> str:
@@ -232,7 +235,7 @@ class DistributedDataset:
         rows = [
             ("replicas", f"{count:,}"),
             ("global batch", batch),
-            ("steps of a pass", self._steps_text("not known: a plain iterable")),
+            ("steps of a pass", self._steps_text(f"not known: a {self._kind_of_source}")),
             ("at step", f"{self.position:,}"),
             ("steps a call", calls),
         ]
@@ -244,28 +247,30 @@ class DistributedDataset:
         return None if full is None else batching.padded_rows(full, num_replicas=self._options.num_replicas)
 
     def _steps_text(self, of_iterable: str, unit: str = "") -> str:
-        if self._reader.resumable is None:
+        if self.num_steps is None and not self.is_endless:
             return of_iterable
         return "endless" if self.num_steps is None else f"{self.num_steps:,}{unit}"
 
     def _open(self) -> Iterator[Numbered | None]:
         """Opens the prepared batches from the position on."""
-        start = self._position
+        start = self.position
         if self._reader.resumable is not None:
-            numbered = self._parts(start)
+            numbered = self._parts()
         elif self._stream is not None and not self._stream.ended:
             self._stop.asked, self._skipped = False, 0
             return self._stream
         else:
-            start = 0
-            numbered, self._peeked = self._peeked or self._parts(0), None
+            if self._reader.stateful is None:
+                start = 0
+                self._progress.to_begin()
+            numbered, self._peeked = self._peeked or self._parts(), None
         if self._layout is None:
             numbered = self._learn(numbered, start=start)
-        if self._reader.resumable is None:
-            self._position = self._skipped = self._skip
-            self._skip = 0
+        if not self.is_resumable:
+            self._progress.to_begin(self._skip)
+            self._skipped, self._skip = self._skip, 0
             if self._skipped:
-                numbered = skip_batches(numbered, self._skipped, type(self._source).__name__)
+                numbered = skip_batches(numbered, self._skipped, self._kind)
         if self._layout is None:  # resumed at the end: there was no batch to learn it from
             return iter(())
         prepared = prepare(numbered, self._layout)
@@ -274,12 +279,17 @@ class DistributedDataset:
         self._stream = PushBack(prepared)
         return self._stream
 
-    def _parts(self, start: int) -> Iterator[NumberedPart | None]:
+    def _parts(self) -> Iterator[NumberedPart | None]:
         self._stop = StopRequest()
-        return self._reader.parts(start, self._stop)
+        return self._reader.parts(self._progress.place, self._stop, ahead=self._options.prefetch > 0)
 
-    def _resumable(self) -> Resumable:
-        return self._reader.resumable or resumable(self._source)
+    @property
+    def _kind(self) -> str:
+        return getattr(self._source, "kind", type(self._source).__name__)
+
+    @property
+    def _kind_of_source(self) -> str:
+        return "plain iterable" if self._reader.stateful is None else self._kind
 
     def _learn(self, numbered: Iterator[NumberedPart | None], *, start: int) -> Iterator[NumberedPart | None]:
         """Learns the layout from the first batch; returns the batches with that one still in front."""
@@ -290,7 +300,7 @@ class DistributedDataset:
         if start > 0:
             return iter(())
         raise DatasetError(
-            f"the dataset is empty: the {type(self._source).__name__} gave no batch with rows; check its "
+            f"the dataset is empty: the {self._kind} gave no batch with rows; check its "
             "files and filters, and if it is a generator or an iterator, that nothing has used it up before"
         )
 
@@ -308,11 +318,8 @@ class DistributedDataset:
             self._stream.push_back(*self._prefetcher.unused())
             self._prefetcher = None
 
-    def _handed(self, position: int) -> None:
-        self._position = position
-
     def _came_to_end(self, count: int) -> None:
-        self._finished = True
+        self._progress.finished = True
         if count or self._skipped:
             return
         if isinstance(self._source, Iterator):
@@ -321,9 +328,9 @@ class DistributedDataset:
                 "iterator cannot start again. Pass something that gives a new iterator each time (a list, a loader, an object "
                 "with `__iter__`), or `jdist.data.from_arrays(..., epochs=...)`"
             )
-        if self._position == 0:
+        if self.position == 0:
             raise DatasetError(
-                f"this pass over the {type(self._source).__name__} gave no batch: it yields nothing (any more), or "
+                f"this pass over the {self._kind} gave no batch: it yields nothing (any more), or "
                 f"partial={self._options.partial!r} left out every batch as short of {self.global_batch} rows"
             )
 
@@ -382,9 +389,10 @@ def distributed_dataset(
     whole_number(num_replicas, name="num_replicas", least=1)
     whole_number(steps_per_call, name="steps_per_call", least=1)
     whole_number(prefetch, name="prefetch", least=0)
+    source = adapted(source)
     check_source(source)
     reader = make_reader(source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers)
-    if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
+    if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource | RowSource):
         # So that its steps count, and number, the batches that are left.
         reader = GlobalReader(reader.source.without_short(), share, num_replicas)
     options = DatasetOptions(
@@ -397,7 +405,10 @@ def distributed_dataset(
         prefetch=prefetch,
         prefetch_to_device=prefetch_to_device,
         share=share,
-        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
+        copy=not (
+            isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches)
+            or getattr(source, "is_fresh", False)
+        ),
     )
     if reader.resumable is not None and reader.full is not None:
         check_divisible(reader.full, options)

@@ -124,6 +124,17 @@ def leaves_by_path(batch: PyTree) -> dict[str, str]:
     return {leaf.path: str(leaf) for leaf in tree_spec(batch).leaves}
 
 
+def differences(first: TreeSpec, now: TreeSpec) -> str:
+    """Names the leaves in which a tree differs from the first one; of equal trees nothing."""
+    before, after = ({leaf.path: leaf for leaf in spec.leaves} for spec in (first, now))
+    changes = [f"{path} is missing" for path in before if path not in after]
+    changes += [f"{path} is new" for path in after if path not in before]
+    changes += [f"{path} was {x} and is {after[path]}" for path, x in before.items() if after.get(path, x) != x]
+    if not changes and first != now:
+        changes.append(f"its tree was {first.structure} and is {now.structure}")
+    return "; ".join(sorted(changes))
+
+
 def check_same(first: TreeSpec, now: TreeSpec) -> None:
     """Refuses a batch that does not look like the first one.
 
@@ -132,14 +143,8 @@ def check_same(first: TreeSpec, now: TreeSpec) -> None:
     """
     if now == first:
         return
-    before, after = ({leaf.path: leaf for leaf in spec.leaves} for spec in (first, now))
-    changes = [f"{path} is missing" for path in before if path not in after]
-    changes += [f"{path} is new" for path in after if path not in before]
-    changes += [f"{path} was {x} and is {after[path]}" for path, x in before.items() if after.get(path, x) != x]
-    if not changes:
-        changes.append(f"its tree was {first.structure} and is {now.structure}")
     raise BatchError(
-        f"a batch differs from the first one: {'; '.join(sorted(changes))}. All batches of a dataset need "
+        f"a batch differs from the first one: {differences(first, now)}. All batches of a dataset need "
         "one structure, one dtype a leaf and one shape a row: pad or crop rows in the source"
     )
 

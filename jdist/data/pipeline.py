@@ -21,11 +21,12 @@ from jdist.data.batching import (
 )
 from jdist.data.prefetch import Prefetcher
 from jdist.data.process_shard import NumberedPart
+from jdist.data.sources.stateful import Position
 from jdist.errors import DatasetError
 from jdist.support.tracebacks import hide_own_frames
 
 PyTree = Any
-Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
+Numbered = tuple[Position, PyTree]  # the position after a batch, and the batch
 
 
 def learn_layout(
@@ -50,7 +51,7 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
     """
     options = layout.options
     group: list[PyTree] = []
-    position, sizes = 0, (0,)
+    position, sizes = Position(0), (0,)
     # `fit` copies before the source is asked again, which may refill the same memory.
     for numbered_part in numbered:
         if numbered_part is None:
@@ -81,18 +82,18 @@ def _place(group: list[PyTree], sizes: tuple[int, ...], options: DatasetOptions)
 
 def skip_batches(numbered: Iterator[NumberedPart | None], count: int, kind: str) -> Iterator[NumberedPart | None]:
     """Leaves out the first batches of a plain iterable."""
-    position = 0
+    position = Position(0)
     for numbered_part in numbered:
         if numbered_part is None:
             yield None
             continue
         position, _ = numbered_part
-        if position > count:
+        if position.step > count:
             yield numbered_part
-    if position < count:
+    if position.step < count:
         raise DatasetError(
-            f"the {kind} ended after {position:,} batches, but {count:,} of this pass were trained on before. To go on, it has "
-            "to give the same batches in the same order as then; or begin anew, in another folder."
+            f"the {kind} ended after {position.step:,} batches, but {count:,} of this pass were trained on before. To go on, "
+            "it has to give the same batches in the same order as then; or begin anew, in another folder."
         )
 
 
@@ -114,7 +115,7 @@ class DatasetIterator(Iterator[PyTree]):
         batches: Iterator[Numbered],
         *,
         hand_over: Callable[[PyTree], PyTree] | None = None,
-        handed: Callable[[int], None],
+        handed: Callable[[Position], None],
         came_to_end: Callable[[int], None],
         close: Callable[[], None],
     ):

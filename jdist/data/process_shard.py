@@ -11,6 +11,8 @@ import numpy as np
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import RandomAccessSource
+from jdist.data.sources.rows import RowSource
+from jdist.data.sources.stateful import Position
 
 PyTree = Any
 
@@ -57,7 +59,7 @@ class LocalRows(NamedTuple):
     full: tuple[int, ...] = ()
 
 
-NumberedPart = tuple[int, LocalRows]  # the position after a batch, and this process's rows of it
+NumberedPart = tuple[Position, LocalRows]  # the position after a batch, and this process's rows of it
 
 
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
@@ -72,8 +74,8 @@ def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
 
 
 def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int) -> LocalRows:
-    """Reads this process's part of batch number `step`, and of arrays nothing else; see `part_of`."""
-    if share.count == 1 or not isinstance(source, ArraySource):
+    """Reads this process's part of batch number `step`, and of arrays and rows nothing else; see `part_of`."""
+    if share.count == 1 or not isinstance(source, ArraySource | RowSource):
         return part_of(source.batch_at(step), share, rows)
     num_rows = source.rows_of(step)
     return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows, rows))

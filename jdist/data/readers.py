@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,9 +17,19 @@ from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, c
 from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import JointSource, RandomAccessSource, Resumable, fields, steps_from
+from jdist.data.sources.protocol import (
+    JointSource,
+    RandomAccessSource,
+    Resumable,
+    fields,
+    refuse_a_row,
+    steps_from,
+)
 from jdist.data.sources.replica_batches import ReplicaBatches
+from jdist.data.sources.rows import BatchSource
 from jdist.data.sources.shards import Policy, by_file, has_files_for
+from jdist.data.sources.stateful import Place, Position, StatefulBatches, StatefulSource
+from jdist.data.workers import ordered_map
 from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
@@ -41,6 +52,13 @@ class GlobalReader:
         self._num_replicas = num_replicas
         self._peers = peers
         self._passes = itertools.count()
+        self._full: int | None = None  # rows of a full batch, as a saved place knows it
+        self.state_at_end: Any = None
+
+    @property
+    def stateful(self) -> StatefulSource | None:
+        """The source that has states; None: it has none."""
+        return self.source if isinstance(self.source, StatefulSource) else None
 
     @property
     def resumable(self) -> Resumable | None:
@@ -50,37 +68,64 @@ class GlobalReader:
     @property
     def full(self) -> tuple[int, ...] | None:
         """Rows of a full batch by process; None: known from the first batch on."""
-        rows = _full_rows(self.source)
+        rows = _full_rows(self.source) or self._full
         return None if rows is None else self._share.sizes(rows, self._padded(rows))
 
     def peek(self) -> Iterator[NumberedPart | None]:
         """Reads parts of a random-access source from the beginning, without asking other processes."""
-        return self.parts(0, StopRequest())
+        return self._by_number(0, workers=1)
 
-    def parts(self, start: int, stop: StopRequest) -> Iterator[NumberedPart | None]:
-        """Reads this process's parts of the batches from position `start` on, with the position after each.
+    def parts(self, start: Place, stop: StopRequest, *, ahead: bool = True) -> Iterator[NumberedPart | None]:
+        """Reads this process's parts of the batches from a place on, with the position after each.
 
-        None is yielded where `stop` ends a wait for the other processes. An iterable starts at 0.
+        None is yielded where `stop` ends a wait for the other processes. A plain iterable starts at 0. `ahead`: whether the
+        source's own threads may read batches that nobody has asked for yet.
         """
         if isinstance(self.source, RandomAccessSource):  # the same on all processes
-            source, share = self.source, self._share
-            rows = self._padded(int(source.global_batch))
-            return ((number + 1, read_part(source, number, share, rows)) for number in steps_from(source, start))
-        batches = _numpys(self.source)
+            return self._by_number(start.position.step, workers=getattr(self.source, "workers", 1) if ahead else 1)
+        self._full = start.full
+        opened = Pass(self.source, start)
+        batches = map(to_numpy, opened)
         if self._peers is not None:
             channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
             batches = channel.over(batches_in_step(batches, channel))
-        return self._of_iterable(batches)
+        return self._of_iterable(batches, opened, start.position.step)
 
-    def _of_iterable(self, batches: Iterator[PyTree | None]) -> Iterator[NumberedPart | None]:
-        full, number = _full_rows(self.source), 0
+    def gather(self, value: Any) -> list[Any]:
+        """Gathers a value of each source; here all processes have the same one."""
+        return [value]
+
+    @property
+    def own_source(self) -> tuple[int, int]:
+        """The number of this process's source, and how many there are: all processes have the same one."""
+        return 0, 1
+
+    def full_of_source(self, full: tuple[int, ...]) -> int:
+        """Counts the rows of the source's full batch, from those by process."""
+        return sum(full)
+
+    def _by_number(self, start: int, *, workers: int) -> Iterator[NumberedPart]:
+        source, share = self.source, self._share
+        assert isinstance(source, RandomAccessSource), "asked of those only"
+        rows = self._padded(int(source.global_batch))
+        return ordered_map(
+            lambda number: (Position(number + 1), read_part(source, number, share, rows)),
+            lambda: steps_from(source, start),
+            workers=workers,
+        )
+
+    def _of_iterable(
+        self, batches: Iterator[PyTree | None], opened: Pass, number: int
+    ) -> Iterator[NumberedPart | None]:
+        full = _full_rows(self.source) or self._full
         for batch in batches:
             if batch is None:
                 yield None
                 continue
             full = full or count_rows(batch)
             number += 1
-            yield number, part_of(batch, self._share, self._padded(full))
+            yield opened.position(number), part_of(batch, self._share, self._padded(full))
+        self.state_at_end = opened.state_at_end()
 
     def _padded(self, full: int) -> int:
         return padded_rows((full,), num_replicas=self._num_replicas)
@@ -98,8 +143,10 @@ class LocalReader:
     def __init__(self, source: Source, peers: Peers, descriptions: list[dict[str, Any]]):
         self.source = source
         self._peers = peers
-        self._passes = itertools.count()
+        self._passes, self._gathered = itertools.count(), itertools.count()
         self.resumable, self.full = None, None
+        self.stateful = source if isinstance(source, StatefulSource) else None
+        self.state_at_end: Any = None
         if isinstance(source, RandomAccessSource):
             self.full = tuple(each["full"] for each in descriptions)
             steps = [each["steps"] for each in descriptions]
@@ -117,31 +164,104 @@ class LocalReader:
         assert isinstance(self.source, RandomAccessSource), "asked of those only"
         for number in steps_from(self.source, 0):
             batch = to_numpy(self.source.batch_at(number))
-            yield number + 1, LocalRows(batch, (count_rows(batch),), self.full or ())
+            yield Position(number + 1), LocalRows(batch, (count_rows(batch),), self.full or ())
 
-    def parts(self, start: int, stop: StopRequest) -> Iterator[NumberedPart | None]:
+    def parts(self, start: Place, stop: StopRequest, *, ahead: bool = True) -> Iterator[NumberedPart | None]:
         """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
-        local = LocalBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
+        opened = Pass(self.source, start)
+        batches = opened if start.position.step else _from_first_rows(opened)
+        local = LocalBatches(batches, full=lambda: _full_rows(self.source) or start.full, last=self._last)
         channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
-        return channel.over(parts_in_step(local, channel, start=start))
+        return channel.over(self._in_step(parts_in_step(local, channel, start=start.position.step), opened))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gathers a value of each process's source; all processes have to ask."""
+        channel = Channel(self._peers, f"position {next(self._gathered)}", StopRequest())
+        try:
+            values = channel.exchange("", {"is": value}, None, "saving the position in the data")
+        finally:
+            channel.leave()
+        assert values is not None, "nobody can ask this wait to stop"
+        return [each["is"] for each in values]
+
+    @property
+    def own_source(self) -> tuple[int, int]:
+        """The number of this process's source, and how many there are."""
+        return self._peers.share.index, self._peers.share.count
+
+    def full_of_source(self, full: tuple[int, ...]) -> int:
+        """See `GlobalReader.full_of_source`."""
+        return full[self._peers.share.index]
+
+    def _in_step(self, numbered: Iterator[tuple[int, LocalRows] | None], opened: Pass) -> Iterator[NumberedPart | None]:
+        for part in numbered:
+            yield None if part is None else (opened.position(part[0]), part[1])
+        self.state_at_end = opened.state_at_end()
 
     def _last(self) -> PyTree | None:
+        if isinstance(self.source, StatefulSource):  # resumed when it had ended, so any row fills up
+            return next(iter(self.source.open(0, None)), None)
         if not isinstance(self.source, RandomAccessSource) or self.source.num_steps is None:
             return None
         return self.source.batch_at(self.source.num_steps - 1)
 
 
-def _numpys(source: Any) -> Iterator[PyTree]:
-    """Converts the batches of an iterable, which the first `next` opens."""
-    yield from map(to_numpy, source)
+class Pass(Iterator[PyTree]):
+    """The batches of a source from a place on, which the first `next` opens; of a plain iterable from its beginning on."""
+
+    def __init__(self, source: Source, start: Place):
+        self._source = source
+        self._start = start
+        self._number = start.position.step
+        self._batches: Iterator[PyTree] | None = None
+        self._ended = False
+
+    def __next__(self) -> PyTree:
+        if self._ended:
+            raise StopIteration
+        try:
+            if self._batches is None:
+                self._batches = self._open()
+            batch = next(self._batches)
+        except StopIteration:
+            self._ended = True
+            raise
+        except Exception as error:
+            kind = getattr(self._source, "kind", None)
+            if kind is not None and not isinstance(self._source, RandomAccessSource):
+                error.add_note(f"while making batch {self._number:,} (from 0) of a {kind}")
+            raise
+        if self._number == self._start.position.step:
+            refuse_a_row(batch, self._source)
+        self._number += 1
+        return batch
+
+    def _open(self) -> Iterator[PyTree]:
+        source, start = self._source, self._start
+        if isinstance(source, RandomAccessSource):
+            return map(source.batch_at, steps_from(source, start.position.step))
+        if not isinstance(source, StatefulSource):
+            return iter(source)
+        return iter(()) if start.position.ended else source.open(start.epoch, start.position.state)
+
+    def position(self, step: int) -> Position:
+        """Returns the position behind the batch that came last, which is the consumer's `step`."""
+        if not isinstance(self._source, StatefulSource):
+            return Position(step)
+        if self._ended:
+            return Position(step, self.state_at_end(), ended=True)
+        return Position(step, self._batches.state() if isinstance(self._batches, StatefulBatches) else None)
+
+    def state_at_end(self) -> Any:
+        """Returns the state that the next pass begins with; None: it needs none."""
+        if isinstance(self._batches, StatefulBatches):
+            return self._batches.state_at_end()
+        return self._start.position.state if self._start.position.ended else None
 
 
-def _batches(source: Source, start: int) -> Iterator[PyTree]:
-    """Reads the batches of a source from a position on; of an iterable from the first one with rows on."""
-    if isinstance(source, RandomAccessSource):
-        yield from map(source.batch_at, steps_from(source, start))
-    else:
-        yield from itertools.dropwhile(lambda batch: count_rows(to_numpy(batch)) == 0, source)
+def _from_first_rows(batches: Iterator[PyTree]) -> Iterator[PyTree]:
+    """Leaves out the batches before the first one with rows."""
+    return itertools.dropwhile(lambda batch: count_rows(to_numpy(batch)) == 0, batches)
 
 
 def make_reader(
@@ -160,21 +280,60 @@ def make_reader(
         )
     if share.count == 1 or peers is None:
         return GlobalReader(source, share, num_replicas)
-    if autoshard == "auto":
-        autoshard = "file" if has_files_for(source, share.count) else "data"
-    local, descriptions = peers.together(
-        "the source",
-        lambda: _local_files(source, share) if autoshard == "file" else source,
-        lambda _: _describe(source, autoshard, peers),
-    )
+
+    def take() -> tuple[Policy, Source]:
+        policy = _policy(source, share, autoshard)
+        return policy, _local_files(source, share) if policy == "file" else source
+
+    (policy, local), descriptions = peers.together("the source", take, lambda taken: _describe(source, taken[0], peers))
     check_alike(
         [each["alike"] for each in descriptions],
         "the sources of the processes",
         'Every process has to make the same; one that has a part of its own is fed by `autoshard="off"`',
     )
-    if autoshard == "data":
+    if policy == "data":
+        _say_what_is_read(source, share)
         return GlobalReader(source, share, num_replicas, peers)
     return LocalReader(local, peers, descriptions)
+
+
+def _policy(source: Source, share: ProcessShard, autoshard: Policy) -> Policy:
+    """Decides how several processes share a source.
+
+    Raises:
+        DatasetError: the source gives this process a part of the data that does not go with that.
+    """
+    part = getattr(source, "own_part", None)
+    if part is None or part == (0, 1):
+        return ("file" if has_files_for(source, share.count) else "data") if autoshard == "auto" else autoshard
+    here = f"process {share.index} of {share.count}"
+    if autoshard in ("file", "data"):
+        raise DatasetError(
+            f"`autoshard` is {autoshard!r}, by which the processes share one source, but the {source.kind} gives this process "  # type: ignore[union-attr]  # a source with `own_part` has it
+            f"part {part[0]} of {part[1]} alone. Leave `autoshard` out, or let the {source.kind} give all data"  # type: ignore[union-attr]  # likewise
+        )
+    if autoshard == "auto" and part != (share.index, share.count):
+        raise DatasetError(
+            f"the {source.kind} gives part {part[0]} of {part[1]} to this process, which is {here}, so rows would be left out "  # type: ignore[union-attr]  # likewise
+            'or count twice. Give it the process\'s own number, or if that is meant `InputOptions(autoshard="off")`'
+        )
+    return "off"
+
+
+def _say_what_is_read(source: Source, share: ProcessShard) -> None:
+    """Tells once that each process reads the data of all, where another library could give it its own."""
+    how = getattr(source, "how_to_share", "") or None
+    if isinstance(source, BatchSource):
+        how = "batch it last, after all that is done to rows, and without a `batch_fn`: then a process reads its rows alone"
+    elif how is not None:
+        how = f"let it give each process its part, by {how}"
+    if how is not None and share.index == 0:
+        warnings.warn(
+            f"each of the {share.count} processes reads all batches of the {source.kind}, and keeps its rows. To read less, "  # type: ignore[union-attr]  # what has one of these has a kind
+            f"{how}.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _local_files(source: Source, share: ProcessShard) -> FileSource:
@@ -192,12 +351,16 @@ def _local_files(source: Source, share: ProcessShard) -> FileSource:
 def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]:
     """Describes a source for the other processes: facts that must be the same on all, and those of this one."""
     random_access = isinstance(source, RandomAccessSource)
-    alike = {"the kind of source": "random-access" if random_access else "iterable"}
+    kind = "random-access" if random_access else "one with states" if isinstance(source, StatefulSource) else "iterable"
+    alike = {"the kind of source": kind, "`autoshard`": autoshard}
     if isinstance(source, FileSource) and autoshard != "off":
         names = "\n".join(os.path.basename(os.fspath(path)) for path in source.paths)
         alike["the number of files"] = f"{len(source.paths):,}"
         alike["the hash of the files' names"] = hashlib.sha256(os.fsencode(names)).hexdigest()[:16]
-    elif random_access and autoshard == "data":
+        alike |= fields(source.fingerprint)
+    elif not isinstance(source, FileSource) and (
+        isinstance(source, StatefulSource) or (random_access and autoshard == "data")
+    ):
         alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
     description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
     if random_access and autoshard == "off":

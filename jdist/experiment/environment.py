@@ -14,7 +14,7 @@ import numpy as np
 
 import jdist
 from jdist.checkpoint import leaves as codec
-from jdist.data.sources.protocol import RandomAccessSource
+from jdist.data.adapters.recognize import adapted
 from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
 from jdist.experiment.sources import digest, folder_sources, task_sources
@@ -45,7 +45,7 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
         "processes": parts.strategy.cluster.num_processes,
         **variables(os.environ),
         "task source": digest(task_sources(make)),
-        **{name: s.fingerprint if isinstance(s, RandomAccessSource) else "unknown" for name, s in sources.items()},
+        **{name: getattr(adapted(source), "fingerprint", "unknown") for name, source in sources.items()},
     }
 
 

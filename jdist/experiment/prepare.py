@@ -14,7 +14,11 @@ import optax
 
 from jdist.core.precision import precision
 from jdist.core.strategy import Strategy
-from jdist.data.sources.protocol import RandomAccessSource, resumable
+from jdist.data.adapters.recognize import adapted
+from jdist.data.sources.plain import PlainSource
+from jdist.data.sources.protocol import RandomAccessSource, num_batches, resumable
+from jdist.data.sources.rows import RowSource
+from jdist.data.sources.stateful import StatefulSource
 from jdist.errors import ConfigError, DeviceError, StrategyError
 from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
@@ -44,7 +48,7 @@ class Parts:
     strategy: Strategy
     optimizer: optax.GradientTransformation
     learning_rate: Any  # of the optimizer, a number or a schedule; None if it has none
-    train_data: Any  # a `RandomAccessSource` that lasts for the whole run
+    train_data: Any  # a source that lasts for the whole run, or is gone through as often as that takes
     total_steps: int  # of the whole run
     steps_per_epoch: int | None  # of one pass over the data; None if that has no end
     rows_per_epoch: int | None  # likewise
@@ -89,24 +93,27 @@ def prepare(
             strategy_problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
     task, problems = _make_task(config.task)
     problems += strategy_problems
-    train, one_epoch, rows, steps = config.train, None, None, config.train.steps
+    train, one_epoch, rows, epoch_steps, steps = config.train, None, None, None, config.train.steps
     length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:
-        one_epoch = resumable(task.train_data(train.global_batch, train.seed, 1))
-        rows = _rows(one_epoch)
-        if steps is None and one_epoch.num_steps is None:
+        one_epoch = _training_data(task, train, 1)
+        rows, epoch_steps = _rows(one_epoch), num_batches(one_epoch)
+        if steps is None and epoch_steps is None:
+            known = isinstance(one_epoch, RandomAccessSource)
             problems.append(
                 Problem(
                     key=("train", "epochs"),
-                    text="the training data has no end, so it has no epochs",
+                    text="the training data has no end, so it has no epochs"
+                    if known
+                    else "the training data does not tell how many batches it has, so the length of an epoch is not known",
                     remedy=" Say train.steps instead.",
                 )
             )
-        elif steps is None and train.epochs is not None and one_epoch.num_steps is not None:
-            steps = train.epochs * one_epoch.num_steps
+        elif steps is None and train.epochs is not None and epoch_steps is not None:
+            steps = train.epochs * epoch_steps
     problems += _check_numbers(train, strategy, rows=rows if to_run else None, steps=steps)
-    train_data = None if task is None else resumable(task.train_data(train.global_batch, train.seed, None))
-    if train_data is not None and steps is not None and (train_data.num_steps or steps) < steps:
+    train_data = None if task is None else _training_data(task, train, None)
+    if isinstance(train_data, RandomAccessSource) and steps is not None and (train_data.num_steps or steps) < steps:
         problems.append(
             Problem(
                 key=length,
@@ -126,7 +133,7 @@ def prepare(
         learning_rate=learning_rate(section, global_batch=train.global_batch),
         train_data=train_data,
         total_steps=steps,
-        steps_per_epoch=one_epoch.num_steps,
+        steps_per_epoch=epoch_steps,
         rows_per_epoch=rows,
         eval_batch=_eval_batch(task, config.eval.global_batch or train.global_batch),
         values=values,
@@ -194,9 +201,21 @@ def _check_numbers(
         yield Problem(key=("train", "steps_per_call"), text=text)
 
 
-def _rows(source: RandomAccessSource) -> int | None:
-    """Counts the rows of a source in which all batches but the last are full; None if it has no end, or nothing in it."""
-    if not source.num_steps:
+def _training_data(task: Task, train: TrainSection, epochs: int | None) -> Any:
+    """Asks a task for its training data.
+
+    Raises:
+        DatasetError: it has no position, and cannot be gone through again either.
+    """
+    source = adapted(task.train_data(train.global_batch, train.seed, epochs))
+    return source if isinstance(source, StatefulSource | PlainSource) else resumable(source)
+
+
+def _rows(source: Any) -> int | None:
+    """Counts the rows of a source in which all batches but the last are full; None where that is not known."""
+    if isinstance(source, RowSource):
+        return source.num_rows if source.epochs == 1 and not source.drop_short and source.num_steps else None
+    if not isinstance(source, RandomAccessSource) or not source.num_steps:
         return None
     last = jax.tree.leaves(source.batch_at(source.num_steps - 1))[0]
     return (source.num_steps - 1) * source.global_batch + len(last)
@@ -204,8 +223,7 @@ def _rows(source: RandomAccessSource) -> int | None:
 
 def _eval_batch(task: Task, global_batch: int) -> int:
     """Limits the rows of one evaluation step to those there are: the rest would be padding."""
-    source = task.eval_data(global_batch)
-    rows = _rows(source) if isinstance(source, RandomAccessSource) else None
+    rows = _rows(adapted(task.eval_data(global_batch)))
     return global_batch if rows is None else min(global_batch, rows)
 
 

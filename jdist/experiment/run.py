@@ -20,7 +20,7 @@ from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.runtime import together
 from jdist.cluster.stop import preemption
-from jdist.data.sources.protocol import write_state
+from jdist.data.sources.protocol import RandomAccessSource, write_state
 from jdist.errors import NonFiniteError
 from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
@@ -159,8 +159,11 @@ def run(
                 folder.checkpoints, keep=keep, best_metric=best, best_mode=mode, cluster=cluster
             ) as checkpoints:
                 saved = max(checkpoints.steps(), default=0)
-                # The state alone is that of this step: what callbacks keep, and the totals of the epoch, have gone on.
-                if good > saved and not measures_epochs and all(callback.keeps is None for callback in callbacks):
+                # The state alone is that of this step: what callbacks keep, the totals of the epoch, and the place in data
+                # that are not numbered have gone on.
+                has_place = isinstance(parts.train_data, RandomAccessSource)
+                keeps_nothing = not measures_epochs and all(callback.keeps is None for callback in callbacks)
+                if good > saved and has_place and keeps_nothing:
                     data = write_state(parts.train_data, good)
                     checkpoints.save(good, train_step.last_state, data=data, wait=True)
                     saved = good

@@ -6,23 +6,30 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 
 from jdist.core.strategy import Strategy
-from jdist.data import from_arrays
+from jdist.data import from_arrays, from_rows
+from jdist.data.adapters.recognize import adapted, is_known
 from jdist.data.dataset import DistributedDataset
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import RandomAccessSource
+from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.errors import DatasetError
 
 if TYPE_CHECKING:  # brings gRPC
     from jdist.ps.coordinator.datasets import WorkerDataset
 
 PyTree = Any
+_Epochs = TypeVar("_Epochs", ArraySource, RowSource, BatchSource)
 _PASSED = "passed"
+_PLAIN = (
+    "it is a plain iterable. Arrays, `jdist.data.from_arrays(...)`, and a source with `num_steps`, `global_batch`, "
+    "`fingerprint` and `batch_at(step)` have a position"
+)
 
 
 @dataclass(kw_only=True)
@@ -32,6 +39,7 @@ class Feed:
     Attributes:
         batches: once through them is a *pass*.
         kind: what the user gave, for messages.
+        advice: of data that has no position, why, and what has one.
         steps_per_epoch: steps of an epoch, where a pass may be several; None: each pass is an epoch.
         num_steps: steps of all epochs; None: not known before.
         pads: whether batches will have to be filled up, as far as that is known before.
@@ -42,6 +50,7 @@ class Feed:
     kind: str
     steps_per_epoch: int | None
     num_steps: int | None
+    advice: str = _PLAIN
     pads: bool = False
     is_begun: bool = False
     _passed: int = 0  # batches of this pass, of a `WorkerDataset`
@@ -122,15 +131,10 @@ def open_feed(
         )
     else:
         _check_is_data(data)
-        for name, value in (("global_batch", global_batch), ("shuffle_seed", shuffle_seed)):
-            if value is not None:
-                raise DatasetError(
-                    f"`{name}` is {value}, but `data` is {kind}, which has batches of its own. Leave it out, or give "
-                    "arrays: a dict of numpy arrays of one length."
-                )
-        if isinstance(data, ArraySource):
+        data = _taken(data, kind, global_batch, shuffle_seed)
+        if isinstance(data, ArraySource | RowSource | BatchSource) and data.steps_per_epoch is not None:
             data = _with_epochs(data, epochs, steps)
-    if isinstance(data, ArraySource):
+    if isinstance(data, ArraySource | RowSource | BatchSource) and data.steps_per_epoch is not None:
         batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
         return Feed(
             batches=batches,
@@ -157,8 +161,34 @@ def open_feed(
     if isinstance(batches, DistributedDataset) and batches.steps_per_pass is not None:
         num_steps = batches.steps_per_pass * (epochs or 1) - batches.position % batches.steps_per_pass
     return Feed(
-        batches=batches, kind=kind, steps_per_epoch=steps_per_epoch, num_steps=num_steps, is_begun=_is_begun(data)
+        batches=batches,
+        kind=kind,
+        advice=getattr(data, "advice", _PLAIN),
+        steps_per_epoch=steps_per_epoch,
+        num_steps=num_steps,
+        is_begun=_is_begun(data),
     )
+
+
+def _taken(data: Any, kind: str, global_batch: int | None, shuffle_seed: int | None) -> Any:
+    """Makes a source of another library's dataset, in batches of its own or with `global_batch` of its rows."""
+    if not is_known(data):
+        for name, value in (("global_batch", global_batch), ("shuffle_seed", shuffle_seed)):
+            if value is not None:
+                raise DatasetError(
+                    f"`{name}` is {value}, but `data` is {kind}, which has batches of its own. Leave it out, or give "
+                    "arrays: a dict of numpy arrays of one length."
+                )
+        return data
+    source = adapted(data, global_batch)
+    if shuffle_seed is None:
+        return source
+    if global_batch is None or not isinstance(source, RowSource):
+        raise DatasetError(
+            f"`shuffle_seed` is {shuffle_seed}, but `data` is {kind}, of which jdist shuffles nothing. Leave it out, and "
+            "shuffle it by its own library."
+        )
+    return from_rows(data, global_batch=global_batch, shuffle_seed=shuffle_seed)
 
 
 def check_filled(data: Any, global_batch: int | None) -> None:
@@ -167,7 +197,9 @@ def check_filled(data: Any, global_batch: int | None) -> None:
     Raises:
         DatasetError: `data` is arrays, or a source of them, of fewer rows.
     """
-    if isinstance(data, ArraySource):
+    if global_batch is not None and is_known(data):
+        data = adapted(data, global_batch)
+    if isinstance(data, ArraySource | RowSource):
         rows, batch = data.num_rows, data.global_batch
     elif is_arrays(data) and global_batch is not None:
         rows, batch = max((np.shape(leaf) or (0,))[0] for leaf in jax.tree.leaves(data)), global_batch
@@ -206,8 +238,10 @@ def _check_is_data(data: Any) -> None:
         )
 
 
-def _has_to_fill_up(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
-    """Whether a batch has to be filled up before `steps` are made."""
+def _has_to_fill_up(source: ArraySource | RowSource | BatchSource, strategy: Strategy, steps: int | None) -> bool:
+    """Whether a batch has to be filled up before `steps` are made, as far as that is known."""
+    if isinstance(source, BatchSource):
+        return False
     if source.global_batch % strategy.num_replicas:
         return True
     full, short = divmod(source.num_rows, source.global_batch)
@@ -227,7 +261,7 @@ def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) ->
         )
 
 
-def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> ArraySource:
+def _with_epochs(source: _Epochs, epochs: int | None, steps: int | None) -> _Epochs:
     """Sets a source's epochs: each draws a new order, which a second pass over the source would not do."""
     if epochs is not None and source.epochs not in (None, 1):
         raise DatasetError(

@@ -79,10 +79,9 @@ def check_resumes(callbacks: Sequence[Callback], feed: Feed, *, depth: int) -> N
     names = [callback.name for callback in callbacks if callback.on_resume is not None]
     if names and not feed.has_position:
         warnings.warn(
-            f"{names[0]}: `data` is {feed.kind}, whose position cannot be saved. A run that goes on reads the pass again from "
-            "its beginning, up to where it was, and leaves those batches out: that takes as long as reading them, and each row "
-            "counts once only if they come in the same order as before. To go on at once give arrays, "
-            "`jdist.data.from_arrays(...)`, or a source with `num_steps`, `global_batch`, `fingerprint` and `batch_at(step)`.",
+            f"{names[0]}: `data` is {feed.kind}, whose position cannot be saved: {feed.advice}. A run that goes on reads the "
+            "pass again from its beginning, up to where it was, and leaves those batches out: that takes as long as reading "
+            "them, and each row counts once only if they come in the same order as before.",
             CheckpointWarning,
             stacklevel=depth + 1,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jdist.core.strategy import Strategy
+from jdist.data.adapters.recognize import adapted
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.lockstep import Peers
@@ -48,7 +49,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     n, share = strategy.num_replicas, share_of(strategy)
 
     def make_one(context: InputContext) -> Any:
-        return turn_source(fn(context), options.batch_axis)
+        return turn_source(adapted(fn(context)), options.batch_axis)
 
     each = n // share.count if options.input.replication == "per_replica" else 1  # pipelines of a process
     contexts = [
@@ -59,7 +60,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     ]
 
     def make() -> Any:
-        return from_function(fn if is_first(options.batch_axis) else make_one, contexts, num_replicas=n // share.count)
+        return from_function(make_one if callable(fn) else fn, contexts, num_replicas=n // share.count)
 
     peers = _peers(strategy, share)
     source = make() if peers is None else peers.together("the dataset function", make, lambda _: None)[0]

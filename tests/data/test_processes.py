@@ -11,46 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.data import distributed_dataset, from_arrays, from_files
+from jdist.data import from_arrays, from_files
 from jdist.data.batch_axis import TurnedSource
-from jdist.data.lockstep import Peers
 from jdist.data.prefetch import THREAD_NAME
-from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, ClusterError, DatasetError, PeerFailedError
-from tests.cluster.processes_in_one import Network, run
-
-
-class Job:
-    """Processes that share datasets, each in a thread."""
-
-    def __init__(self, count, *, replicas_each=1):
-        self.count, self.replicas_each = count, replicas_each
-        self.network = Network(count)
-
-    def dataset(self, process, source, *, name="dataset 1", autoshard: Any = "off", **options) -> Any:
-        share = ProcessShard(index=process, count=self.count)
-        return distributed_dataset(
-            source,
-            num_replicas=self.count * self.replicas_each,
-            place=None,
-            share=share,
-            autoshard=autoshard,
-            peers=Peers(exchanges=self.network.exchanges[process], share=share, name=name),
-            **options,
-        )
-
-    def run(self, program):
-        """What `program(process)` gives on each."""
-        return run(self.count, program)
-
-    def batches(self, sources, **options):
-        """All batches of each process, or why there are none; `sources[process]` or the one source of all."""
-
-        def program(process):
-            source = sources[process] if isinstance(sources, list) else sources
-            return list(self.dataset(process, source, **options))
-
-        return self.run(program)
+from tests.data.job import Job
 
 
 def arrays(rows, global_batch=2, **options):

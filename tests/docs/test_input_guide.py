@@ -1,18 +1,54 @@
 """The examples of docs/input.md give what it says."""
 
 import doctest
+import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+import jdist
+
 GUIDE = Path(__file__).parents[2] / "docs" / "input.md"
+TEXT, FORMATS = GUIDE.read_text().split("## Formats\n")
+SECTIONS = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", FORMATS, re.DOTALL | re.MULTILINE))
+NEEDS = {
+    "ArrayRecord": ("grain", "array_record"),
+    "Parquet": ("pyarrow",),
+    "Hugging Face": ("datasets",),
+    "WebDataset": ("webdataset", "PIL"),
+    "Images in a folder": ("PIL",),
+    "Mixtures": ("grain",),
+    "Packing": ("grain",),
+}
 
 
-def test_the_examples_of_the_guide_give_what_it_shows():
-    text = GUIDE.read_text()
+def run(text, names):
+    """Runs the examples of a text; returns how many there are."""
     blocks = re.findall(r"^```pycon\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert len(blocks) == text.count("```") // 2, "every block is an example that runs"
-    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "docs/input.md", None, 0)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), names, "docs/input.md", None, 0)
     failures: list[str] = []
     result = doctest.DocTestRunner(verbose=False).run(test, out=failures.append)
     assert (result.failed, "".join(failures)) == (0, "")
-    assert result.attempted > 20
+    return result.attempted
+
+
+def test_the_examples_of_the_guide_give_what_it_shows():
+    assert run(TEXT, {}) > 20
+
+
+def test_every_format_is_tested():
+    assert list(SECTIONS) == list(NEEDS)
+
+
+# webdataset leaves its files to the garbage collector to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("section", NEEDS)
+def test_the_example_of_a_format_gives_what_it_shows(section, tmp_path, monkeypatch):
+    missing = [name for name in NEEDS[section] if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed, which the example of {section} needs")
+    monkeypatch.chdir(tmp_path)
+    assert run(SECTIONS[section], {"np": np, "jdist": jdist, "strategy": jdist.mirrored(["cpu:0", "cpu:1"])}) > 3

@@ -7,23 +7,31 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, to_numpy
+from jdist.data.sources.index_order import rows_at
 from jdist.data.sources.protocol import check_step, steps_from, whole_number
 from jdist.errors import DatasetError
+from jdist.support.suggest import did_you_mean
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
+Shuffle = Literal["permutation", "index"]
 _SAMPLED_BYTES = 4096
 
 
 @without_tensorflow_keywords
 def from_arrays(
-    arrays: PyTree, *, global_batch: int, shuffle_seed: int | None = None, epochs: int | None = 1
+    arrays: PyTree,
+    *,
+    global_batch: int,
+    shuffle_seed: int | None = None,
+    shuffle: Shuffle = "permutation",
+    epochs: int | None = 1,
 ) -> ArraySource:
     """Makes a source of batches from arrays in memory (or memory-mapped).
 
@@ -34,6 +42,9 @@ def from_arrays(
             rows do not divide; batches never reach into the next epoch.
         shuffle_seed: a whole number, 0 or more, draws a new order each epoch; None keeps the rows in order.
             The order depends on the seed and the epoch alone, never on the number of devices.
+        shuffle: how an order is drawn. "permutation": all at once when an epoch begins, 8 bytes a row. "index": each batch
+            computes its own rows, so that no epoch waits and nothing is held, for hundreds of millions of rows; another
+            order, so a position that was saved under the one is refused under the other.
         epochs: how often to go through the rows; None repeats without end.
 
     Returns:
@@ -49,10 +60,16 @@ def from_arrays(
         >>> [batch.tolist() for batch in from_arrays(np.arange(5), global_batch=2)]
         [[0, 1], [2, 3], [4]]
     """
+    if shuffle not in get_args(Shuffle):
+        hint = did_you_mean(str(shuffle), get_args(Shuffle))
+        raise DatasetError(f"`shuffle` must be one of {', '.join(get_args(Shuffle))}, but it is {shuffle!r}.{hint}")
+    if shuffle == "index" and shuffle_seed is None:
+        raise DatasetError('shuffle="index" needs a `shuffle_seed`: without one the rows keep their own order')
     return ArraySource(
         arrays=to_numpy(arrays),
         global_batch=whole_number(global_batch, name="global_batch", least=1),
         shuffle_seed=None if shuffle_seed is None else whole_number(shuffle_seed, name="shuffle_seed", least=0),
+        shuffle=shuffle,
         epochs=None if epochs is None else whole_number(epochs, name="epochs", least=1),
     )
 
@@ -66,6 +83,7 @@ class ArraySource:
         global_batch: rows of a full batch.
         shuffle_seed: seed of the order; None: the rows' own order.
         epochs: how often to go through the rows; None: without end.
+        shuffle: how an order is drawn, see `from_arrays`.
         drop_short: leave out the short last batch of each epoch.
         shard: `(num_shards, index)` if the arrays are the rows of one shard, see `jdist.data.shard`; None: all rows.
     """
@@ -74,6 +92,7 @@ class ArraySource:
     global_batch: int
     shuffle_seed: int | None
     epochs: int | None
+    shuffle: Shuffle = "permutation"
     drop_short: bool = False
     shard: tuple[int, int] | None = None
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # of the newest epoch
@@ -131,8 +150,11 @@ class ArraySource:
         stop = start + self.rows_of(step)
         if self.shuffle_seed is None:
             return jax.tree.map(lambda leaf: np.array(leaf[start:stop][part], order="C"), self.arrays)
-        rows = self._order(self.shuffle_seed, epoch)[start:stop][part]
-        return jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), self.arrays)
+        if self.shuffle == "index":
+            rows = rows_at(np.arange(start, stop)[part], self.num_rows, self.shuffle_seed, epoch)
+        else:
+            rows = self._order(self.shuffle_seed, epoch)[start:stop][part]
+        return jax.tree.map(lambda leaf: _take(leaf, rows), self.arrays)
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         """Draws the order of an epoch, or finds it; threads that race only draw it twice."""
@@ -169,6 +191,8 @@ class ArraySource:
             "leaves": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
             "content": content.hexdigest()[:12],
         }
+        if self.shuffle != "permutation":
+            parts["shuffle"] = self.shuffle  # not of "permutation": positions that were saved before there was another
         if self.shard is not None:
             num_shards, index = self.shard
             parts["shard"] = f"{index}/{num_shards}"
@@ -177,3 +201,8 @@ class ArraySource:
     def without_short(self) -> ArraySource:
         """Makes the same source without the short last batch of each epoch."""
         return dataclasses.replace(self, drop_short=True)
+
+
+def _take(leaf: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    # `np.take` is up to three times as fast, but copies the whole of an array that is not contiguous, as a shard's is not.
+    return np.take(leaf, rows, axis=0) if leaf.flags.c_contiguous else leaf[rows]

@@ -1,7 +1,9 @@
-"""Batches from files, one of which is in memory at a time."""
+"""Batches from files, of which a window is in memory at a time."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -9,32 +11,54 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist.data.leaves import count_rows, join, to_numpy
+from jdist.data.sources.file_position import FilePosition
+from jdist.data.sources.file_window import FileCheck, FileWindow, LoadedFile, check_counts
 from jdist.data.sources.protocol import whole_number
+from jdist.data.sources.stateful import StatefulBatches, StatefulSource
+from jdist.data.workers import ordered_map
 from jdist.errors import DatasetError
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
 Path = str | os.PathLike[str]
+SHUFFLE_WINDOW = 4
 
 
 @without_tensorflow_keywords
 def from_files(
-    paths: Iterable[Path], read: Callable[[Any], PyTree], *, global_batch: int, epochs: int | None = 1
+    paths: Iterable[Path],
+    read: Callable[[Any], PyTree],
+    *,
+    global_batch: int,
+    shuffle_seed: int | None = None,
+    shuffle_window: int | None = None,
+    epochs: int | None = 1,
+    workers: int = 1,
 ) -> FileSource:
     """Makes a source of batches from files, for data that does not fit into memory at once.
+
+    A saved position names the epoch, the file and the row. To go on there, the files of one window are read again, and no
+    other that was read before.
 
     Args:
         paths: the files, in the order in which they are read.
         read: from a path to a pytree of arrays [rows, ...]; files need not have the same number of rows. It may be
-            called from a background thread.
+            called from a background thread, with several `workers` from as many at once.
         global_batch: rows of a full batch. Batches reach over the ends of files, never into the next epoch.
+        shuffle_seed: a whole number, 0 or more, draws a new order of the files each epoch, and a new order of the rows of
+            `shuffle_window` files at a time; None keeps files and rows in order. It depends on the seed and the epoch alone,
+            never on the number of devices.
+        shuffle_window: how many files are in memory, and shuffled together; None: 4.
         epochs: how often to go through the files; None repeats without end.
+        workers: how many threads read files. With 1 a file is read when its rows are needed; more read as many files ahead as
+            there are threads, and at least those of the next window. It helps where `read` waits or works in C (disks,
+            networks, decoders); what works in Python itself is a matter for Grain's processes.
 
     Returns:
-        A source that only goes forward, for `strategy.distribute_dataset` and `jdist.data.shard`. Its position
-        cannot be saved: how many rows a file has is known only when it is read.
+        A source for `strategy.distribute_dataset` and `jdist.data.shard`.
 
     Raises:
         DatasetError: there are no paths, or an option is out of range.
@@ -45,6 +69,9 @@ def from_files(
         >>> rows = {"a": np.arange(3), "b": np.arange(3, 5)}
         >>> [batch.tolist() for batch in from_files(["a", "b"], rows.get, global_batch=2)]
         [[0, 1], [2, 3], [4]]
+        >>> shuffled = from_files(["a", "b"], rows.get, global_batch=5, shuffle_seed=0)
+        >>> [sorted(batch.tolist()) for batch in shuffled]
+        [[0, 1, 2, 3, 4]]
     """
     if isinstance(paths, str | bytes | os.PathLike):
         raise DatasetError(f"`paths` must be a list of paths, but it is the one path {paths!r}; write `[{paths!r}]`")
@@ -56,78 +83,223 @@ def from_files(
         raise DatasetError("the dataset is empty: `paths` names no file; check the folder or the pattern")
     if not callable(read):
         raise DatasetError(f"`read` must be a function from a path to arrays, but it is a {type(read).__name__}")
+    if shuffle_window is not None and shuffle_seed is None:
+        raise DatasetError(
+            f"`shuffle_window` is {shuffle_window!r}, but nothing is shuffled without a `shuffle_seed`; give one, or leave "
+            "the window out"
+        )
     return FileSource(
         paths=paths,
         read=read,
         global_batch=whole_number(global_batch, name="global_batch", least=1),
         epochs=None if epochs is None else whole_number(epochs, name="epochs", least=1),
+        shuffle_seed=None if shuffle_seed is None else whole_number(shuffle_seed, name="shuffle_seed", least=0),
+        shuffle_window=SHUFFLE_WINDOW
+        if shuffle_window is None
+        else whole_number(shuffle_window, name="shuffle_window", least=1),
+        workers=whole_number(workers, name="workers", least=1),
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FileSource(Iterable[PyTree]):
+class FileSource(StatefulSource):
     """Batches of the rows of files; see `from_files`, which builds one.
+
+    Pass number n is epochs `n * epochs` to `(n + 1) * epochs - 1`, so each pass has orders of its own.
 
     Attributes:
         paths: the files.
         read: from a path to a pytree of arrays [rows, ...].
         global_batch: rows of a full batch.
         epochs: how often to go through the files; None: without end.
-        every: only one row in so many is kept, counted over all files.
-        first: number of the first row that is kept.
+        shuffle_seed: seed of the order; None: the files' own order.
+        shuffle_window: how many files are shuffled together.
+        workers: how many threads read files.
+        every: only one row in so many is kept, counted over all files; if they are shuffled, in each file.
+        first: number of the first row that is kept; if files are shuffled, of file 0, and one less of each that follows.
     """
 
     paths: tuple[Path, ...]
     read: Callable[[Any], PyTree]
     global_batch: int
     epochs: int | None
+    shuffle_seed: int | None = None
+    shuffle_window: int = SHUFFLE_WINDOW
+    workers: int = 1
     every: int = 1
     first: int = 0
 
-    def __iter__(self) -> Iterator[PyTree]:
-        for _ in itertools.count() if self.epochs is None else range(self.epochs):
-            empty = True
-            for batch in self._epoch():
-                empty = False
-                yield batch
-            if empty:
-                kept = "" if self.every == 1 else f" of shard {self.first} of {self.every}"
-                raise DatasetError(
-                    f"the dataset is empty: the {len(self.paths)} files hold no rows{kept}; the first is "
-                    f"{os.fspath(self.paths[0])!r}"
-                )
+    kind = "FileSource"
 
-    def _epoch(self) -> Iterator[PyTree]:
-        rest, waiting = None, 0  # rows that do not fill a batch yet
-        for rows in self._kept_rows():
-            start, count = 0, count_rows(rows)
-            if rest is not None:
-                start = min(self.global_batch - waiting, count)
-                rest, waiting = join([rest, _cut(rows, 0, start)]), waiting + start
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_endless", self.epochs is None)
+
+    def open(self, epoch: int, state: Any) -> FileBatches:
+        """See `StatefulSource.open`; here `epoch` is the number of the pass, and `state` a `FilePosition`."""
+        begin = 0 if self.epochs is None else epoch * self.epochs
+        end = None if self.epochs is None else begin + self.epochs
+        if state is None:
+            return FileBatches(self.batches(FilePosition(begin), end), FilePosition(begin))
+        if state.epoch < begin or (end is not None and state.epoch > end):
+            raise DatasetError(
+                f"the saved position is in epoch {state.epoch}, but pass {epoch} of a source of {self.epochs} epochs goes from "
+                f"{begin} to {end}. Give as many `epochs` as when it was saved, or in the first pass more"
+            )
+        return FileBatches(self.batches(state, end), state)
+
+    def to_plain(self, state: FilePosition) -> dict[str, Any]:
+        return state.to_json()
+
+    def from_plain(self, value: Any) -> FilePosition:
+        return FilePosition.from_json(value)
+
+    @property
+    def window(self) -> int:
+        """How many files are in memory together, without those that are read ahead."""
+        return 1 if self.shuffle_seed is None else min(self.shuffle_window, len(self.paths))
+
+    @property
+    def fingerprint(self) -> str:
+        """Which files in which order, by their names without folders; see `RandomAccessSource`."""
+        names = "\n".join(os.path.basename(os.fspath(path)) for path in self.paths)
+        parts = {
+            "files": len(self.paths),
+            "names": hashlib.sha256(os.fsencode(names)).hexdigest()[:16],
+            "global_batch": self.global_batch,
+            "shuffle_seed": self.shuffle_seed,
+        }
+        if self.shuffle_seed is not None:
+            parts["shuffle_window"] = self.window
+        if self.every > 1:
+            parts["shard"] = f"{self.first}/{self.every}"
+        return " ".join(f"{key}={value}" for key, value in parts.items())
+
+    def batches(self, start: FilePosition, end: int | None) -> Iterator[tuple[PyTree, FilePosition]]:
+        """Reads the batches from a position on; yields each with the position behind it.
+
+        Args:
+            start: the next row.
+            end: the epoch before which to end; None: never.
+
+        Raises:
+            DatasetError: an epoch has no rows, or a file of the position has not as many as then.
+            BatchError: a file's rows do not look like those of the first one.
+            Exception: what `read` raises, with a note that names the file, and after which row its rows would come.
+        """
+        ahead = -(-self.window // self.workers)
+        loaded = ordered_map(self._read, lambda: self._indices(start, end), workers=self.workers, ahead=ahead)
+        check = FileCheck()
+        for epoch in _epochs(start.epoch, end):
+            yield from self._epoch(start if epoch == start.epoch else FilePosition(epoch=epoch), loaded, check)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Draws the order of an epoch's files, as numbers of `paths`."""
+        if self.shuffle_seed is None:
+            return np.arange(len(self.paths))
+        bits = np.random.PCG64(np.random.SeedSequence([self.shuffle_seed, epoch]))
+        return np.random.Generator(bits).permutation(len(self.paths))
+
+    def _indices(self, start: FilePosition, end: int | None) -> Iterator[int]:
+        """Lists the files in the order in which they are read, over all epochs."""
+        for epoch in _epochs(start.epoch, end):
+            yield from self._order(epoch)[start.file if epoch == start.epoch else 0 :].tolist()
+
+    def _read(self, index: int) -> PyTree:
+        rows = to_numpy(self.read(self.paths[index]))
+        count_rows(rows)
+        return rows
+
+    def _epoch(
+        self, start: FilePosition, loaded: Iterator[PyTree], check: FileCheck
+    ) -> Iterator[tuple[PyTree, FilePosition]]:
+        parts, waiting = list[PyTree](), 0  # rows that do not fill a batch yet
+        row = start.row
+        for at, window in self._windows(start, loaded, check):
+            while row < window.num_rows:
+                end = min(row + self.global_batch - waiting, window.num_rows)
+                parts.append(window.rows(row, end))
+                waiting, row = waiting + end - row, end
                 if waiting < self.global_batch:
                     continue
-                yield rest
-            while count - start >= self.global_batch:
-                yield _cut(rows, start, start + self.global_batch)
-                start += self.global_batch
-            # A copy: it keeps no other rows of the file in memory, and `read` may refill those.
-            rest, waiting = join([_cut(rows, start, count)]) if start < count else None, count - start
-        if rest is not None:
-            yield rest
+                batch = parts[0] if len(parts) == 1 else join(parts)
+                parts, waiting = [], 0
+                yield batch, self._behind(at, row, window)
+                del batch
+            row = 0
+            # A copy: it keeps no other rows of the files in memory, and `read` may refill those.
+            parts = [join(parts)] if parts else []
+            del window  # before the next one is read
+        if parts:
+            yield parts[0], FilePosition(start.epoch + 1)
 
-    def _kept_rows(self) -> Iterator[PyTree]:
-        """Reads the rows of each file that are kept."""
-        seen = 0
-        for path in self.paths:
-            try:
-                rows = to_numpy(self.read(path))
-                count = count_rows(rows)
-            except Exception as error:
-                error.add_note(f"while reading {os.fspath(path)!r}")
-                raise
-            yield _cut(rows, (self.first - seen) % self.every, count, self.every)
-            seen += count
+    def _windows(
+        self, start: FilePosition, loaded: Iterator[PyTree], check: FileCheck
+    ) -> Iterator[tuple[FilePosition, FileWindow]]:
+        """Reads the windows of an epoch, each with the position of its first row."""
+        order = self._order(start.epoch).tolist()
+        at, counts = dataclasses.replace(start, row=0, counts=()), start.counts
+        held: list[LoadedFile] = []
+        while at.file < len(order):
+            # While other threads read, what they refill by mistake is found only if it is still there.
+            before, held, seen = [] if self.workers == 1 else held, [], at.seen
+            for number, index in enumerate(order[at.file : at.file + self.window], at.file):
+                file = self._next_file(loaded, index, seen, f"file {number + 1} of {len(order)} of epoch {at.epoch}")
+                check.check_alike(file)
+                check.check_memory(file, [*before, *held])
+                held.append(file)
+                seen += file.num_rows
+                del file
+            check_counts(held, counts)
+            window = FileWindow(held, None if self.shuffle_seed is None else (self.shuffle_seed, at.epoch, 1 + at.file))
+            if self.workers == 1:
+                held.clear()
+            rows, counts = at.rows + window.num_rows, ()
+            yield at, window
+            del window
+            at = FilePosition(at.epoch, at.file + self.window, rows=rows, seen=seen)
+        if not at.rows:
+            kept = "" if self.every == 1 else f" of shard {self.first} of {self.every}"
+            raise DatasetError(
+                f"the dataset is empty: the {len(self.paths)} files hold no rows{kept}; the first is "
+                f"{os.fspath(self.paths[0])!r}"
+            )
+
+    def _behind(self, at: FilePosition, row: int, window: FileWindow) -> FilePosition:
+        """Returns the position behind the first `row` rows of the window at a position."""
+        if row < window.num_rows:
+            return dataclasses.replace(at, row=row, counts=window.counts)
+        if at.file + self.window >= len(self.paths):
+            return FilePosition(at.epoch + 1)
+        rows, seen = at.rows + window.num_rows, at.seen + sum(window.counts)
+        return FilePosition(at.epoch, at.file + self.window, rows=rows, seen=seen)
+
+    def _next_file(self, loaded: Iterator[PyTree], index: int, seen: int, where: str) -> LoadedFile:
+        path = str(os.fspath(self.paths[index]))
+        try:
+            rows = next(loaded)
+        except Exception as error:
+            error.add_note(f"while reading {path!r}: {where}, behind {seen:,} rows of it")
+            raise
+        count = count_rows(rows)
+        start = (self.first - (seen if self.shuffle_seed is None else index)) % self.every
+        kept = jax.tree.map(lambda leaf: leaf[start :: self.every], rows) if self.every > 1 else rows
+        return LoadedFile(path, kept, count)
 
 
-def _cut(rows: PyTree, start: int, stop: int, step: int = 1) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[start:stop:step], rows)
+def _epochs(first: int, end: int | None) -> Iterable[int]:
+    return itertools.count(first) if end is None else range(first, end)
+
+
+class FileBatches(StatefulBatches):
+    """One pass over a `FileSource`, and the position in it."""
+
+    def __init__(self, batches: Iterator[tuple[PyTree, FilePosition]], position: FilePosition):
+        self._batches = batches
+        self._position = position
+
+    def __next__(self) -> PyTree:
+        batch, self._position = next(self._batches)
+        return batch
+
+    def state(self) -> FilePosition:
+        return self._position

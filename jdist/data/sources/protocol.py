@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -110,6 +110,32 @@ def check_source(source: Any) -> None:
         )
 
 
+def num_batches(source: Any) -> int | None:
+    """Counts the batches of a pass over a source, by its `num_steps` or `len()`; None: not known, or without end."""
+    if isinstance(source, RandomAccessSource) or not isinstance(source, Sized):
+        return getattr(source, "num_steps", None)
+    try:
+        return len(source)
+    except TypeError:  # a loader or a `tf.data.Dataset` that does not know it
+        return None
+
+
+def refuse_a_row(element: PyTree, source: Any) -> None:
+    """Raises a `DatasetError` for an element of another library's dataset that is one row, where it should be a batch."""
+    kind = getattr(source, "kind", None)
+    if kind is None:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(element):
+        if isinstance(leaf, bool | int | float) or getattr(leaf, "ndim", 1) == 0:
+            name = jax.tree_util.keystr(path) or "its top"
+            raise DatasetError(
+                f"the elements of a {kind} are taken as batches, but one has a single number at {name}, so it is a row. Batch "
+                "them by the library, `dataset.batch(...)`, or say how many rows a step takes: "
+                "`jdist.data.from_rows(dataset, global_batch=...)` if it has random access, or the `global_batch` of "
+                "`jdist.fit`"
+            )
+
+
 def resumable(source: Any) -> RandomAccessSource:
     """Returns a source whose position can be saved; raises a `DatasetError` for any other."""
     if isinstance(source, RandomAccessSource):
@@ -138,6 +164,19 @@ def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
     Raises:
         DatasetError: it is no such dict, or was saved for other data, another order or another global batch.
     """
+    check_saved(state)
+    check_fingerprint(state["fingerprint"], source.fingerprint)
+    step = whole_number(state["step"], name="step", least=0)
+    if source.num_steps is not None and step > source.num_steps:
+        raise DatasetError(
+            f"the saved position is step {step}, but the dataset has only {source.num_steps} steps, fewer than when it was "
+            "saved. Give at least as many `epochs` as then"
+        )
+    return step
+
+
+def check_saved(state: Any) -> None:
+    """Raises a `DatasetError` for what is no saved position that this version reads."""
     if not isinstance(state, Mapping):
         raise DatasetError(f"a saved position is the dict that `state()` returned, not a {type(state).__name__}")
     missing = [key for key in ("version", "step", "fingerprint") if key not in state]
@@ -148,20 +187,16 @@ def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
             f"the saved position has version {state['version']!r}, but this jdist reads version "
             f"{STATE_VERSION}; restore it with the jdist that saved it"
         )
-    if state["fingerprint"] != source.fingerprint:
+
+
+def check_fingerprint(saved: Any, now: str) -> None:
+    """Raises a `DatasetError` that names what differs, if a position was saved of other data."""
+    if saved != now:
         raise DatasetError(
-            "the saved position belongs to another dataset: "
-            f"{_difference(state['fingerprint'], source.fingerprint)}. A position counts batches, so data, "
+            f"the saved position belongs to another dataset: {_difference(saved, now)}. A position counts batches, so data, "
             "global batch and shuffle seed must be the same (the number of devices may differ); make the "
             "source as it was, or start at step 0"
         )
-    step = whole_number(state["step"], name="step", least=0)
-    if source.num_steps is not None and step > source.num_steps:
-        raise DatasetError(
-            f"the saved position is step {step}, but the dataset has only {source.num_steps} steps, fewer than when it was "
-            "saved. Give at least as many `epochs` as then"
-        )
-    return step
 
 
 def _difference(saved: Any, now: str) -> str:

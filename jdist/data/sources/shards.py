@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from jdist.data.adapters.recognize import adapted
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import (
@@ -65,6 +66,7 @@ def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> 
         raise DatasetError(
             f"`index` is {index}, but there are {num_shards} shards, counted from 0; use 0 to {num_shards - 1}"
         )
+    source = adapted(source)
     check_source(source)
     if policy == "off":
         return source

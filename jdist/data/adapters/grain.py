@@ -1,0 +1,189 @@
+"""Grain's datasets: a `MapDataset` has random access, an `IterDataset` and a `DataLoader` have a state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags  # comes with Grain
+
+from jdist.data.adapters.grain_files import row_text
+from jdist.data.adapters.identity import content_hash
+from jdist.data.adapters.plain import from_plain, to_plain
+from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.sources.rows import BatchSource, RowSource
+from jdist.data.sources.stateful import StatefulBatches, StatefulSource
+from jdist.errors import DatasetError
+
+PyTree = Any
+_WORKERS = 4  # threads that read batches; Grain's own default is 16, which hold 500 batches
+
+
+class GrainElements:
+    """The elements of a `grain.MapDataset`, which orders and transforms those of each epoch anew where it is random.
+
+    Args:
+        dataset: the dataset.
+        stack: joins a list of its elements to a batch; None: the elements are batches.
+        is_fresh: whether what they return is nobody else's memory.
+    """
+
+    kind = "grain MapDataset"
+
+    def __init__(self, dataset: Any, stack: Callable[[list[Any]], PyTree] | None, *, is_fresh: bool):
+        self._dataset = dataset
+        self._stack = stack
+        self.is_fresh = is_fresh
+        self._identity: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def element(self, number: int, epoch: int) -> PyTree:
+        index = epoch * len(self) + int(number)
+        try:
+            element = self._dataset[index]
+        except Exception as error:
+            error.add_note(f"while reading {row_text(self._dataset, index, number, epoch)}")
+            raise
+        if element is None:
+            raise DatasetError(
+                f"element {number:,} of the grain MapDataset is None: a filter has left it out, so its rows cannot be counted "
+                "by number. Convert it before batching: `dataset.to_iter_dataset().batch(...)`"
+            )
+        return element
+
+    def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
+        assert self._stack is not None, "the elements are rows"
+        rows = [self.element(number, epoch) for number in numbers]
+        batch = self._stack(rows)
+        return jax.tree.map(np.array, batch) if len(rows) == 1 else batch  # else a view of the row
+
+    def identity(self) -> Mapping[str, str]:
+        if not self._identity:
+            sources = [node for node in _nodes(self._dataset) if not getattr(node, "parents", ())]
+            self._identity["pipeline"] = _pipeline_hash(self._dataset)
+            self._identity["content"] = content_hash(sources)
+        return self._identity
+
+
+def map_dataset(dataset: Any, global_batch: int | None) -> RowSource | BatchSource:
+    """Adapts a `grain.MapDataset`: of batches, or with `global_batch` of rows."""
+    is_batched = any(type(node).__name__ == "BatchMapDataset" for node in _nodes(dataset))
+    if global_batch is not None:
+        if is_batched:
+            refuse_rows("grain MapDataset", global_batch)
+        dataset = dataset.batch(global_batch)
+    # Only a batch that Grain itself stacks is the same whether its rows are stacked together or in parts.
+    if type(dataset).__name__ == "BatchMapDataset" and _is_of_grain(dataset._batch_fn):
+        return RowSource(
+            elements=GrainElements(dataset.parents[0], dataset._batch_fn, is_fresh=True),
+            global_batch=dataset._batch_size,
+            drop_short=dataset._drop_remainder,
+            workers=_WORKERS,
+        )
+    return BatchSource(elements=GrainElements(dataset, None, is_fresh=False), workers=_WORKERS)
+
+
+def _is_of_grain(function: Any) -> bool:
+    return getattr(function, "__module__", type(function).__module__).partition(".")[0] == "grain"
+
+
+def _nodes(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and all those that it is made of."""
+    yield dataset
+    for parent in getattr(dataset, "parents", ()) or ():
+        yield from _nodes(parent)
+
+
+def _pipeline_hash(dataset: Any) -> str:
+    """Hashes the transformations of a dataset: their names and their numbers, such as seeds and sizes."""
+    steps = []
+    for node in _nodes(dataset):
+        settings = {
+            name: value
+            for name, value in vars(node).items()
+            # What a class has under the same name is computed in use.
+            if isinstance(value, str | bool | int | float) and not hasattr(type(node), name)
+        }
+        steps.append([type(node).__name__, sorted(settings.items())])
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", json.dumps(steps)).encode()).hexdigest()[:12]
+
+
+class GrainSource(StatefulSource):
+    """Batches of what Grain iterates over: its iterators have `get_state` and `set_state`."""
+
+    how_to_share = (
+        "`shard_options=grain.sharding.ShardByJaxProcess()` of a DataLoader, or `dataset[process_index::num_processes]` of "
+        "the MapDataset that it begins with"
+    )
+
+    def __init__(self, kind: str, make: Callable[[], Any], pipeline: str, own_part: tuple[int, int] | None = None):
+        self.kind = kind
+        self._make = make
+        self._pipeline = pipeline
+        self.own_part = own_part
+
+    def open(self, epoch: int, state: Any) -> StatefulBatches:
+        if not flags.FLAGS.is_parsed():  # by absl's `app.run`; Grain's workers ask for their defaults
+            flags.FLAGS.mark_as_parsed()
+        iterator = self._make()
+        if state is not None:
+            iterator.set_state(state)
+        return _GrainBatches(iterator)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"kind={self.kind.replace(' ', '_')} pipeline={self._pipeline}"
+
+    def to_plain(self, state: Any) -> Any:
+        return to_plain(state, self.kind)
+
+    def from_plain(self, value: Any) -> Any:
+        return from_plain(value)
+
+
+class _GrainBatches(StatefulBatches):
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __next__(self) -> PyTree:
+        return next(self._iterator)
+
+    def state(self) -> Any:
+        return self._iterator.get_state()
+
+
+def iter_dataset(dataset: Any, global_batch: int | None) -> GrainSource:
+    """Adapts a `grain.IterDataset`: of batches, or with `global_batch` of rows."""
+    if global_batch is not None:
+        if any(type(node).__name__.startswith("Batch") for node in _nodes(dataset)):
+            refuse_rows("grain IterDataset", global_batch)
+        dataset = dataset.batch(global_batch)
+    return GrainSource("grain IterDataset", lambda: iter(dataset), _pipeline_hash(dataset))
+
+
+def data_loader(loader: Any, global_batch: int | None) -> GrainSource:
+    """Adapts a `grain.DataLoader`, whose state names its sampler and its source by itself."""
+    refuse_rows("grain DataLoader", global_batch)
+    options = loader._shard_options
+    part = (options.shard_index, options.shard_count) if options.shard_count > 1 else None
+    return GrainSource("grain DataLoader", lambda: iter(loader), "its_own", part)
+
+
+def iterator(iterator: Any, global_batch: int | None) -> GrainSource:
+    """Adapts an iterator of Grain, which goes on where it is, and to which each pass returns."""
+    kind = f"grain {type(iterator).__name__}"
+    refuse_rows(kind, global_batch)
+    begin = iterator.get_state()
+
+    def make() -> Any:
+        iterator.set_state(begin)
+        return iterator
+
+    return GrainSource(kind, make, "its_own")

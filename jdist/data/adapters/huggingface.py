@@ -1,0 +1,137 @@
+"""Hugging Face's datasets: a `Dataset` has random access, an `IterableDataset` a state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jdist.data.adapters.state_dict import StateDictSource
+from jdist.data.sources.plain import PlainSource
+from jdist.data.sources.rows import BatchSource, RowSource
+from jdist.errors import DatasetError
+
+PyTree = Any
+_TABLES = (None, "pandas", "polars", "arrow")  # formats whose rows are no arrays
+
+
+class HuggingFaceElements:
+    """The rows of a `datasets.Dataset`; those of one that was batched are batches."""
+
+    kind = "Hugging Face Dataset"
+    is_fresh = False  # rows in one piece are views of the file
+
+    def __init__(self, dataset: Any):
+        self._dataset = _as_arrays(dataset, dataset.format["type"])
+        self._identity: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def element(self, number: int, epoch: int) -> PyTree:
+        try:
+            return self._dataset[int(number)]
+        except Exception as error:
+            error.add_note(f"while reading row {int(number):,} (from 0) of the dataset{self._files()}")
+            raise
+
+    def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
+        try:
+            return self._dataset[numbers.tolist()]
+        except Exception:
+            for number in numbers:  # the one that fails is named
+                self.element(number, epoch)
+            raise
+
+    def identity(self) -> Mapping[str, str]:
+        if not self._identity:
+            table = self._dataset.with_format("arrow", columns=self._dataset.format["columns"])
+            content = hashlib.sha256()
+            for number in sorted({0, len(table) - 1}):
+                content.update(repr(table[number].to_pydict()).encode())
+            names = repr(sorted(self._dataset.format["columns"]))
+            self._identity["columns"] = hashlib.sha256(names.encode()).hexdigest()[:12]
+            self._identity["content"] = content.hexdigest()[:12]
+        return self._identity
+
+    def _files(self) -> str:
+        files = [file["filename"] for file in self._dataset.cache_files]
+        if not files:
+            return ""
+        return f" in {files[0]!r}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+
+
+def _as_arrays(dataset: Any, format_type: Any) -> Any:
+    """Has a dataset return arrays, unless it returns those of another library or goes through a function."""
+    return dataset.with_format("numpy") if format_type in _TABLES else dataset
+
+
+def dataset(dataset: Any, global_batch: int | None) -> RowSource | BatchSource:
+    """Adapts a `datasets.Dataset`: of batches, or with `global_batch` of rows."""
+    elements = HuggingFaceElements(dataset)
+    return (
+        BatchSource(elements=elements)
+        if global_batch is None
+        else RowSource(elements=elements, global_batch=global_batch)
+    )
+
+
+class HuggingFaceSource(StateDictSource):
+    """Batches of a `datasets.IterableDataset`, which shuffles each pass anew by its number."""
+
+    how_to_share = "`datasets.distributed.split_dataset_by_node(dataset, rank=process_index, world_size=num_processes)`"
+
+    def __init__(self, dataset: Any):
+        self.loader = dataset
+        self.kind = "Hugging Face IterableDataset"
+        self._initial = None  # a state of None is the beginning
+        self.own_part = _own_part(dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        names = repr(self.loader.column_names)
+        return f"kind=Hugging_Face_IterableDataset columns={hashlib.sha256(names.encode()).hexdigest()[:12]}"
+
+
+def iterable_dataset(dataset: Any, global_batch: int | None) -> HuggingFaceSource | PlainSource:
+    """Adapts a `datasets.IterableDataset`: of batches, or with `global_batch` of rows."""
+    formatting = dataset._formatting
+    dataset = _as_arrays(dataset, None if formatting is None else formatting.format_type)
+    if global_batch is not None:
+        dataset = dataset.batch(global_batch)
+    if not _has_buffer(dataset._ex_iterable):
+        return HuggingFaceSource(dataset)
+
+    def begin(epoch: int) -> Any:
+        dataset.set_epoch(epoch)
+        return iter(dataset)
+
+    return PlainSource(
+        kind="Hugging Face IterableDataset",
+        begin=begin,
+        advice="its state leaves out the rows in the buffer of `shuffle`, which a resumed run would lose. Without the buffer, "
+        "or as a map-style `datasets.Dataset`, it has a position",
+        how_to_share=HuggingFaceSource.how_to_share,
+        own_part=_own_part(dataset),
+    )
+
+
+def _own_part(dataset: Any) -> tuple[int, int] | None:
+    split = dataset._distributed
+    return None if split is None else (split.rank, split.world_size)
+
+
+def _has_buffer(examples: Any) -> bool:
+    """Whether a chain of iterables has a shuffle buffer, whose rows no state holds."""
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    parents = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or [])]
+    return any(_has_buffer(parent) for parent in parents if parent is not None)
+
+
+def splits(dataset: Any, global_batch: int | None) -> NoReturn:
+    """Refuses a dict of splits."""
+    names = list(dataset)
+    raise DatasetError(f"a {type(dataset).__name__} has several splits, {names}; take one: `dataset[{names[0]!r}]`")

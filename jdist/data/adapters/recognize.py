@@ -1,0 +1,58 @@
+"""Recognition of other libraries' datasets by the modules of their classes, without importing the libraries."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+# By the package and the name of a class: the function that adapts it, `(dataset, global_batch) -> source`.
+_ADAPTERS = {
+    ("grain", "MapDataset"): "grain:map_dataset",
+    ("grain", "IterDataset"): "grain:iter_dataset",
+    ("grain", "DatasetIterator"): "grain:iterator",
+    ("grain", "DataLoader"): "grain:data_loader",
+    ("grain", "DataLoaderIterator"): "grain:iterator",
+    ("datasets", "Dataset"): "huggingface:dataset",
+    ("datasets", "IterableDataset"): "huggingface:iterable_dataset",
+    ("datasets", "DatasetDict"): "huggingface:splits",
+    ("datasets", "IterableDatasetDict"): "huggingface:splits",
+    ("torchdata", "StatefulDataLoader"): "torch:stateful_data_loader",
+    ("torch", "DataLoader"): "torch:data_loader",
+    ("torch", "Dataset"): "torch:dataset",
+    ("tensorflow", "DatasetV2"): "tensorflow:dataset",
+}
+
+
+def adapted(source: Any, global_batch: int | None = None) -> Any:
+    """Makes a source of what another library calls a dataset; returns anything else as it is.
+
+    Args:
+        source: anything.
+        global_batch: rows of a batch, if the elements of the dataset are rows; None: they are batches.
+
+    Raises:
+        DatasetError: it is such a dataset, but not one of batches, or not one of rows.
+    """
+    adapt = _adapter(source)
+    return source if adapt is None else adapt(source, global_batch)
+
+
+def is_known(source: Any) -> bool:
+    """Whether a source is another library's dataset."""
+    return _adapter(source) is not None
+
+
+def _adapter(source: Any) -> Callable[[Any, int | None], Any] | None:
+    for cls in type(source).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if (name := _ADAPTERS.get((package, cls.__name__))) is not None:
+            return _imported(name)
+    if all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict", "__iter__")):
+        return _imported("state_dict:state_dict_source")
+    return None
+
+
+def _imported(name: str) -> Callable[[Any, int | None], Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"jdist.data.adapters.{module}"), function)

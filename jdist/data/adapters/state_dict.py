@@ -1,0 +1,71 @@
+"""Loaders with `state_dict` and `load_state_dict`, the convention of PyTorch: the state is the loader's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from jdist.data.adapters.plain import from_plain, to_plain
+from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.sources.stateful import StatefulBatches, StatefulSource
+
+PyTree = Any
+
+
+class StateDictSource(StatefulSource):
+    """Batches of a loader that has `state_dict` and `load_state_dict`.
+
+    Args:
+        loader: the loader; it is iterated over by one consumer at a time.
+        kind: its name in messages.
+    """
+
+    how_to_share = "a part of the data for each `strategy.cluster.process_index`"
+
+    def __init__(self, loader: Any, kind: str | None = None):
+        self.loader = loader
+        self.kind = kind or type(loader).__name__
+        try:
+            self.num_steps = len(loader)
+        except (TypeError, NotImplementedError, AttributeError):
+            self.num_steps = None
+        self._initial = copy.deepcopy(loader.state_dict())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the loader the number of the pass that begins, where it draws a new order for each."""
+        if callable(set_epoch := getattr(self.loader, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def open(self, epoch: int, state: Any) -> StatefulBatches:
+        self.set_epoch(epoch)
+        self.loader.load_state_dict(copy.deepcopy(self._initial if state is None else state))
+        return _StateDictBatches(self, iter(self.loader))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"kind={self.kind.replace(' ', '_')} batches={self.num_steps}"
+
+    def to_plain(self, state: Any) -> Any:
+        return to_plain(state, self.kind)
+
+    def from_plain(self, value: Any) -> Any:
+        return from_plain(value)
+
+
+class _StateDictBatches(StatefulBatches):
+    def __init__(self, source: StateDictSource, batches: Iterator[PyTree]):
+        self._source = source
+        self._batches = batches
+
+    def __next__(self) -> PyTree:
+        return next(self._batches)
+
+    def state(self) -> Any:
+        return copy.deepcopy(self._source.loader.state_dict())
+
+
+def state_dict_source(loader: Any, global_batch: int | None) -> StateDictSource:
+    """Adapts a loader of batches."""
+    refuse_rows(type(loader).__name__, global_batch)
+    return StateDictSource(loader)

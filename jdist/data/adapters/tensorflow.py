@@ -1,0 +1,25 @@
+"""`tf.data`: its datasets have no position that a JSON could hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.sources.plain import PlainSource
+
+
+def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
+    """Adapts a `tf.data.Dataset`: of batches, or with `global_batch` of rows."""
+    if global_batch is not None and type(dataset).__name__.lstrip("_") == "BatchDataset":
+        refuse_rows("tf.data.Dataset", global_batch)
+    if global_batch is not None:
+        dataset = dataset.batch(global_batch)
+    count = int(dataset.cardinality())
+    return PlainSource(
+        kind="tf.data.Dataset",
+        begin=lambda _: iter(dataset.as_numpy_iterator()),
+        advice="the iterator of a `tf.data.Dataset` is saved by TensorFlow's own checkpoints alone. A grain MapDataset, or "
+        "`jdist.data.from_rows(...)`, has a position",
+        how_to_share="`dataset.shard(num_processes, process_index)`",
+        length=count if count >= 0 else None,  # below: without end, or not known
+    )

@@ -1,0 +1,140 @@
+"""PyTorch's loaders: torchdata's `StatefulDataLoader` has a state, `DataLoader` has none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.adapters.state_dict import StateDictSource
+from jdist.data.sources.plain import PlainSource
+from jdist.data.sources.stateful import StatefulBatches
+from jdist.errors import DatasetError
+
+PyTree = Any
+_HOW_TO_SHARE = "`sampler=DistributedSampler(dataset, num_replicas=num_processes, rank=process_index)`"
+
+
+class StatefulLoaderSource(StateDictSource):
+    """Batches of a `torchdata.stateful_dataloader.StatefulDataLoader`.
+
+    Its state lacks what the loader's generator has drawn beside the order, without workers: the next pass would get another
+    order than in a run that was not interrupted. So the generator's own state is kept beside it.
+    """
+
+    how_to_share = _HOW_TO_SHARE
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        self.kind = "StatefulDataLoader"
+        self.num_steps = _length(loader)
+        self.own_part = _own_part(loader)
+        self._generator = None
+        if loader.num_workers == 0:
+            self._generator = loader.generator or getattr(loader.sampler, "generator", None)
+        self._initial = {"loader": {}, "generator": self.generator_state()}  # {}: from the beginning
+        # Whether the next pass needs more than the generator: a dataset of its own mind goes on where the last one ended.
+        self.keeps_dataset = hasattr(loader.dataset, "state_dict")
+
+    def generator_state(self) -> Any:
+        """Copies the state of the generator, where there is one in this process."""
+        return None if self._generator is None else self._generator.get_state()
+
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(self.loader, epoch)
+
+    def open(self, epoch: int, state: Any) -> StatefulBatches:
+        self.set_epoch(epoch)
+        state = self._initial if state is None else state
+        self.loader.load_state_dict(copy.deepcopy(state["loader"]))
+        is_new = state["loader"] == {}
+        if is_new:
+            self._set_generator(state["generator"])
+        batches = iter(self.loader)  # draws the order
+        if not is_new:
+            self._set_generator(state["generator"])
+        return _LoaderBatches(self, batches)
+
+    def _set_generator(self, state: Any) -> None:
+        if self._generator is not None and state is not None:
+            self._generator.set_state(state)
+
+
+class _LoaderBatches(StatefulBatches):
+    def __init__(self, source: StatefulLoaderSource, batches: Iterator[PyTree]):
+        self._source = source
+        self._batches = batches
+
+    def __next__(self) -> PyTree:
+        return next(self._batches)
+
+    def state(self) -> Any:
+        source = self._source
+        state = source.loader.state_dict()
+        return {
+            "loader": copy.deepcopy(state) if source.keeps_dataset else state,
+            "generator": source.generator_state(),
+        }
+
+    def state_at_end(self) -> Any:
+        state = self.state()
+        if self._source.loader.num_workers == 0 and not self._source.keeps_dataset:
+            state["loader"] = {}
+        return state
+
+
+def stateful_data_loader(loader: Any, global_batch: int | None) -> StatefulLoaderSource:
+    """Adapts a `StatefulDataLoader`."""
+    refuse_rows("StatefulDataLoader", global_batch)
+    return StatefulLoaderSource(loader)
+
+
+def data_loader(loader: Any, global_batch: int | None) -> PlainSource:
+    """Adapts a `torch.utils.data.DataLoader`."""
+    refuse_rows("DataLoader", global_batch)
+
+    def begin(epoch: int) -> Iterator[PyTree]:
+        _set_epoch(loader, epoch)
+        return iter(loader)
+
+    return PlainSource(
+        kind="DataLoader",
+        begin=begin,
+        advice="a DataLoader of PyTorch has no state. `torchdata.stateful_dataloader.StatefulDataLoader`, with the same "
+        "arguments, has a position",
+        how_to_share=_HOW_TO_SHARE,
+        length=_length(loader),
+        own_part=_own_part(loader),
+    )
+
+
+def dataset(dataset: Any, global_batch: int | None) -> NoReturn:
+    """Refuses a dataset of PyTorch, which has rows."""
+    name = type(dataset).__name__
+    raise DatasetError(
+        f"a {name} is a dataset of PyTorch, which has rows and no batches. Give a loader of it, "
+        f"`StatefulDataLoader({name}(...), batch_size=...)`, or if it has random access "
+        "`jdist.data.from_rows(dataset, global_batch=...)`"
+    )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # of an IterableDataset
+        return None
+
+
+def _own_part(loader: Any) -> tuple[int, int] | None:
+    """Finds the part of a `DistributedSampler`."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if any(cls.__name__ == "DistributedSampler" for cls in type(sampler).__mro__):
+            return sampler.rank, sampler.num_replicas  # type: ignore[union-attr]  # it is that class
+    return None
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    for part in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.dataset):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)

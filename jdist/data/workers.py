@@ -1,0 +1,54 @@
+"""Several threads that make the items of one sequence, which come in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from jdist.data.prefetch import Prefetcher
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def ordered_map(
+    function: Callable[[S], T], items: Callable[[], Iterator[S]], *, workers: int, ahead: int = 1
+) -> Iterator[T]:
+    """Maps a function over items by several threads; yields the results in the items' order.
+
+    Thread k takes items k, k + workers, and so on, so an exception comes where its item's result would. What a thread waits for
+    (a disk, a network, a decoder in C) others work beside; Python itself runs in one of them at a time.
+
+    Args:
+        function: called from `workers` threads at once; it may not return None.
+        items: makes an iterator over the items; each thread counts its own through.
+        workers: how many threads; 1: none, the consumer's own.
+        ahead: how many results of a thread may wait for the consumer.
+
+    Example:
+        >>> from jdist.data.workers import ordered_map
+        >>> list(ordered_map(lambda n: n * n, lambda: iter(range(5)), workers=2))
+        [0, 1, 4, 9, 16]
+    """
+
+    def results(number: int) -> Iterator[T]:
+        # No `map`: a StopIteration of the function would end it, and what follows were lost in silence.
+        for item in itertools.islice(items(), number, None, workers):
+            yield function(item)
+
+    if workers == 1:
+        yield from results(0)
+        return
+    threads = [Prefetcher(results(number), depth=ahead) for number in range(workers)]
+    try:
+        # The first thread without a result has come to the end of all items: those behind it have fewer.
+        with contextlib.suppress(StopIteration):
+            for thread in itertools.cycle(threads):
+                item = next(thread)
+                yield item
+                del item  # else it stays in memory while the next one is waited for
+    finally:
+        for thread in threads:
+            thread.abandon()

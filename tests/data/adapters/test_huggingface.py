@@ -1,0 +1,167 @@
+"""Hugging Face's datasets as they are: their batches, their positions, and their errors."""
+
+import numpy as np
+import pytest
+
+import jdist
+from jdist.checkpoint import CheckpointWarning
+from jdist.data import distributed_dataset, from_rows
+from jdist.data.adapters.recognize import adapted
+from jdist.data.process_shard import ProcessShard
+from jdist.errors import BatchError, DatasetError
+from tests.data.adapters.positions import check_position, fed, rows
+from tests.data.job import Job
+
+datasets = pytest.importorskip(
+    "datasets", reason='Hugging Face datasets are not installed: pip install "jdist[loaders]"'
+)
+from datasets.distributed import split_dataset_by_node  # noqa: E402 - where they are
+
+datasets.disable_progress_bars()
+
+
+def given(count=20):
+    return datasets.Dataset.from_dict({"x": np.arange(2 * count).reshape(count, 2), "y": np.arange(count)})
+
+
+def streamed(**options):
+    return given(**options).to_iterable_dataset(num_shards=4)
+
+
+KINDS = {
+    "Dataset of batches": lambda: given().batch(6),
+    "Dataset": lambda: from_rows(given(), global_batch=6, shuffle_seed=3),
+    "IterableDataset": lambda: streamed().batch(6),
+    "IterableDataset with numpy": lambda: streamed().with_format("numpy").batch(6),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_is_exact(kind):
+    check_position(KINDS[kind], stops=(0, 1, 4))
+
+
+def test_rows_and_tables_become_arrays():
+    (batch,) = from_rows(given(2), global_batch=2)
+    assert batch["x"].tolist() == [[0, 1], [2, 3]]
+    assert batch["y"].dtype == np.int64
+    in_float32 = given(2).with_format("numpy", columns=["x"], dtype=np.float32)
+    (batch,) = from_rows(in_float32, global_batch=2)
+    assert [*batch] == ["x"] and batch["x"].dtype == np.float32
+
+
+def counted(dataset, reads):
+    def transform(rows):
+        reads.extend(int(row) for row in rows["y"])
+        return {name: np.asarray(column) for name, column in rows.items()}
+
+    return dataset.with_transform(transform)
+
+
+def test_a_far_batch_reads_its_own_rows_alone():
+    reads = []
+    dataset = fed(from_rows(counted(given(1000), reads), global_batch=4, epochs=None, shuffle_seed=0), prefetch=0)
+    dataset.go_to(100_000)
+    batch = next(iter(dataset))
+    assert sorted(reads) == sorted(batch["y"].tolist()) and len(reads) == 4
+
+
+def test_each_of_several_processes_reads_its_own_rows_alone():
+    for index in range(2):
+        reads = []
+        source = from_rows(counted(given(16), reads), global_batch=8, shuffle_seed=1)
+        share = ProcessShard(index=index, count=2)
+        own = [
+            row
+            for batch in distributed_dataset(source, num_replicas=4, place=None, share=share, prefetch=0)
+            for row in batch["y"].tolist()
+        ]
+        assert reads == own and len(own) == 8
+
+
+def test_a_part_for_each_process_is_recognised_and_its_position_is_exact():
+    def make(process):
+        return split_dataset_by_node(streamed(), rank=process, world_size=2).batch(3)
+
+    def program(job, saved=None, stop=None):
+        def run(process):
+            dataset = job.dataset(process, make(process), autoshard="auto")
+            if saved is not None:
+                dataset.restore(saved)
+            iterator = iter(dataset)
+            had = [next(iterator)["y"].tolist() for _ in range(stop or 0)]
+            return had if stop is None else dataset.state(), rows(dataset)
+
+        return job.run(run)
+
+    (_, whole_0), (_, whole_1) = program(Job(2))
+    assert sorted(sum(whole_0 + whole_1, [])) == [*range(20)]
+    (saved, rest_0), (_, rest_1) = program(Job(2), stop=2)
+    assert (rest_0, rest_1) == (whole_0[2:], whole_1[2:])
+    (_, rest_0), (_, rest_1) = program(Job(2), saved=saved)
+    assert (rest_0, rest_1) == (whole_0[2:], whole_1[2:])
+
+
+def test_a_shuffle_buffer_has_no_position_and_fit_says_so(tmp_path):
+    shuffled = streamed().shuffle(seed=1, buffer_size=8)
+    assert not fed(shuffled.batch(5)).is_resumable
+
+    def train_step(state, batch):
+        return state + batch["y"].sum(), {"loss": state}
+
+    with pytest.warns(CheckpointWarning, match="leaves out the rows in the buffer of `shuffle`.*map-style"):
+        jdist.fit(
+            train_step,
+            np.int32(0),
+            shuffled,
+            strategy=jdist.one_device(),
+            global_batch=5,
+            progress=False,
+            log_to=None,
+            verify="off",
+            callbacks=[jdist.callbacks.checkpoint(tmp_path)],
+        )
+
+
+def test_rows_are_refused_with_what_to_do():
+    with pytest.raises(DatasetError, match=r"Hugging Face Dataset are taken as batches.*from_rows"):
+        fed(given())
+    with pytest.raises(DatasetError, match=r"Hugging Face IterableDataset are taken as batches"):
+        rows(fed(streamed()))
+    with pytest.raises(
+        DatasetError, match=r"a DatasetDict has several splits, \['train'\]; take one: `dataset\['train'\]`"
+    ):
+        fed(datasets.DatasetDict(train=given()))
+
+
+def test_what_a_device_cannot_hold_is_named():
+    named = datasets.Dataset.from_dict({"y": [1, 2], "name": ["a", "b"]})
+    with pytest.raises(BatchError, match=r"\['name'\].*dtype <U1.*leave it out"):
+        rows(fed(from_rows(named, global_batch=2)))
+    ragged = datasets.Dataset.from_dict({"y": [[1], [1, 2]]})
+    with pytest.raises(BatchError, match=r"\['y'\].*dtype object"):
+        rows(fed(from_rows(ragged, global_batch=2)))
+
+
+def test_an_error_names_the_row_and_the_batch():
+    def transform(batch):
+        if 7 in batch["y"]:
+            raise ValueError("bad pixel")
+        return {name: np.asarray(column) for name, column in batch.items()}
+
+    source = from_rows(given().with_transform(transform), global_batch=6)
+    with pytest.raises(ValueError, match="bad pixel") as caught:
+        rows(fed(source))
+    assert caught.value.__notes__ == [
+        "while reading row 7 (from 0) of the dataset",
+        "while making batch 1 (from 0) of a Hugging Face Dataset",
+    ]
+
+
+def test_a_position_of_other_data_is_refused():
+    saved = fed(from_rows(given(), global_batch=6)).state()
+    with pytest.raises(DatasetError, match="content was .* and is"):
+        fed(from_rows(given().map(lambda row: {"y": row["y"] + 1}), global_batch=6)).restore(saved)
+    with pytest.raises(DatasetError, match="rows was 20 and is 19"):
+        fed(from_rows(given(19), global_batch=6)).restore(saved)
+    assert adapted(given(), 6).fingerprint == adapted(given(), 6).fingerprint

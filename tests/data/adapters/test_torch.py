@@ -1,0 +1,134 @@
+"""PyTorch's loaders as they are; `make test-loaders` runs this where PyTorch is not installed."""
+
+import numpy as np
+import pytest
+
+import jdist
+from jdist.checkpoint import CheckpointWarning
+from jdist.data import from_rows
+from jdist.errors import DatasetError
+from tests.data.adapters.positions import check_position, fed, rows
+from tests.data.job import Job
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed; `make test-loaders` runs these tests")
+loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's own call
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument"),
+]
+
+
+class Rows(torch.utils.data.Dataset):
+    broken: int | None = None
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number):
+        if number == self.broken:
+            raise ValueError("bad pixel")
+        return {"x": torch.full((3,), float(number)), "y": number}
+
+
+class Broken(Rows):
+    broken = 7
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows in their order, of which it knows the next one."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        while self.next < 20:
+            self.next += 1
+            yield {"y": self.next - 1}
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def stateful(data=None, **options):
+    return loaders.StatefulDataLoader(Rows() if data is None else data, batch_size=6, **options)
+
+
+def shuffled(**options):
+    return stateful(shuffle=True, generator=torch.Generator().manual_seed(1), **options)
+
+
+KINDS = {
+    "in order": stateful,
+    "shuffled": shuffled,
+    "workers": lambda: shuffled(num_workers=2),
+    "workers that stay": lambda: shuffled(num_workers=2, persistent_workers=True),
+    "with replacement": lambda: stateful(
+        sampler=loaders.sampler.RandomSampler(
+            Rows(), replacement=True, num_samples=20, generator=torch.Generator().manual_seed(1)
+        )
+    ),
+    "stream": lambda: stateful(Stream()),
+    "distributed sampler": lambda: stateful(
+        sampler=loaders.sampler.StatefulDistributedSampler(Rows(), num_replicas=1, rank=0, seed=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_is_exact_in_this_pass_and_the_next_ones(kind):
+    passes = check_position(KINDS[kind], stops=(0, 2, 4))
+    assert all(sorted(sum(each, [])) == [*range(20)] for each in passes) or kind == "with replacement"
+    assert (passes[0] != passes[1]) == (kind not in ("in order", "stream"))
+
+
+def test_len_and_epochs():
+    assert len(fed(stateful())) == 4
+    assert fed(stateful(Stream())).steps_per_pass is None
+    assert len(fed(torch.utils.data.DataLoader(Rows(), batch_size=6))) == 4
+
+
+def test_parts_of_a_distributed_sampler_are_recognised():
+    def program(process):
+        sampler = torch.utils.data.DistributedSampler(Rows(), num_replicas=2, rank=process, shuffle=False)
+        dataset = job.dataset(process, stateful(sampler=sampler), autoshard="auto")
+        return rows(dataset)
+
+    job = Job(2)
+    zero, one = job.run(program)
+    assert (sum(zero, []), sum(one, [])) == ([*range(0, 20, 2)], [*range(1, 20, 2)])
+
+
+def test_a_plain_loader_has_no_position_and_fit_says_so(tmp_path):
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=6)
+    assert rows(fed(loader)) == [[*range(start, min(start + 6, 20))] for start in range(0, 20, 6)]
+    with pytest.warns(CheckpointWarning, match="a DataLoader of PyTorch has no state.*StatefulDataLoader"):
+        jdist.fit(
+            lambda state, batch: (state + batch["x"].sum(), {"loss": state}),
+            np.float32(0),
+            loader,
+            strategy=jdist.one_device(),
+            progress=False,
+            log_to=None,
+            verify="off",
+            callbacks=[jdist.callbacks.checkpoint(tmp_path)],
+        )
+
+
+def test_a_dataset_without_a_loader_has_rows():
+    with pytest.raises(DatasetError, match=r"a Rows is a dataset of PyTorch.*StatefulDataLoader\(Rows"):
+        fed(Rows())
+    assert rows(fed(from_rows(Rows(), global_batch=12)))[1] == [*range(12, 20)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_has_the_traceback_of_the_worker(workers):
+    with pytest.raises(ValueError, match="bad pixel") as caught:
+        rows(fed(stateful(Broken(), num_workers=workers)))
+    if workers:
+        assert "in DataLoader worker process" in str(caught.value) and "__getitem__" in str(caught.value)
+    assert "while making batch 1 (from 0) of a StatefulDataLoader" in caught.value.__notes__

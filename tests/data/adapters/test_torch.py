@@ -16,7 +16,9 @@ loaders = pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's own call
     pytest.mark.filterwarnings("ignore:.*os.fork:RuntimeWarning"),  # workers are forked unless a context is given
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # the same, where it cannot be raised
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),  # the same, where it cannot be raised
 ]
 
 

@@ -19,7 +19,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-jax conformance full soak soak-ps bench gpu bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-loaders test-jax conformance full soak soak-ps bench gpu bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -88,6 +88,12 @@ $(GPU)/.installed: $(STAMP)
 	  $$($(BIN)/python -c 'import jax; print(*(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")))')
 	@touch $@
 
+# The tests of other libraries' loaders, in an environment of their own: PyTorch and TensorFlow take 6 GB.
+test-loaders:
+	$(MAKE) setup VENV=.venv-loaders
+	.venv-loaders/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,loaders]'
+	.venv-loaders/bin/python -m pytest -n0 -m "full or not full" tests/data/adapters tests/loop/test_feeds_killed.py
+
 conformance: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"
 
@@ -132,4 +138,4 @@ bench-peers: setup
 	$(BIN)/python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/parameter_server.log
 
 clean:
-	rm -rf .venv .venv-newest .venv-jax-* .venv-tf runs build *.egg-info
+	rm -rf .venv .venv-newest .venv-loaders .venv-jax-* .venv-tf runs build *.egg-info

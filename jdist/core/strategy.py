@@ -334,8 +334,9 @@ class Strategy:
         """Feeds global batches to the replicas.
 
         Args:
-            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each. With
-                several processes all make the same one, unless `autoshard` of the options says otherwise.
+            dataset: `jdist.data.from_arrays(...)`, a dataset of Grain, Hugging Face, PyTorch or `tf.data` whose elements are
+                batches, or any iterable of numpy pytrees, one global batch each. With several processes all make the same
+                one, unless `autoshard` of the options says otherwise.
             options: how batches are made ahead, and how several processes share the dataset; None:
                 `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: pad it and mask the padding,

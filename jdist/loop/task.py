@@ -28,7 +28,8 @@ class Task:
             and `jdist.mean`; `metrics` is a dict that holds "loss": scalars, and what `metrics` below contribute.
         eval_step: `(state, batch) -> metrics`, a dict of scalars, each a `jdist.mean` over the batch's rows, and of what
             `metrics` below contribute.
-        train_data: `(global_batch, seed, epochs) -> source`; `epochs` None repeats without end.
+        train_data: `(global_batch, seed, epochs) -> source`; `epochs` None repeats without end. Another library's dataset
+            that does not repeat is gone through as often as the run takes.
         eval_data: `(global_batch) -> source`, once through the held-out rows.
         metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
             `jdist.metrics.collect`, whose contribution is all that a step returns. None: there are scalars alone.

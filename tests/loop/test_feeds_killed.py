@@ -42,7 +42,8 @@ def test_what_was_killed_in_mid_epoch_goes_on_to_the_same_bits(kind, processes, 
         return ended.returncode, found, out
 
     code, found, out = run("9")
-    assert code != 0 and not found, out
+    assert code != 0, out
+    assert not found, out
     assert "not killed" not in out
     saved = [int(path.name.split("_")[1]) for path in (tmp_path / "killed").glob("step_*")]
     assert max(saved) in (6, 8), "in the second epoch, and not in its beginning"

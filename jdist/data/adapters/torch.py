@@ -30,23 +30,25 @@ class StatefulLoaderSource(StateDictSource):
         self.kind = "StatefulDataLoader"
         self.num_steps = _length(loader)
         self.own_part = _own_part(loader)
-        self._generator = None
-        if loader.num_workers == 0:
-            self._generator = loader.generator or getattr(loader.sampler, "generator", None)
-        self._initial = {"loader": {}, "generator": self.generator_state()}  # {}: from the beginning
+        self._generator = loader.generator or getattr(loader.sampler, "generator", None)
         # Whether the next pass needs more than the generator: a dataset of its own mind goes on where the last one ended.
         self.keeps_dataset = hasattr(loader.dataset, "state_dict")
+        self._dataset_at_first = copy.deepcopy(loader.dataset.state_dict()) if self.keeps_dataset else None
+        self._generator_at_first = None if self._generator is None else self._generator.get_state()
 
     def generator_state(self) -> Any:
-        """Copies the state of the generator, where there is one in this process."""
-        return None if self._generator is None else self._generator.get_state()
+        """Copies the state of the generator; with workers it is ahead of them, and the loader's state has what it needs."""
+        return None if self._generator is None or self.loader.num_workers else self._generator.get_state()
 
     def set_epoch(self, epoch: int) -> None:
         _set_epoch(self.loader, epoch)
 
     def open(self, epoch: int, state: Any) -> StatefulBatches:
         self.set_epoch(epoch)
-        state = self._initial if state is None else state
+        if state is None:
+            state = {"loader": {}, "generator": self._generator_at_first}  # {}: from the beginning
+            if self.keeps_dataset:
+                self.loader.dataset.load_state_dict(copy.deepcopy(self._dataset_at_first))
         self.loader.load_state_dict(copy.deepcopy(state["loader"]))
         is_new = state["loader"] == {}
         if is_new:

@@ -140,6 +140,8 @@ def resumable(source: Any) -> RandomAccessSource:
     """Returns a source whose position can be saved; raises a `DatasetError` for any other."""
     if isinstance(source, RandomAccessSource):
         return source
+    if (advice := getattr(source, "advice", None)) is not None:
+        raise DatasetError(f"the position in a {source.kind} cannot be saved or restored: {advice}")
     raise DatasetError(
         f"the position in a {type(source).__name__} cannot be saved or restored: a plain iterable only "
         "goes forward, so resuming would mean reading everything again up to there. Use "

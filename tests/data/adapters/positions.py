@@ -1,5 +1,6 @@
-"""The law of positions: whoever goes on in a new process gets what an uninterrupted consumer gets, in this pass and the next."""
+"""The law of positions: whoever goes on in a new process gets what an uninterrupted consumer gets, also in later passes."""
 
+import itertools
 import json
 
 import numpy as np
@@ -14,6 +15,11 @@ def fed(source, **options):
 def rows(dataset):
     """The real rows of the batches to the end of the pass."""
     return [batch["y"][batch["mask"]].tolist() for batch in dataset]
+
+
+def flat(batches):
+    """The rows of all batches."""
+    return [*itertools.chain.from_iterable(batches)]
 
 
 def check_position(make, *, stops, passes=3, **options):

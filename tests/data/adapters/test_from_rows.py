@@ -6,7 +6,7 @@ import pytest
 from jdist.data import distributed_dataset, from_arrays, from_rows, shard
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError
-from tests.data.adapters.positions import Counted, check_position, fed, rows
+from tests.data.adapters.positions import Counted, check_position, fed, flat, rows
 
 SEED = {"shuffle_seed": 3}
 
@@ -14,7 +14,7 @@ SEED = {"shuffle_seed": 3}
 @pytest.mark.parametrize("options", [{}, SEED, {**SEED, "epochs": 2}, {**SEED, "workers": 3}])
 def test_a_position_is_exact(options):
     (first, second, _) = check_position(lambda: from_rows(Counted(20), global_batch=6, **options), stops=(0, 1, 4))
-    assert sorted(sum(first, [])) == sorted([*range(20)] * options.get("epochs", 1))
+    assert sorted(flat(first)) == sorted([*range(20)] * options.get("epochs", 1))
     assert first == second, "a pass is all epochs, in the same orders"
 
 
@@ -32,7 +32,8 @@ def test_a_far_batch_reads_its_own_rows_alone():
     dataset.go_to(100_000)
     counted.reads.clear()
     batch = next(iter(dataset))
-    assert counted.reads == batch["y"].tolist() and len(set(counted.reads)) == 64
+    assert counted.reads == batch["y"].tolist()
+    assert len(set(counted.reads)) == 64
 
 
 @pytest.mark.parametrize("partial", ["pad", "drop"])
@@ -61,7 +62,7 @@ def test_a_position_fits_another_number_of_processes(count, processes):
         dataset = distributed_dataset(source, num_replicas=count, place=None, share=share)
         dataset.restore(saved.state())
         parts.append(rows(dataset))
-    assert [sum(step, []) for step in zip(*parts, strict=True)] == rows(saved)
+    assert [flat(step) for step in zip(*parts, strict=True)] == rows(saved)
 
 
 def test_len_and_dropped_batches():

@@ -12,7 +12,7 @@ from jdist.data import distributed_dataset, from_rows
 from jdist.data.adapters.recognize import adapted
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError, PeerFailedError
-from tests.data.adapters.positions import Counted, check_position, fed, rows
+from tests.data.adapters.positions import Counted, check_position, fed, flat, rows
 from tests.data.job import Job
 
 grain = pytest.importorskip("grain")
@@ -81,7 +81,8 @@ def test_batches_are_those_of_grain_to_the_bit(kind):
 
 def test_a_dataset_without_end_has_no_len():
     dataset = fed(elements().repeat().batch(6))
-    assert dataset.is_endless and dataset.num_steps is None
+    assert dataset.is_endless
+    assert dataset.num_steps is None
     assert [len(set(rows)) for rows in (b["y"].tolist() for b in itertools.islice(dataset, 3))] == [6, 6, 6]
 
 
@@ -119,7 +120,7 @@ def test_a_process_that_has_to_read_whole_batches_is_told_how_to_read_less():
         UserWarning, match=r"each of the 2 processes reads all batches of the grain MapDataset.*batch it last"
     ):
         (zero, one) = Job(2).batches(elements().batch(6).map(lambda batch: batch), autoshard="auto")
-    assert [sum(pair, []) for pair in zip(*(real(part) for part in (zero, one)), strict=True)] == rows(
+    assert [flat(pair) for pair in zip(*(real(part) for part in (zero, one)), strict=True)] == rows(
         fed(elements().batch(6))
     )
 
@@ -151,7 +152,8 @@ def test_the_position_of_parts_is_exact_where_one_ends_before_the_other(stop):
     (whole_0, _), (whole_1, _) = parts(Job(2))
     assert [len(batch) for batch in whole_1] == [6, 6, 2, 0], "7 batches of the one and 3 of the other"
     (_, saved), (_, same) = parts(Job(2), stop)
-    assert saved["sources"] == same["sources"] and len(saved["sources"]) == 2
+    assert saved["sources"] == same["sources"]
+    assert len(saved["sources"]) == 2
     (rest_0, _), (rest_1, _) = parts(Job(2), saved=saved)
     assert (rest_0, rest_1) == (whole_0[stop:], whole_1[stop:])
 
@@ -163,7 +165,7 @@ def test_a_loader_that_shards_by_process_is_read_as_its_own_part():
         return real(list(job.dataset(process, loader(index=process, count=2), autoshard="auto")))
 
     zero, one = job.run(program)
-    assert sorted(sum(zero + one, [])) == [*range(20)]
+    assert sorted(flat(zero + one)) == [*range(20)]
     assert [len(batch) for batch in zero] == [6, 4]
 
 
@@ -263,7 +265,7 @@ def test_batches_that_change_are_named():
 def test_a_position_of_another_pipeline_is_refused():
     for other in (elements().batch(5), grain.MapDataset.source(Counted(20)).shuffle(seed=2).batch(6)):
         saved = fed(elements().batch(6)).state()
-        with pytest.raises(DatasetError, match="belongs to another dataset: .*(pipeline|global_batch)"):
+        with pytest.raises(DatasetError, match=r"belongs to another dataset: .*(pipeline|global_batch)"):
             fed(other).restore(saved)
         saved = fed(elements().batch(6).to_iter_dataset()).state()
         with pytest.raises(DatasetError, match="belongs to another dataset: pipeline was"):
@@ -282,7 +284,7 @@ def test_fit_takes_rows_and_epochs_in_new_orders():
     callback = jdist.callbacks.Callback(on_step=lambda moment: seen.append(moment.step))
     options = {"epochs": 2, "progress": False, "log_to": None, "callbacks": [callback]}
     strategy = jdist.one_device()
-    state, history = jdist.fit(train_step, np.float32(0), elements(), strategy=strategy, global_batch=8, **options)
+    state, _history = jdist.fit(train_step, np.float32(0), elements(), strategy=strategy, global_batch=8, **options)
     assert seen == [*range(1, 7)]
     orders = [[elements()[epoch * 20 + i]["y"] for i in range(20)] for epoch in range(2)]
     assert orders[0] != orders[1]

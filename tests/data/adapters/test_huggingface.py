@@ -9,7 +9,7 @@ from jdist.data import distributed_dataset, from_rows
 from jdist.data.adapters.recognize import adapted
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError
-from tests.data.adapters.positions import check_position, fed, rows
+from tests.data.adapters.positions import check_position, fed, flat, rows
 from tests.data.job import Job
 
 datasets = pytest.importorskip(
@@ -47,7 +47,8 @@ def test_rows_and_tables_become_arrays():
     assert batch["y"].dtype == np.int64
     in_float32 = given(2).with_format("numpy", columns=["x"], dtype=np.float32)
     (batch,) = from_rows(in_float32, global_batch=2)
-    assert [*batch] == ["x"] and batch["x"].dtype == np.float32
+    assert [*batch] == ["x"]
+    assert batch["x"].dtype == np.float32
 
 
 def counted(dataset, reads):
@@ -63,7 +64,8 @@ def test_a_far_batch_reads_its_own_rows_alone():
     dataset = fed(from_rows(counted(given(1000), reads), global_batch=4, epochs=None, shuffle_seed=0), prefetch=0)
     dataset.go_to(100_000)
     batch = next(iter(dataset))
-    assert sorted(reads) == sorted(batch["y"].tolist()) and len(reads) == 4
+    assert sorted(reads) == sorted(batch["y"].tolist())
+    assert len(reads) == 4
 
 
 def test_each_of_several_processes_reads_its_own_rows_alone():
@@ -76,7 +78,8 @@ def test_each_of_several_processes_reads_its_own_rows_alone():
             for batch in distributed_dataset(source, num_replicas=4, place=None, share=share, prefetch=0)
             for row in batch["y"].tolist()
         ]
-        assert reads == own and len(own) == 8
+        assert reads == own
+        assert len(own) == 8
 
 
 def test_a_part_for_each_process_is_recognised_and_its_position_is_exact():
@@ -95,7 +98,7 @@ def test_a_part_for_each_process_is_recognised_and_its_position_is_exact():
         return job.run(run)
 
     (_, whole_0), (_, whole_1) = program(Job(2))
-    assert sorted(sum(whole_0 + whole_1, [])) == [*range(20)]
+    assert sorted(flat(whole_0 + whole_1)) == [*range(20)]
     (saved, rest_0), (_, rest_1) = program(Job(2), stop=2)
     assert (rest_0, rest_1) == (whole_0[2:], whole_1[2:])
     (_, rest_0), (_, rest_1) = program(Job(2), saved=saved)
@@ -160,7 +163,7 @@ def test_an_error_names_the_row_and_the_batch():
 
 def test_a_position_of_other_data_is_refused():
     saved = fed(from_rows(given(), global_batch=6)).state()
-    with pytest.raises(DatasetError, match="content was .* and is"):
+    with pytest.raises(DatasetError, match=r"content was .* and is"):
         fed(from_rows(given().map(lambda row: {"y": row["y"] + 1}), global_batch=6)).restore(saved)
     with pytest.raises(DatasetError, match="rows was 20 and is 19"):
         fed(from_rows(given(19), global_batch=6)).restore(saved)

@@ -8,7 +8,7 @@ import pytest
 
 from jdist.data.adapters.plain import from_plain, to_plain
 from jdist.errors import DatasetError
-from tests.data.adapters.positions import check_position, fed, rows
+from tests.data.adapters.positions import check_position, fed, flat, rows
 
 
 class Loader:
@@ -37,7 +37,7 @@ class Loader:
 
 def test_a_position_is_exact():
     first, second, _ = check_position(Loader, stops=(0, 1, 6))
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == [*range(21)]
+    assert sorted(flat(first)) == sorted(flat(second)) == [*range(21)]
     assert first == second, "the convention has no state between passes, so that each begins as the first"
     assert len(fed(Loader())) == 7
 
@@ -51,9 +51,13 @@ def test_states_survive_json():
         "e": 2**100,
     }
     back = from_plain(json.loads(json.dumps(to_plain(state, "loader"))))
-    assert back["a"] == state["a"] and back["e"] == state["e"] and back["b"][0] == b"\0\1"
+    assert back["a"] == state["a"]
+    assert back["e"] == state["e"]
+    assert back["b"][0] == b"\0\1"
     np.testing.assert_array_equal(back["b"][1][3], np.arange(4, dtype=np.uint8), strict=True)
-    assert isinstance(back["b"], tuple) and back["c"] == 2.5 and back["d"].shape == (2, 0)
+    assert isinstance(back["b"], tuple)
+    assert back["c"] == 2.5
+    assert back["d"].shape == (2, 0)
 
 
 def test_a_state_that_cannot_be_saved_is_named():

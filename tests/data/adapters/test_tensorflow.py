@@ -15,20 +15,21 @@ def given():
 
 def test_batches_and_their_number():
     dataset = fed(given().batch(6))
-    assert len(dataset) == 4 and not dataset.is_resumable
+    assert len(dataset) == 4
+    assert not dataset.is_resumable
     assert rows(dataset) == rows(dataset) == [[*range(start, min(start + 6, 20))] for start in range(0, 20, 6)]
     assert fed(given().batch(6).repeat()).steps_per_pass is None
     assert fed(given().batch(6).filter(lambda batch: True)).steps_per_pass is None
 
 
 def test_a_position_is_refused_with_what_has_one():
-    with pytest.raises(DatasetError, match="the position in a tf.data.Dataset cannot be saved.*own checkpoints alone"):
+    with pytest.raises(DatasetError, match=r"the position in a tf.data.Dataset cannot be saved.*own checkpoints alone"):
         fed(given().batch(6)).state()
 
 
 def test_an_error_names_the_batch():
     def broken(row):
-        tf.debugging.assert_none_equal(row["y"], tf.constant(7, tf.int64), "bad pixel")
+        tf.debugging.assert_none_equal(row["y"], tf.constant(7, tf.int64), message="bad pixel")
         return row
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="bad pixel") as caught:

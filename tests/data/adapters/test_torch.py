@@ -7,7 +7,7 @@ import jdist
 from jdist.checkpoint import CheckpointWarning
 from jdist.data import from_rows
 from jdist.errors import DatasetError
-from tests.data.adapters.positions import check_position, fed, rows
+from tests.data.adapters.positions import check_position, fed, flat, rows
 from tests.data.job import Job
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; `make test-loaders` runs these tests")
@@ -15,7 +15,10 @@ loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's own call
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument"),
+    pytest.mark.filterwarnings("ignore:.*os.fork:RuntimeWarning"),  # workers are forked unless a context is given
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),  # the same, where it cannot be raised
 ]
 
 
@@ -82,7 +85,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_is_exact_in_this_pass_and_the_next_ones(kind):
     passes = check_position(KINDS[kind], stops=(0, 2, 4))
-    assert all(sorted(sum(each, [])) == [*range(20)] for each in passes) or kind == "with replacement"
+    assert all(sorted(flat(each)) == [*range(20)] for each in passes) or kind == "with replacement"
     assert (passes[0] != passes[1]) == (kind not in ("in order", "stream"))
 
 
@@ -100,7 +103,7 @@ def test_parts_of_a_distributed_sampler_are_recognised():
 
     job = Job(2)
     zero, one = job.run(program)
-    assert (sum(zero, []), sum(one, [])) == ([*range(0, 20, 2)], [*range(1, 20, 2)])
+    assert (flat(zero), flat(one)) == ([*range(0, 20, 2)], [*range(1, 20, 2)])
 
 
 def test_a_plain_loader_has_no_position_and_fit_says_so(tmp_path):
@@ -130,5 +133,6 @@ def test_an_error_has_the_traceback_of_the_worker(workers):
     with pytest.raises(ValueError, match="bad pixel") as caught:
         rows(fed(stateful(Broken(), num_workers=workers)))
     if workers:
-        assert "in DataLoader worker process" in str(caught.value) and "__getitem__" in str(caught.value)
+        assert "in DataLoader worker process" in str(caught.value)
+        assert "__getitem__" in str(caught.value)
     assert "while making batch 1 (from 0) of a StatefulDataLoader" in caught.value.__notes__

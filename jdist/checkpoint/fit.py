@@ -198,7 +198,7 @@ def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, An
         )
     if found and not any(number is not None for number in found):
         raise CheckpointError(
-            f"{checkpoint}: none of its leaves fits one of the state's, so there is nothing to restore:\n  {first_few(problems)}"
+            f"{checkpoint}: no leaf of it fits one of the state's, so there is nothing to restore:\n  {first_few(problems)}"
         )
     used = {number for number in found if number is not None}
     return Fit(

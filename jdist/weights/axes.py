@@ -187,23 +187,22 @@ class View:
             ranges: the indices of its factors.
             leaf: the whole leaf, contiguous.
         """
-        into = self._of_leaf(leaf)[tuple(slice(*ranges[name]) for name in self.axes.of_leaf)]
-        into[...] = self._turned(values, ranges)
+        _within(self._of_leaf(leaf), self.axes.of_leaf, ranges)[...] = self._turned(values, ranges)
 
     def is_in(self, values: np.ndarray, ranges: Ranges, leaf: np.ndarray) -> bool:
         """Whether the leaf has a box of the tensor to the bit; arguments as of `write`."""
-        there = self._of_leaf(leaf)[tuple(slice(*ranges[name]) for name in self.axes.of_leaf)]
+        there = _within(self._of_leaf(leaf), self.axes.of_leaf, ranges)
         return there.tobytes() == self._turned(values, ranges).astype(leaf.dtype).tobytes()
 
     def read(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
         """Copies a whole leaf's part into a whole tensor, both contiguous."""
         axes, ranges = self.axes, self._whole()
-        values = self._of_leaf(leaf)[tuple(slice(*ranges[name]) for name in axes.of_leaf)]
+        values = _within(self._of_leaf(leaf), axes.of_leaf, ranges)
         names = [name for name in axes.of_leaf if name in axes.of_tensor]
         values = values.reshape([ranges[name][1] - ranges[name][0] for name in names])
         order = [names.index(name) for name in axes.of_tensor if name in names]
         into = tensor.reshape([self.sizes[name] for name in axes.of_tensor])
-        into = into[tuple(slice(*ranges[name]) for name in axes.of_tensor)]
+        into = _within(into, axes.of_tensor, ranges)
         into[...] = values.transpose(order).reshape(into.shape)
 
     def _of_leaf(self, leaf: np.ndarray) -> np.ndarray:
@@ -219,3 +218,8 @@ class View:
         order = [names.index(name) for name in axes.of_leaf if name in names]
         turned = factored[picked].transpose(order)
         return turned.reshape([lengths[name] for name in axes.of_leaf])
+
+
+def _within(array: np.ndarray, names: Sequence[str], ranges: Ranges) -> np.ndarray:
+    """Views a box of an array, of whose axes these are the names."""
+    return array[(*(slice(*ranges[name]) for name in names), ...)]  # with `...` a view of a scalar as well

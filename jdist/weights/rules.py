@@ -73,31 +73,42 @@ class Rule:
             return None
         return "" if self.path is None else _filled(self.path, match.groupdict())
 
-    def sources(self, path: str, shape: Sequence[int]) -> Iterator[Source]:
-        """Lists the tensors that a leaf comes from; none if the rule is not for it.
+    def fields(self, path: str) -> dict[str, str] | None:
+        """Returns the fields of a leaf's path; None if the rule is not for it."""
+        match = None if self._paths is None else self._paths.fullmatch(path)
+        return None if match is None else match.groupdict()
+
+    def index(self, axes: Axes, fields: Mapping[str, str]) -> dict[str, int]:
+        """Returns the indices of the axes that one side alone has, as far as numbers or fields of the path say them."""
+        named = {name: int(fields[name]) for name in axes.one_sided if fields.get(name, "").isdigit()}
+        return named | {name: i for name, i in self.numbers.items() if name in axes.one_sided}
+
+    def sources(
+        self, path: str, shape: Sequence[int], fields: Mapping[str, str], lengths: Mapping[str, int]
+    ) -> Iterator[Source]:
+        """Lists the tensors that a leaf comes from.
+
+        Args:
+            path: of the leaf.
+            shape: of the leaf.
+            fields: of its path.
+            lengths: of axes that several rules make together.
 
         Raises:
             CheckpointError: the leaf's shape does not fit the rule's axes, or an index is missing.
         """
-        match = None if self._paths is None else self._paths.fullmatch(path)
-        if match is None:
-            return
         axes = self.axes or Axes.same(len(shape))
-        fields = match.groupdict()
-        one_sided = axes.one_sided
-        sizes = {name: size for name, size in self.numbers.items() if name not in one_sided}
-        index = {name: i for name, i in self.numbers.items() if name in one_sided}
-        for name in one_sided - index.keys():
-            if (fields.get(name) or "").isdigit():
-                index[name] = int(fields[name])
+        index = self.index(axes, fields)
         # A field of the tensor's name that is an axis of the leaf counts along it: a stack of layers.
-        stacked = [name for name in _FIELD.findall(self.tensor) if name not in fields]
-        unknown = sorted(one_sided - index.keys() - {name for name in stacked if name in axes.of_leaf})
+        stacked = [name for name in dict.fromkeys(_FIELD.findall(self.tensor)) if name not in fields]
+        unknown = sorted(axes.one_sided - index.keys() - {name for name in stacked if name in axes.of_leaf})
         if unknown or any(name not in axes.of_leaf for name in stacked):
             raise CheckpointError(
                 f"`rules`: {self}: {', '.join(unknown or stacked)} is on one side only; give its index, as in "
                 '("qkv.weight", "query/kernel", "in (qkv out) -> in out", {"qkv": 0}), or name a field so: "h.{layer}.weight"'
             )
+        sizes = {name: size for name, size in self.numbers.items() if name not in axes.one_sided}
+        sizes |= {name: size for name, size in lengths.items() if name in axes.of_leaf and name in axes.one_sided}
         if not infer_sizes(axes.leaf, shape, sizes):
             raise CheckpointError(f"leaf {path}: its shape {list(shape)} does not fit the axes of the rule {self}")
         for counted in _counted({name: sizes[name] for name in stacked}):
@@ -130,9 +141,15 @@ def sources_of(rules: Sequence[Rule] | None, path: str, shape: Sequence[int]) ->
     """
     if rules is None:
         return [[Source((path.replace("/", "."),), Axes.same(len(shape)), _sizes(shape), {})]]
+    matching = [(rule, fields) for rule in rules if (fields := rule.fields(path)) is not None]
+    indices: dict[str, set[int]] = {}
+    for rule, fields in matching:
+        for name, i in (rule.index(rule.axes, fields) if rule.axes else {}).items():
+            indices.setdefault(name, set()).add(i)
+    lengths = {name: len(each) for name, each in indices.items()}
     parts: dict[frozenset[tuple[str, int]], list[Source]] = {}
-    for rule in rules:
-        for source in rule.sources(path, shape):
+    for rule, fields in matching:
+        for source in rule.sources(path, shape, fields, lengths):
             parts.setdefault(source.part, []).append(source)
     return list(parts.values())
 

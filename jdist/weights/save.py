@@ -21,7 +21,7 @@ from jdist.checkpoint.fit import Only, Selection, first_few, name_of
 from jdist.checkpoint.folder import check_room, describe_error, fsync
 from jdist.cluster.runtime import Runtime, alone, together
 from jdist.core.remote import fetched
-from jdist.core.sharded_leaf import whole_on_host
+from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
 from jdist.errors import CheckpointError
 from jdist.support.checks import as_int
@@ -215,16 +215,32 @@ def _write_together(
             ends.callback(writer.clean)
             writer.attempt(writer.begin)
         for name, leaf in leaves.items():
-            whole = whole_on_host(leaf)  # by all processes, in the same order
+            whole = _gather(leaf)  # by all processes, in the same order
             if writer is not None:
                 writer.attempt(writer.add, name, whole)
             del whole
         if writer is not None:
             writer.attempt(writer.commit)
-            if writer.failure is not None:
+            if isinstance(writer.failure, OSError):
                 raise CheckpointError(
                     f"{files[-1]}: cannot be written: {describe_error(writer.failure)}. Free or mend the disk."
                 ) from writer.failure
+            if writer.failure is not None:
+                raise writer.failure
+
+
+def _gather(leaf: Any) -> np.ndarray:
+    """Copies a whole leaf to the host, from all processes that have parts of it, and keeps no other copy there."""
+    stored = leaf.stored if is_sharded_leaf(leaf) else leaf
+    if isinstance(stored, jax.Array) and not (stored.is_fully_addressable or stored.is_fully_replicated):
+        return whole_on_host(leaf)
+    local = codec.to_host(leaf, is_chief=True)
+    if [box.values.shape for box in local.boxes] == [local.shape]:
+        return local.boxes[0].values
+    whole = np.empty(local.shape, local.dtype)
+    for start, values in local.boxes:
+        whole[tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))] = values
+    return whole
 
 
 class _Writer:

@@ -154,8 +154,7 @@ def _tensor(name: str, parts: Sequence[tuple[str, Source]], leaves: Mapping[str,
         for axis, i in source.index.items():
             if axis in source.axes.of_tensor:
                 picked.setdefault(axis, set()).add(i)
-    # An axis that leaves are picked from is as long as there are leaves.
-    lengths = {axis: len(indices) for axis, indices in picked.items()}
+    lengths = {axis: max(indices) + 1 for axis, indices in picked.items()}
     views = [(leaf, View(source.axes, {**lengths, **source.sizes}, source.index)) for leaf, source in parts]
     shapes = {view.tensor_shape for _, view in views}
     dtypes = {np.dtype(_dtype(leaves[leaf])) for leaf, _ in views}
@@ -166,8 +165,7 @@ def _tensor(name: str, parts: Sequence[tuple[str, Source]], leaves: Mapping[str,
     sizes = sum(
         math.prod(view.sizes[axis] for axis in view.axes.of_tensor if axis not in view.index) for _, view in views
     )
-    gaps = any(max(indices) >= len(indices) for indices in picked.values())
-    if gaps or sizes != math.prod(shape):
+    if sizes != math.prod(shape):
         raise CheckpointError(f"tensor {name}: its leaves {named} fill {sizes:,} of its {math.prod(shape):,} elements")
     if dtype not in _CODES:
         raise CheckpointError(f"leaf {views[0][0]}: has dtype {dtype}; safetensors takes {', '.join(map(str, _CODES))}")

@@ -81,10 +81,9 @@ def test_a_fused_projection_goes_into_three(tmp_path, stacked):
         return split | {f"ln_{i}": {"scale": shape(24), "bias": shape(24)} for i in (1, 2)}
 
     tree = {"h": layer()} if stacked else {"h_0": layer(), "h_1": layer()}
-    own = {f"{name}_f": {"scale": 24, "bias": 24} for name in ("ln",)}
-    tree |= jax.tree.map(lambda n: jax.ShapeDtypeStruct((n,), jnp.float32), own)
-    tree |= {"wte": {"embedding": jax.ShapeDtypeStruct((50, 24), jnp.float32)}}
-    tree |= {"wpe": {"embedding": jax.ShapeDtypeStruct((16, 24), jnp.float32)}}
+    tree |= {"ln_f": {each: jax.ShapeDtypeStruct((24,), jnp.float32) for each in ("scale", "bias")}}
+    for name, rows in (("wte", 50), ("wpe", 16)):
+        tree |= {name: {"embedding": jax.ShapeDtypeStruct((rows, 24), jnp.float32)}}
     strategy = jdist.sharded(jax.devices()[:5], whole_below=16)
     loaded = jdist.weights.load(saved(tmp_path, weights), strategy.shapes(tree), jdist.weights.gpt2())
     params = strategy.fetch(loaded)

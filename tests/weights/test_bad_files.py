@@ -55,7 +55,7 @@ NONE = np.zeros(0)
         ),
         ({"head": np.ones((3, 1))}, "{file}: tensor head: has shape [3, 1], which does not fit leaf head of shape [3]"),
         ({"head": np.ones(3, np.int32)}, "{file}: tensor head: has dtype int32, and leaf head float32: only floating"),
-        ({"head": np.ones(3, np.complex64)}, "{file}: tensor head: has dtype complex64, and leaf head float32"),
+        ({"head": np.ones(3, bool)}, "{file}: tensor head: has dtype bool, and leaf head float32: only floating"),
         (
             {"head": np.ones(3, ml_dtypes.float8_e4m3fn)},
             "{file}: tensor head: has dtype F8_E4M3; jdist reads F64, F32,",

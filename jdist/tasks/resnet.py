@@ -92,7 +92,8 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         x = ConvNorm(self.stem, 7, 2, self.dtype, name="embedder")(images, train=train)
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        edges: Any = ((1, 1), (1, 1))  # Any: annotated as text alone
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=edges)
         for stage, (depth, features) in enumerate(zip(self.depths, self.features, strict=True)):
             for i in range(depth):
                 layer = Layer(

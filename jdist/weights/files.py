@@ -170,13 +170,13 @@ def _find(files: Any) -> list[tuple[Path, set[str] | None]]:
 
 def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
     """Finds the one index in a folder, or else the one file."""
-    for pattern, take in ((f"*{_SUFFIX}{INDEX}", _of_index), (f"*{_SUFFIX}", lambda path: [(path, None)])):
+    for pattern in (f"*{_SUFFIX}{INDEX}", f"*{_SUFFIX}"):
         there = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
         if len(there) > 1:
             named = ", ".join(path.name for path in there[:5])
             raise CheckpointError(f"{folder}: has {len(there)} of {pattern}: {named}. Say which, or give a list of all")
         if there:
-            return take(there[0])
+            return _of_index(there[0]) if there[0].name.endswith(INDEX) else [(there[0], None)]
     raise CheckpointError(f"{folder}: has no *{_SUFFIX} and no index of such files, or is not there")
 
 

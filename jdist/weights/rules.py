@@ -54,7 +54,8 @@ class Rule:
 
     def __init__(self, rule: Any):
         is_plain = isinstance(rule, Sequence) and not isinstance(rule, str) and 2 <= len(rule) <= 4
-        tensor, path, axes, numbers = [*rule, None, None, None][:4] if is_plain else (None,) * 4
+        values: list[Any] = [*rule, None, None][:4] if is_plain else [None] * 4
+        tensor, path, axes, numbers = values
         is_right = isinstance(tensor, str) and isinstance(path, str | None) and isinstance(axes, str | None)
         is_right = is_right and (numbers is None or _are_numbers(numbers))
         if not is_right:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jdist import reduction as reduction
     from jdist import scaling as scaling
     from jdist import train as train
+    from jdist import weights as weights
     from jdist.checkpoint.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
     from jdist.core.context import has_strategy as has_strategy
@@ -66,7 +67,20 @@ if TYPE_CHECKING:
     from jdist.strategies.sharded import sharded as sharded
     from jdist.strategies.tpu import tpu as tpu
 
-_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling", "train")
+_MODULES = (
+    "callbacks",
+    "cluster",
+    "data",
+    "errors",
+    "metrics",
+    "nnx",
+    "plan",
+    "ps",
+    "reduction",
+    "scaling",
+    "train",
+    "weights",
+)
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "History": "jdist.report.history",

@@ -119,7 +119,7 @@ class NonFiniteError(JDistError, FloatingPointError):
 
 
 class CheckpointError(JDistError, RuntimeError):
-    """A checkpoint cannot be written, found or read."""
+    """A checkpoint, or a file of weights, cannot be written, found or read."""
 
 
 class ClusterError(JDistError, RuntimeError):

@@ -67,6 +67,7 @@ NAMES = [
     "train_and_evaluate",
     "value_and_grad",
     "verify",
+    "weights",
 ]
 
 

@@ -31,6 +31,7 @@ ORDER = [
     "metrics",
     "report",
     "checkpoint",
+    "weights",
     "callbacks",
     "strategies",
     "loop",

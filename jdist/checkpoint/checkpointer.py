@@ -27,6 +27,7 @@ import jax
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.fit import Only, Rename, Selection, first_few
 from jdist.checkpoint.folder import Damaged, open_shared
 from jdist.checkpoint.pieces import LocalLeaf
 from jdist.checkpoint.restore import read_together
@@ -59,6 +60,8 @@ class Restored:
         data: the position in the data.
         metrics: scalars by name.
         metadata: other facts.
+        not_restored: the paths of the leaves of `state` that have their values from `like`.
+        unused: the paths of the leaves in the checkpoint that are not in `state`.
     """
 
     step: int
@@ -66,6 +69,8 @@ class Restored:
     data: dict[str, Any] | None
     metrics: dict[str, float]
     metadata: dict[str, Any]
+    not_restored: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -249,26 +254,56 @@ class Checkpointer:
         best = self._best(self._whole())
         return None if best is None else best["step"]
 
-    def restore(self, like: PyTree, *, step: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        like: PyTree,
+        *,
+        step: int | None = None,
+        only: Only | None = None,
+        rename: Rename | None = None,
+        skip_mismatch: bool = False,
+    ) -> Restored | None:
         """Reads the checkpoint saved last; a damaged one is passed over, with a warning, for the one before.
+
+        With `only`, `rename` or `skip_mismatch` it reads a part of it: the parameters alone, or old weights under a new head.
+        Paths are then names with "/" between them, `params/block_0/kernel`, whatever kind of tree has them.
 
         Args:
             like: the tree to fill, of arrays or of what `strategy.shapes` returns: the restored leaves take its shapes,
                 dtypes and shardings, on any number of devices. Of what a step keeps beside the user's state (a loss scale,
                 residuals of compressed gradients) and the checkpoint does not have, the values in `like` stay.
             step: read this step and no other; the same on all processes.
+            only: which leaves of `like` are restored; the others keep their values, so it has to hold arrays there. A regular
+                expression for the end of a path, as in the rules of `jdist.sharded`, several, or a function of a path.
+            rename: the paths in `like` of what the checkpoint has under others: a mapping of leaves, or of what is above
+                them, `{"params/encoder": "params/backbone"}`, or a function of a path. None as a new path leaves a leaf out.
+            skip_mismatch: leave a leaf that the checkpoint does not have, or has in another shape or dtype, and warn of it;
+                otherwise that is an error.
 
         Returns:
-            The checkpoint; None if the directory has none.
+            The checkpoint, with the paths of what it did not restore and of what was not used; None if the directory has
+            none.
 
         Raises:
             CheckpointError: `like` does not fit, no checkpoint can be read, `step` is not there or not the same on all
-                processes, or the checkpoints in the directory are not jdist's.
+                processes, `only` or `rename` name what is not there, a leaf that is to keep its value has none, or the
+                checkpoints in the directory are not jdist's.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp
+            >>> with Checkpointer(tempfile.mkdtemp()) as checkpoints:
+            ...     checkpoints.save(10, {"params": {"body": jnp.ones(2), "head": jnp.ones(3)}, "count": jnp.ones(())})
+            ...     like = {"params": {"body": jnp.zeros(2), "new_head": jnp.zeros(5)}, "count": jnp.zeros(())}
+            ...     restored = checkpoints.restore(like, only="params/body")
+            >>> restored.state["params"]["body"].tolist(), restored.not_restored
+            ([1.0, 1.0], ('count', 'params/new_head'))
         """
         if step is not None and as_int(step, least=0) is None:
             raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
+        selection = Selection(only, rename, skip_mismatch)
         self.wait()
-        like = pack(shapes_of(like))
+        # What is left keeps its value.
+        like = pack(shapes_of(like) if selection.is_all else fetched(like))
         wanted = codec.flatten(like)
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
@@ -289,7 +324,13 @@ class Checkpointer:
                     raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {steps}")
             problems: dict[str, str] = {}
             read = read_together(
-                paths, wanted, problems, cluster=self._cluster, name=self._name, timeout_s=self._timeout_s
+                paths,
+                wanted,
+                problems,
+                selection=selection,
+                cluster=self._cluster,
+                name=self._name,
+                timeout_s=self._timeout_s,
             )
             self._damaged |= problems.keys()
         if read is None:
@@ -303,13 +344,22 @@ class Checkpointer:
                     "that this gives, `strategy.init(lambda: state)`."
                 )
             return None
-        body, leaves = read
+        body, leaves, fitted = read
         failpoints.reached(Point.AFTER_RESTORE)
         for problem in problems.values():
             text = f"{problem}. Going on from step {body['step']} instead."
             warnings.warn(text, CheckpointWarning, stacklevel=2)
+        if fitted.passed_over:
+            text = (
+                f"{self._directory}: {len(fitted.not_restored):,} of the state's {len(leaves):,} leaves keep the values of "
+                f"`like`, and {len(fitted.unused):,} of the checkpoint's are not used. What does not fit:\n  "
+                f"{first_few(fitted.passed_over)}"
+            )
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
         return Restored(
             state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves)),
+            not_restored=fitted.not_restored,
+            unused=fitted.unused,
             **{name: body[name] for name in ("step", "data", "metrics", "metadata")},
         )
 

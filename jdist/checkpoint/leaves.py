@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
 
 PyTree = Any
-_BESIDE = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
+BESIDE = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
 
 
@@ -155,50 +154,6 @@ def _host_copy(leaf: Any) -> np.ndarray:
         for index, data in _own_shards(leaf):
             copy[index] = np.asarray(data)
     return copy
-
-
-def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
-    """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
-
-    None stands for what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
-    with another all-reduce or on other devices; a loss scale, after a run in another precision; and values kept beside the
-    state, where they were not saved.
-    """
-    numbers = {leaf["path"]: i for i, leaf in enumerate(saved)}
-    order: list[int | None] = []
-    missing, unlike = [], []
-    for leaf in wanted:
-        path, number = leaf["path"], numbers.get(leaf["path"])
-        there = None if number is None else saved[number]
-        if path.startswith(_BESIDE) and (there is None or there["shape"] != leaf["shape"]):
-            number = None
-        elif there is None:
-            missing.append(f"leaf {path}: not in the checkpoint")
-        elif not _fits(there, leaf):
-            described = f"saved {there['dtype']}{there['shape']}, the state has {leaf['dtype']}{leaf['shape']}"
-            unlike.append(f"leaf {path}: {described}")
-        order.append(number)
-    unasked = numbers.keys() - {leaf["path"] for leaf in wanted}
-    extra = [path for path in numbers if path in unasked and not path.startswith(_BESIDE)]
-    problems = [*missing, *(f"leaf {path}: in the checkpoint, not in the state" for path in extra), *unlike]
-    if problems:
-        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
-        text = "\n  ".join([*problems[:5], *more])
-        raise CheckpointError(
-            f"{checkpoint}: does not fit the state, which is left as it is. Make it as it was when that was saved, or "
-            f"save in another directory:\n  {text}"
-        )
-    return order
-
-
-def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether shapes and dtypes are the same, or a number is Python's in one of them, which `place` converts.
-
-    A counter that starts as Python's 0 is an array after the first step.
-    """
-    dtypes = (saved["dtype"], wanted["dtype"])
-    is_number = saved["shape"] == [] and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
-    return saved["shape"] == wanted["shape"] and (dtypes[0] == dtypes[1] or is_number)
 
 
 def needed(like: Any) -> list[Extent] | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.fit import Fit, Selection, check_has_values, fit
 from jdist.checkpoint.folder import Damaged
 from jdist.checkpoint.pieces import read_leaves
 from jdist.checkpoint.save import Job
@@ -24,22 +25,24 @@ def read_together(
     like: dict[str, Any],
     problems: dict[str, str],
     *,
+    selection: Selection,
     cluster: Runtime,
     name: str,
     timeout_s: float,
-) -> tuple[dict[str, Any], list[Any]] | None:
+) -> tuple[dict[str, Any], list[Any], Fit] | None:
     """Reads the last of some checkpoints in which no process finds damage; all processes call this.
 
     Args:
         paths: of the checkpoints, in the order of saving; the same on all.
         like: the leaves to fill, by path.
         problems: is filled with what is wrong with those that are passed over, by the checkpoint's name.
+        selection: which of the leaves to fill, and from where.
         cluster: the processes.
         name: of the values that they exchange.
         timeout_s: the longest wait for a checkpoint to be read, and for another process.
 
     Returns:
-        The body of its manifest and the leaves; None if there is none that can be read.
+        The body of its manifest, the leaves, and which of them were filled; None if there is none that can be read.
 
     Raises:
         CheckpointError: it does not fit, or cannot be read for another reason than damage, here or on another process.
@@ -50,7 +53,7 @@ def read_together(
         found, problem = None, None
         with together(f"{name}: reading", timeout_s, cluster):
             try:
-                found = _read(path, like, described, timeout_s)
+                found = _read(path, like, described, selection, timeout_s)
             except Damaged as error:
                 problem = str(error)
         failpoints.reached(Point.IN_RESTORE)
@@ -63,13 +66,14 @@ def read_together(
 
 
 def _read(
-    path: Path, like: dict[str, Any], described: list[dict[str, Any]], timeout_s: float
-) -> tuple[dict[str, Any], list[Any]]:
+    path: Path, like: dict[str, Any], described: list[dict[str, Any]], selection: Selection, timeout_s: float
+) -> tuple[dict[str, Any], list[Any], Fit]:
     """Reads a checkpoint onto the devices leaf by leaf: of whole leaves the host holds one at a time."""
     body = disk.read_manifest(path)
-    order = codec.fit(path, body["leaves"], described)
+    fitted = fit(path, body["leaves"], described, selection)
+    check_has_values(path, fitted, like)
     names, leaves = list(like), list(like.values())
-    places = {number: i for i, number in enumerate(order) if number is not None}
+    places = {number: i for i, number in enumerate(fitted.numbers) if number is not None}
     reading = read_leaves(path, body, {number: codec.needed(leaves[i]) for number, i in places.items()})
     placed: list[Any] = []
 
@@ -86,4 +90,4 @@ def _read(
             leaves[i] = codec.place(names[i], array, key, leaves[i])
             placed.append(leaves[i])
             del array  # not kept while the next is read
-    return body, leaves
+    return body, leaves, fitted

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jdist.core.layout import axes_of, names_in
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import StepError
-from jdist.support.suggest import closest
+from jdist.support.paths import join_path, matches_path, nearest_path
 
 PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -36,7 +35,7 @@ class Rule:
 
     def matches(self, path: str) -> bool:
         """Whether a leaf at this path is divided so."""
-        return self.pattern is not None and re.fullmatch(rf"(?:.*/)?(?:{self.pattern})", path) is not None
+        return self.pattern is not None and matches_path(self.pattern, path)
 
     def says_as(self, other: Rule) -> bool:
         """Whether another rule divides the same axes: what it ends with, None, does not count."""
@@ -106,9 +105,7 @@ def rules_of(
 def _nearest(rule: Rule, paths: Sequence[str]) -> str | None:
     """Finds the path whose end is nearest to a rule's pattern."""
     assert rule.pattern is not None
-    ends = {"/".join(path.split("/")[-1 - rule.pattern.count("/") :]): path for path in reversed(paths)}
-    near = closest(rule.pattern, ends, cutoff=0)
-    return None if near is None else ends[near]
+    return nearest_path(rule.pattern, paths)
 
 
 def _fits(strategy: Strategy, shape: tuple[int, ...], rule: Rule, shapes: set[tuple[int, ...]] | None) -> bool:
@@ -156,13 +153,8 @@ def _leaves(strategy: Strategy, state: PyTree) -> Iterator[tuple[str, tuple[int,
             shape = tuple(x.shape if hasattr(x, "shape") else jnp.shape(x))
             # The value in a box of flax's, or of a variable of nnx, is called as that.
             keys = prefix if len(inner) == 1 and _is_noted(node) else (*prefix, *path)
-            rule = None if noted is None else _as_rule(strategy, _joined(keys), noted)
-            yield _joined(keys), shape, rule
-
-
-def _joined(path: Iterable[Any]) -> str:
-    """Writes a path as a pattern sees it: names and numbers, with "/" between them."""
-    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path)
+            rule = None if noted is None else _as_rule(strategy, join_path(keys), noted)
+            yield join_path(keys), shape, rule
 
 
 def _is_noted(node: Any) -> bool:

@@ -114,6 +114,33 @@ class TrainSection(Section):
     )
 
 
+class InitSection(Section):
+    """Weights to begin with, in place of those that the task makes; a run that goes on has its own."""
+
+    path: str = Field(
+        min_length=1,
+        description="A run folder or a folder of checkpoints, of which the newest is taken; or safetensors: a file, an "
+        "index or a folder.",
+    )
+    only: str | list[str] | None = Field(
+        default="params/.*",
+        description="Which leaves of the state: regular expressions for the end of their paths; null for all.",
+    )
+    rename: dict[str, str | None] | None = Field(
+        default=None,
+        description="From paths in the checkpoint, or the beginning of some, to those in the state; null leaves one out.",
+    )
+    skip_mismatch: bool = Field(
+        default=False, description="Leave, and list, what does not fit; otherwise it is refused."
+    )
+    rules: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+        description="Import path `module:function` of a function that returns the rules for safetensors, such as "
+        "`jdist.weights:gpt2`; null where tensors are called as leaves.",
+    )
+
+
 class EvalSection(Section):
     """Evaluations; there is always one at the end of the run."""
 
@@ -278,6 +305,7 @@ class Config(Section):
     task: TaskSection
     strategy: StrategySection = Field(default_factory=StrategySection)
     train: TrainSection
+    init_from: InitSection | None = Field(default=None, description="Weights to begin with; null for new ones.")
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     callbacks: list[CallbackSection] = Field(

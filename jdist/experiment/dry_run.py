@@ -17,6 +17,7 @@ from jdist.data.dataset import distributed_dataset
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config
+from jdist.experiment.init_from import check_init_from
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, check_can_be_made
@@ -48,6 +49,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
         JDistError: what a run would be refused for.
     """
     parts = prepare(config, document, make=without_servers)
+    check_init_from(config.init_from, document)
     strategy, task = parts.strategy, parts.task
     console = console or Console(soft_wrap=True, quiet=not strategy.cluster.is_chief)
 

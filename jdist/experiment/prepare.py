@@ -230,7 +230,7 @@ def _eval_batch(task: Task, global_batch: int) -> int:
 def _make_task(section: TaskSection) -> tuple[Task | None, list[Problem]]:
     """Imports and calls `task.make`; returns the task, or None and what is wrong."""
     try:
-        function = _import(section.make)
+        function = import_function(section.make)
         if problems := list(check_options(function, section.options, called=section.make, key=_OPTIONS)):
             return None, problems
         task = function(**section.options)
@@ -247,7 +247,7 @@ def _make_task(section: TaskSection) -> tuple[Task | None, list[Problem]]:
     return None, [Problem(key=_MAKE, text=returned)]
 
 
-def _import(make: str) -> Any:
+def import_function(make: str) -> Any:
     """Imports the function that `module:function` names; the current folder can be imported from."""
     module_name, _, function_name = make.partition(":")
     if os.getcwd() not in sys.path:

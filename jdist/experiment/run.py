@@ -25,6 +25,7 @@ from jdist.errors import NonFiniteError
 from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
 from jdist.experiment.environment import checksums, environment
+from jdist.experiment.init_from import check_init_from, init_from
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, open_folder, set_aside
@@ -76,6 +77,7 @@ def run(
     # What the config names, and the config as it is understood.
     with together("preparing the run", _PREPARE_S):
         parts = prepare(config, document)
+        check_init_from(config.init_from, document)
     task, strategy, train, total = parts.task, parts.strategy, config.train, parts.total_steps
     cluster = strategy.cluster
     resolved = describe(parts.values, document, derived=parts.derived)
@@ -110,6 +112,10 @@ def run(
 
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
+        if config.init_from is not None:
+            # By process 0: what others see of a shared folder may be older.
+            goes_on = cluster.exchange("whether the run goes on", folder.has_checkpoints(), _PREPARE_S)[0]
+            state = state if goes_on else init_from(config.init_from, state, strategy, say)
         train_step, eval_step = make_train_step(config, parts), make_eval_step(parts)
         if watches_evaluation(config, document):  # one batch shows what is measured, before training takes its time
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))

@@ -59,8 +59,17 @@ def main(folder: Path) -> None:
         restored = checkpoints.restore(like)
         met["peak"] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        pieces._read_file = read_file
         met |= {"files": sorted(files), "bytes": sum(sizes), "same": same(restored.state)}
+
+        sizes.clear()
+        part = checkpoints.restore(like, only="columns .*")
+        pieces._read_file = read_file
+        got, want = strategy.fetch(part.state), create()
+        met["bytes of a part"] = sum(sizes)
+        met["part is right"] = all(
+            np.array_equal(x, want[name]) if name.startswith("columns") else not np.any(x) for name, x in got.items()
+        )
+        met["not restored"] = part.not_restored
 
         groups = jdist.multi_worker(shard={"of": "state", "within": 2, "whole_below": 64})
         into = groups.init(lambda: jax.tree.map(np.zeros_like, create()))

@@ -146,6 +146,15 @@ def test_each_process_holds_its_share_and_a_leaf(met):
         assert each["peak"] <= size / 2 + largest + SLACK
 
 
+def test_each_process_reads_its_share_of_a_part(met):
+    whole = program.create()
+    part = sum(x.nbytes for name, x in whole.items() if name.startswith("columns"))
+    for each in met:
+        assert each["part is right"]
+        assert each["not restored"] == [name for name in sorted(whole) if not name.startswith("columns")]
+        assert abs(each["bytes of a part"] - part / 2) <= SLACK
+
+
 def test_all_take_the_one_before_if_one_finds_damage(met):
     for each in met:
         assert each["fell back to"] == 1

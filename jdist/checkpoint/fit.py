@@ -1,0 +1,255 @@
+"""Which leaf of a checkpoint goes into which of a state: all of them under their own paths, or some under others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdist.checkpoint.leaves import BESIDE
+from jdist.core.sharded_leaf import is_sharded_leaf
+from jdist.errors import CheckpointError
+from jdist.support.paths import matches_path, nearest_path, parse_path
+from jdist.support.suggest import closest
+
+Only = str | Sequence[str] | Callable[[str], bool]
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
+_MOST_LISTED = 5
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What goes where.
+
+    Attributes:
+        numbers: of each leaf of the state the number of the saved one that it takes; None: it keeps its value.
+        not_restored: the paths of those that keep their values.
+        unused: the paths of the saved leaves that none takes.
+        passed_over: what does not fit and was passed over, in words.
+    """
+
+    numbers: list[int | None]
+    not_restored: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A part of a checkpoint, and the names that it has in the state; see `Checkpointer.restore`."""
+
+    only: Only | None = None
+    rename: Rename | None = None
+    skip_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise CheckpointError(f"`only`: {pattern!r} is not a regular expression: {error}") from error
+        if not (self.rename is None or callable(self.rename) or isinstance(self.rename, Mapping)):
+            raise CheckpointError(
+                f"`rename` is {self.rename!r:.80}: it must be a mapping from old paths to new ones, or a function"
+            )
+        if not isinstance(self.skip_mismatch, bool):
+            raise CheckpointError(f"`skip_mismatch` is {self.skip_mismatch!r:.80}: it must be True or False")
+
+    @property
+    def is_all(self) -> bool:
+        """Whether everything has to fit, under its own path."""
+        return self.only is None and self.rename is None and not self.skip_mismatch
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The regular expressions of `only`; empty where it is a function, or everything."""
+        if self.only is None or callable(self.only):
+            return ()
+        patterns = (self.only,) if isinstance(self.only, str) else tuple(self.only)
+        if not patterns or not all(isinstance(each, str) for each in patterns):
+            raise CheckpointError(
+                f"`only` is {self.only!r:.80}: it must be a regular expression, several, or a function of a path"
+            )
+        return patterns
+
+    def takes(self, path: str) -> bool:
+        """Whether a leaf of the state at this path is to be restored."""
+        if callable(self.only):
+            return bool(self.only(path))
+        return self.only is None or any(matches_path(pattern, path) for pattern in self.patterns)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Raises a `CheckpointError` where `only` matches none of a state's paths."""
+        for pattern in self.patterns:
+            if any(matches_path(pattern, path) for path in paths):
+                continue
+            within = next((path for path in paths if matches_path(rf"(?:{pattern})/.*", path)), None)
+            remedy = f"The nearest path is {nearest_path(pattern, paths)!r}"
+            if within is not None:
+                remedy = f"For all below it say {pattern + '/.*'!r}, which matches {within!r}"
+            raise CheckpointError(
+                f"`only`: {pattern!r} matches no leaf of the state. {remedy}; a pattern is a regular expression for the end of "
+                "a path, from the name of a node on."
+            )
+        if callable(self.only) and paths and not any(map(self.takes, paths)):
+            raise CheckpointError(f"`only`: the function takes no leaf of the state; the first path is {paths[0]!r}.")
+
+    def renamed(self, paths: Sequence[str]) -> list[str | None]:
+        """Renames the paths of a checkpoint; None: it is left out."""
+        if self.rename is None:
+            return list(paths)
+        if callable(self.rename):
+            return [self.rename(path) for path in paths]
+        old_names = sorted(self.rename, key=len, reverse=True)
+        found: list[str | None] = []
+        used = set[str]()
+        for path in paths:
+            old = next((old for old in old_names if path == old or path.startswith(f"{old}/")), None)
+            new = path if old is None else self.rename[old]
+            if old is not None:
+                used.add(old)
+                new = None if new is None else (new + path[len(old) :]).removeprefix("/")
+            found.append(new)
+        for old in self.rename:
+            if old not in used:
+                nodes = {"/".join(path.split("/")[: old.count("/") + 1]) for path in paths}
+                raise CheckpointError(
+                    f"`rename`: {old!r} is not in the checkpoint, neither a leaf nor above one. The nearest path is "
+                    f"{closest(old, nodes, cutoff=0)!r}."
+                )
+        return found
+
+
+ALL = Selection()
+
+
+def name_of(path: str) -> str:
+    """Converts a leaf's path in a checkpoint to its name: what patterns and users see."""
+    prefix = next((prefix for prefix in BESIDE if path.startswith(prefix)), "")
+    between = "/" if prefix and not prefix.endswith(" ") else ""
+    return f"{prefix}{between}{parse_path(path[len(prefix) :])}"
+
+
+def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]], selection: Selection = ALL) -> Fit:
+    """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
+
+    Without a number is what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
+    with another all-reduce or on other devices; a loss scale, after a run in another precision; values kept beside the
+    state, where they were not saved; and what a selection leaves.
+
+    Args:
+        checkpoint: for messages.
+        saved: the descriptions of the leaves in the checkpoint.
+        wanted: those of the state's.
+        selection: which are to be restored, and from where.
+
+    Raises:
+        CheckpointError: a leaf that is to be restored is missing or unlike, or the selection names what is not there.
+    """
+    if selection.is_all:
+        keys = [leaf["path"] for leaf in wanted]
+        numbers = {leaf["path"]: i for i, leaf in enumerate(saved)}
+        is_taken = [True] * len(wanted)
+        names: list[str | None] = [leaf["path"] for leaf in saved]
+    else:
+        keys = [name_of(leaf["path"]) for leaf in wanted]
+        if double := next((key for key, count in Counter(keys).items() if count > 1), None):
+            raise CheckpointError(f"two leaves of the state are called {double}; give its nodes other keys")
+        selection.check_paths(keys)
+        names = selection.renamed([name_of(leaf["path"]) for leaf in saved])
+        is_taken = [selection.takes(key) for key in keys]
+        numbers = _numbers(saved, names, set(keys))
+    found: list[int | None] = []
+    missing, unlike = [], []
+    for leaf, key, taken in zip(wanted, keys, is_taken, strict=True):
+        number = numbers.get(key) if taken else None
+        there = None if number is None else saved[number]
+        beside = leaf["path"].startswith(BESIDE)
+        if not taken:
+            pass
+        elif beside and (there is None or there["shape"] != leaf["shape"]):
+            number = None
+        elif there is None:
+            missing.append(f"leaf {key}: not in the checkpoint")
+        elif not _fits(there, leaf):
+            number = None
+            described = f"saved {there['dtype']}{there['shape']}, the state has {leaf['dtype']}{leaf['shape']}"
+            unlike.append(f"leaf {key}: {described}")
+        found.append(number)
+    wanted_keys = set(keys)
+    extra = [
+        f"leaf {name}: in the checkpoint, not in the state"
+        for leaf, name in zip(saved, names, strict=True)
+        if name is not None
+        and name not in wanted_keys
+        and not leaf["path"].startswith(BESIDE)
+        and selection.takes(name)
+    ]
+    problems = [*missing, *extra, *unlike]
+    if problems and not selection.skip_mismatch:
+        raise CheckpointError(
+            f"{checkpoint}: does not fit the state, which is left as it is. Make it as it was when that was saved, save in "
+            f"another directory, or restore a part of it (`only`, `rename`, `skip_mismatch`):\n  {first_few(problems)}"
+        )
+    if found and not any(number is not None for number in found):
+        raise CheckpointError(
+            f"{checkpoint}: no leaf of it fits one of the state's, so there is nothing to restore:\n  {first_few(problems)}"
+        )
+    used = {number for number in found if number is not None}
+    return Fit(
+        found,
+        not_restored=tuple(name_of(leaf["path"]) for leaf, i in zip(wanted, found, strict=True) if i is None),
+        unused=tuple(name_of(leaf["path"]) for i, leaf in enumerate(saved) if i not in used),
+        passed_over=tuple(problems),
+    )
+
+
+def first_few(problems: Sequence[str]) -> str:
+    """Lists the first few of many problems, a line each."""
+    left = len(problems) - _MOST_LISTED
+    return "\n  ".join([*problems[:_MOST_LISTED], *([f"and {left} more"] if left > 0 else [])])
+
+
+def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: set[str]) -> dict[str, int]:
+    """Numbers the saved leaves by their new names; refuses two for one leaf of the state."""
+    numbers: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if name is not None and name in wanted and name in numbers:
+            first, second = (name_of(saved[each]["path"]) for each in (numbers[name], i))
+            raise CheckpointError(
+                f"two leaves of the checkpoint are for {name}: {first} and {second}. Rename one; to None, it is left out."
+            )
+        if name is not None:
+            numbers[name] = i
+    return numbers
+
+
+def check_has_values(checkpoint: Path, fitted: Fit, like: Mapping[str, Any]) -> None:
+    """Refuses a state of which a leaf is to keep its value and has none."""
+    for path in _without_values(fitted, like):
+        raise CheckpointError(
+            f"{checkpoint}: leaf {name_of(path)} is not restored, and `like` has only its shape, no value to keep. Give an "
+            "array there, as `strategy.init` makes it, or leave it out of `like`."
+        )
+
+
+def _without_values(fitted: Fit, like: Mapping[str, Any]) -> Iterator[str]:
+    for (path, leaf), number in zip(like.items(), fitted.numbers, strict=True):
+        stored = leaf.stored if is_sharded_leaf(leaf) else leaf
+        if number is None and isinstance(stored, jax.ShapeDtypeStruct):
+            yield path
+
+
+def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether shapes and dtypes are the same, or a number is Python's in one of them, which `place` converts.
+
+    A counter that starts as Python's 0 is an array after the first step.
+    """
+    dtypes = (saved["dtype"], wanted["dtype"])
+    is_number = saved["shape"] == [] and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
+    return saved["shape"] == wanted["shape"] and (dtypes[0] == dtypes[1] or is_number)

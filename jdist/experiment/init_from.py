@@ -1,0 +1,101 @@
+"""The weights that a run begins with, where its config names some."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jdist import weights
+from jdist.checkpoint import Checkpointer, CheckpointWarning
+from jdist.checkpoint.fit import name_of
+from jdist.checkpoint.folder import list_committed
+from jdist.checkpoint.leaves import flatten
+from jdist.core.step_state import pack
+from jdist.core.strategy import Strategy
+from jdist.errors import ConfigError
+from jdist.experiment.config import InitSection
+from jdist.experiment.load import Document, Key
+from jdist.experiment.prepare import import_function
+from jdist.experiment.validate import Problem, refusal
+from jdist.weights.files import INDEX
+
+PyTree = Any
+_KEY: Key = ("init_from",)
+_MOST_NAMED = 5
+
+
+def check_init_from(section: InitSection | None, document: Document) -> None:
+    """Raises a `ConfigError` if what a run is to begin with is not there, or options of another kind are given."""
+    if section is None:
+        return
+    path, problems = Path(section.path).expanduser(), []
+    checkpoints = _checkpoints_in(path)
+    if checkpoints is None and not _has_weights(path):
+        text = f"{path.absolute()} has no checkpoint of a run and no safetensors, or is not there"
+        problems.append(Problem(key=(*_KEY, "path"), text=text))
+    elif checkpoints is None and section.rename is not None:
+        text = "is for checkpoints; of safetensors `rules` say which tensor is which leaf"
+        problems.append(Problem(key=(*_KEY, "rename"), text=text))
+    elif checkpoints is not None and section.rules is not None:
+        text = f"is for safetensors, and {path} holds checkpoints; for these there is `rename`"
+        problems.append(Problem(key=(*_KEY, "rules"), text=text))
+    if section.rules is not None:
+        try:
+            import_function(section.rules)
+        except (ConfigError, ImportError) as exc:
+            problems.append(Problem(key=(*_KEY, "rules"), text=str(exc)))
+    if problems:
+        raise refusal(document, problems)
+
+
+def init_from(section: InitSection, state: PyTree, strategy: Strategy, say: Callable[[str], None]) -> PyTree:
+    """Replaces leaves of a new state by those of a checkpoint or of safetensors; all processes call it.
+
+    Args:
+        section: of the config, checked.
+        state: laid out by the strategy.
+        strategy: where.
+        say: prints a line; what keeps its value is listed.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointError: what is there does not fit.
+    """
+    path = Path(section.path).expanduser()
+    checkpoints = _checkpoints_in(path)
+    options: Any = {"only": section.only, "skip_mismatch": section.skip_mismatch}
+    with warnings.catch_warnings(record=True) as passed_over:
+        warnings.simplefilter("always", CheckpointWarning)
+        if checkpoints is None:
+            rules = None if section.rules is None else import_function(section.rules)()
+            loaded = weights.load(path, state, rules, cluster=strategy.cluster, **options)
+        else:
+            with Checkpointer(checkpoints, cluster=strategy.cluster) as reader:
+                restored = reader.restore(state, rename=section.rename, **options)
+            assert restored is not None  # `check_init_from` has seen one
+            loaded = restored.state
+    for warning in passed_over:
+        say(f"warning: {warning.message}")
+    before, after = flatten(pack(state)), flatten(pack(loaded))
+    kept = [name_of(key) for key, leaf in after.items() if leaf is before.get(key)]
+    named = ", ".join(kept[:_MOST_NAMED]) + (f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else "")
+    say(f"begins with {len(after) - len(kept)} of {len(after)} leaves from {path}; new are {named or 'none'}")
+    return loaded
+
+
+def _checkpoints_in(path: Path) -> Path | None:
+    """Finds the folder of checkpoints in a run folder, or that this is itself; None if there is none."""
+    folders = [folder for folder in (path / "checkpoints", path) if folder.is_dir()]
+    return next((folder for folder in folders if list_committed(folder)), None)
+
+
+def _has_weights(path: Path) -> bool:
+    return (
+        any(path.glob("*.safetensors*"))
+        if path.is_dir()
+        else path.is_file() and path.name.endswith((".safetensors", INDEX))
+    )

@@ -1,0 +1,69 @@
+"""Runs that begin with weights of another run, or of safetensors."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_run import params_in
+
+import jdist
+
+
+@pytest.fixture
+def first(jdist_run):
+    """The parameters at the end of a short run; its folder is runs/toy."""
+    assert jdist_run("train.steps=4")[0] == 0
+    return params_in("runs/toy", step=4)
+
+
+FROM = "init_from.path=runs/toy"
+
+
+def test_a_run_begins_with_the_parameters_of_another(first, jdist_run):
+    code, out, err = jdist_run("name=next", "train.steps=1", FROM, "train.optimizer.learning_rate=1e-30")
+    assert (code, err) == (0, "")
+    assert "leaves from runs/toy; new are step, " in out
+    jax.tree.map(np.testing.assert_array_equal, params_in("runs/next", step=1), first)
+    # A run that goes on has its own weights, also where the others are gone.
+    Path("runs/toy").rename("runs/gone")
+    Path("runs/toy/checkpoints/step_00000001_save_00001").mkdir(parents=True)  # which cannot be read
+    code, out, _ = jdist_run("name=next", "train.steps=2", FROM, "train.optimizer.learning_rate=1e-30")
+    assert code == 0
+    assert "going on from step 1" in out
+    assert "leaves from" not in out
+
+
+def test_a_run_begins_with_safetensors(first, jdist_run):
+    jdist.weights.save({"params": first}, "w")
+    code, out, err = jdist_run("name=next", "train.steps=1", "init_from.path=w", "train.optimizer.learning_rate=1e-30")
+    assert (code, err) == (0, "")
+    assert "leaves from w; new are step, " in out
+    jax.tree.map(np.testing.assert_array_equal, params_in("runs/next", step=1), first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["init_from.path=runs/none"], "init_from.path: .*/runs/none has no checkpoint of a run and no safetensors"),
+        ([FROM, "init_from.rules=jdist.weights:gpt2"], "init_from.rules: is for safetensors, and runs/toy holds"),
+        ([FROM, "init_from.only=params"], r"`only`: 'params' matches no leaf.*For all below it say 'params/\.\*'"),
+        ([FROM, "init_from.onl=x"], r"init_from\.onl: no such key.*only"),
+        (["init_from.path=w", "init_from.rename={a: b}"], "init_from.rename: is for checkpoints"),
+        (["init_from.path=w", "init_from.rules=jdist.weights:gpt3"], "has no function 'gpt3'.*gpt2"),
+    ],
+)
+def test_what_is_refused(overrides, says, jdist_run):
+    if not Path("runs/toy").exists():
+        assert jdist_run("train.steps=1")[0] == 0
+        jdist.weights.save({"params": params_in("runs/toy")}, "w")
+    code, _, err = jdist_run("name=next", "train.steps=1", *overrides)
+    assert code != 0
+    assert re.search(says, err, re.DOTALL), err
+
+
+def test_a_dry_run_looks_for_the_weights(jdist_run):
+    code, _, err = jdist_run("--dry-run", "init_from.path=runs/none")
+    assert code == 2
+    assert "has no checkpoint of a run and no safetensors" in err

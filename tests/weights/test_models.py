@@ -1,0 +1,141 @@
+"""Weights under Hugging Face's names: jdist's models compute what the reference does, and save what they were given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jdist
+from jdist.errors import CheckpointError
+from jdist.tasks.gpt2 import GPT2
+from jdist.tasks.resnet import ResNet
+from jdist.tasks.vit import ViT
+from tests.weights import reference
+
+TOLERANCE = 1e-4  # float32 against float64, over two layers
+GPT = {"vocabulary": 50, "positions": 16, "layers": 2, "width": 24}
+TOKENS = np.random.default_rng(1).integers(50, size=(3, 11))
+IMAGES = np.random.default_rng(2).normal(size=(2, 16, 16, 3)).astype(np.float32)
+
+
+def gpt2_weights(**options):
+    return reference.random_weights(reference.gpt2_shapes(**GPT, **options))
+
+
+def saved(tmp_path, weights):
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def load(file, model, example, rules, strategy=None, **options):
+    strategy = strategy or jdist.sharded(jax.devices()[:5], whole_below=16)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), example)
+    variables = jdist.weights.load(file, strategy.shapes(shapes), rules, **options)
+    return strategy.fetch(variables)
+
+
+def assert_logits(got, want):
+    assert np.abs(np.asarray(got) - want).max() < TOLERANCE
+    assert np.abs(want).max() > 0.5  # else all would pass
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_gpt2(tmp_path, stacked):
+    weights = gpt2_weights()
+    model = GPT2(**GPT, heads=3, stacked=stacked)
+    variables = load(saved(tmp_path, weights), model, TOKENS, jdist.weights.gpt2())
+    assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
+    (file,) = jdist.weights.save(variables, tmp_path / "again", jdist.weights.gpt2())
+    again = load_file(file)
+    assert again.keys() == weights.keys()
+    jax.tree.map(np.testing.assert_array_equal, again, weights)
+
+
+def test_gpt2_as_older_files_have_it(tmp_path):
+    """Without "transformer.", with the causal masks, and with the head beside the embedding that it is tied to."""
+    weights = gpt2_weights(prefix="")
+    mask = np.tril(np.ones((1, 1, 16, 16), np.float32))
+    more = {f"h.{i}.attn.bias": mask for i in range(2)} | {"lm_head.weight": weights["wte.weight"]}
+    model = GPT2(**GPT, heads=3)
+    variables = load(saved(tmp_path, weights | more), model, TOKENS, jdist.weights.gpt2())
+    assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
+    untied = {"lm_head.weight": weights["wte.weight"] + np.float32(1)}
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight: has other values than another tensor"):
+        load(saved(tmp_path, weights | untied), model, TOKENS, jdist.weights.gpt2())
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_fused_projection_goes_into_three(tmp_path, stacked):
+    """A tree with flax's own attention takes GPT-2's weights, and gives them back."""
+    weights = gpt2_weights()
+
+    def shape(*of):
+        return jax.ShapeDtypeStruct((2, *of) if stacked else of, jnp.float32)
+
+    def layer():
+        split = {"attn": {each: {"kernel": shape(24, 3, 8), "bias": shape(3, 8)} for each in ("query", "key", "value")}}
+        split["attn"]["c_proj"] = {"kernel": shape(24, 24), "bias": shape(24)}
+        split["mlp"] = {"c_fc": {"kernel": shape(24, 96), "bias": shape(96)}}
+        split["mlp"]["c_proj"] = {"kernel": shape(96, 24), "bias": shape(24)}
+        return split | {f"ln_{i}": {"scale": shape(24), "bias": shape(24)} for i in (1, 2)}
+
+    tree = {"h": layer()} if stacked else {"h_0": layer(), "h_1": layer()}
+    tree |= {"ln_f": {each: jax.ShapeDtypeStruct((24,), jnp.float32) for each in ("scale", "bias")}}
+    for name, rows in (("wte", 50), ("wpe", 16)):
+        tree |= {name: {"embedding": jax.ShapeDtypeStruct((rows, 24), jnp.float32)}}
+    strategy = jdist.sharded(jax.devices()[:5], whole_below=16)
+    loaded = jdist.weights.load(saved(tmp_path, weights), strategy.shapes(tree), jdist.weights.gpt2())
+    params = strategy.fetch(loaded)
+    key = params["h"]["attn"]["key"] if stacked else params["h_1"]["attn"]["key"]
+    kernel = key["kernel"][1] if stacked else key["kernel"]
+    want = np.split(weights["transformer.h.1.attn.c_attn.weight"], 3, axis=1)[1]
+    np.testing.assert_array_equal(kernel.reshape(24, 24), want)
+    (file,) = jdist.weights.save(loaded, tmp_path / "again", jdist.weights.gpt2())
+    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
+
+
+def test_vit(tmp_path):
+    shapes = reference.vit_shapes(classes=7, patch=4, layers=2, width=24, hidden=40, num_patches=16)
+    weights = reference.random_weights(shapes)
+    model = ViT(num_classes=7, patch=4, layers=2, width=24, heads=3, hidden=40)
+    variables = load(saved(tmp_path, weights), model, IMAGES, jdist.weights.vit())
+    assert_logits(model.apply(variables, IMAGES), reference.vit(weights, IMAGES, heads=3))
+    (file,) = jdist.weights.save(variables, tmp_path / "again", jdist.weights.vit())
+    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
+
+
+@pytest.mark.parametrize("bottleneck", [True, False])
+def test_resnet(tmp_path, bottleneck):
+    size = {"depths": (1, 2), "features": (16, 24), "stem": 8, "bottleneck": bottleneck}
+    weights = reference.random_weights(reference.resnet_shapes(classes=5, **size))
+    counters = {"resnet.embedder.embedder.normalization.num_batches_tracked": np.zeros((), np.int64)}
+    model = ResNet(num_classes=5, **size)
+    variables = load(saved(tmp_path, weights | counters), model, IMAGES, jdist.weights.resnet())
+    got = model.apply(variables, IMAGES)
+    assert_logits(got, reference.resnet(weights, IMAGES, depths=size["depths"], bottleneck=bottleneck))
+    (file,) = jdist.weights.save(variables, tmp_path / "again", jdist.weights.resnet())
+    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits_go_into_float32_exactly_and_back_when_asked(tmp_path, dtype):
+    weights = {name: x.astype(dtype) for name, x in gpt2_weights().items()}
+    model = GPT2(**GPT, heads=3)
+    variables = load(saved(tmp_path, weights), model, TOKENS, jdist.weights.gpt2())
+    assert {x.dtype.name for x in jax.tree.leaves(variables)} == {"float32"}
+    assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
+
+    narrow = jax.tree.map(lambda x: x.astype(dtype), variables)
+    (file,) = jdist.weights.save(narrow, tmp_path / "again", jdist.weights.gpt2())
+    again = load_file(file)
+    jax.tree.map(np.testing.assert_array_equal, again, weights)
+    assert {x.dtype for x in again.values()} == {jnp.dtype(dtype)}
+
+    (tmp_path / "wide").mkdir()
+    wide = saved(tmp_path / "wide", gpt2_weights())
+    like = jdist.mirrored().shapes(narrow)
+    with pytest.raises(CheckpointError, match=f"has dtype float32, and leaf .* {dtype.dtype.name}: .*Give `cast=True`"):
+        jdist.weights.load(wide, like, jdist.weights.gpt2())
+    cast = jdist.weights.load(wide, like, jdist.weights.gpt2(), cast=True)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, cast), narrow)

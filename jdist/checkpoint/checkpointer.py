@@ -20,14 +20,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
-from jdist.checkpoint.folder import Damaged, open_shared
+from jdist.checkpoint.bucket import BucketPath, open_path
+from jdist.checkpoint.folder import Damaged, Place, open_shared
 from jdist.checkpoint.pieces import LocalLeaf
 from jdist.checkpoint.restore import read_together
 from jdist.checkpoint.save import Job, save_together
@@ -103,7 +103,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | BucketPath,
         *,
         keep: int = 3,
         best_metric: str | None = None,
@@ -112,8 +112,6 @@ class Checkpointer:
         timeout_s: float = 600.0,
         cluster: Runtime | None = None,
     ):
-        if "://" in str(directory):
-            raise CheckpointError(f"`directory`: {directory} is not on a mounted file system; give a local path")
         if as_int(keep, least=1) is None:
             raise CheckpointError(f"`keep` is {keep!r:.80}: it must be a whole number, 1 or more")
         if best_mode not in ("max", "min"):
@@ -121,7 +119,7 @@ class Checkpointer:
         seconds = as_real(timeout_s)
         if seconds is None or not 0 < seconds < math.inf:
             raise CheckpointError(f"`timeout_s` is {timeout_s!r:.80}: it must be a number of seconds, more than 0")
-        self._directory = Path(directory).expanduser().absolute()
+        self._directory = open_path(directory, seconds)
         self._keep = operator.index(keep)
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -324,9 +322,9 @@ class Checkpointer:
             prune=self._prune,
         )
 
-    def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
+    def _whole(self) -> list[tuple[Place, dict[str, Any]]]:
         """Lists the checkpoints that look readable, the last save of each step, in the order of saving."""
-        whole: dict[int, tuple[Path, dict[str, Any]]] = {}
+        whole: dict[int, tuple[Place, dict[str, Any]]] = {}
         for path in disk.list_committed(self._directory):
             with contextlib.suppress(Damaged):  # `restore` reports it; here it only does not count
                 if path.name not in self._damaged:
@@ -335,7 +333,7 @@ class Checkpointer:
                     whole[body["step"]] = path, body
         return list(whole.values())
 
-    def _best(self, whole: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any] | None:
+    def _best(self, whole: list[tuple[Place, dict[str, Any]]]) -> dict[str, Any] | None:
         sign = 1 if self._best_mode == "max" else -1
         scored = [body for _, body in whole if not math.isnan(self._measured(body))]
         return max(scored, key=lambda body: (sign * self._measured(body), -body["step"]), default=None)

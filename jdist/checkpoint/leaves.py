@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.checkpoint.folder import Place
 from jdist.checkpoint.pieces import Box, Extent, LocalLeaf
 from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, spread_like
 from jdist.core.step_state import StepState
@@ -157,7 +157,7 @@ def _host_copy(leaf: Any) -> np.ndarray:
     return copy
 
 
-def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
+def fit(checkpoint: Place, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
     """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
     None stands for what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on

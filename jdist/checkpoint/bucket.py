@@ -23,6 +23,7 @@ _BLOCK_BYTES = 16 << 20  # of what is handed on at a time: the library keeps a c
 _SHUT_OUT = re.compile(
     r"credential|permission|forbidden|access ?denied|unauthori[sz]ed|anonymous|token|\b40[13]\b", re.IGNORECASE
 )
+_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs")  # which nobody makes by writing to them
 
 
 class BucketError(CheckpointError):
@@ -46,7 +47,7 @@ class BucketPath:
     timeout_s: float
 
     def __str__(self) -> str:
-        return f"{self.protocol}://{self.path.lstrip('/')}"
+        return f"{self.protocol}://{self.path}"
 
     def __truediv__(self, name: str) -> BucketPath:
         return self._at(f"{self.path.rstrip('/')}/{name}")
@@ -82,8 +83,11 @@ class BucketPath:
     def is_dir(self) -> bool:
         return bool(self._list())
 
+    def read_bytes(self) -> bytes:
+        return self._ask("read", lambda: self.fs.cat_file(self.path))
+
     def read_text(self, encoding: str = "utf-8") -> str:
-        return self._ask("read", lambda: self.fs.cat_file(self.path)).decode(encoding)
+        return self.read_bytes().decode(encoding)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         """Writes an object, which is there whole once this returns."""
@@ -152,8 +156,8 @@ class BucketPath:
         try:
             self._ask("listed", lambda: self.fs.ls(bucket, detail=True))
         except FileNotFoundError as error:
-            if self.protocol == "memory":
-                return  # has no buckets
+            if self.protocol not in _WITH_BUCKETS:
+                return
             raise BucketError(f"{self}: there is no bucket {bucket!r}. Make it, or correct its name.") from error
 
     def _ask(self, doing: str, work: Callable[[], Any]) -> Any:

@@ -204,8 +204,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = str(error).strip()
-    if isinstance(error, ClusterError):
-        return text
+    if isinstance(error, ClusterError | BucketError):
+        return text.rstrip(".")
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
 
 

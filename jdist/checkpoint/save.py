@@ -72,13 +72,13 @@ def save_together(
         failpoints.reached(Point.AFTER_SAVE)
     except Exception as error:
         unreachable = isinstance(error, BucketError)
+        if not committed and part is not None and not unreachable:
+            disk.discard(part)  # else the next process removes it
         if isinstance(error, CheckpointError) and not unreachable:
             raise
         text = "cannot be written; the checkpoints saved before are untouched"
         if committed:
             text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
-        elif part is not None and not unreachable:
-            disk.discard(part)  # else the next process removes it
         remedy = "Free or mend the disk" if isinstance(path, Path) else "Mend the bucket or the way to it"
         raise CheckpointError(f"{path}: {text}: {disk.describe_error(error)}. {remedy}.") from error
 

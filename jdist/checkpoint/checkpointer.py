@@ -297,8 +297,8 @@ class Checkpointer:
             if foreign := disk.list_foreign(self._directory):
                 raise CheckpointError(
                     f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist has not written and does not "
-                    "read. Give jdist a folder of its own; restore the others by what wrote them, and begin from the state "
-                    "that this gives, `strategy.init(lambda: state)`."
+                    "read here. Give jdist a folder of its own. `jdist.train.from_orbax` reads those of Orbax; restore others "
+                    "by what wrote them, and begin from the state that this gives, `strategy.init(lambda: state)`."
                 )
             return None
         body, leaves = read

@@ -4,9 +4,10 @@
     DIRECTORY/step_00000500_save_00003/pieces_0.bin     what process 0 wrote of the leaves; pieces.py says how
     DIRECTORY/.saving_...  .deleting_...                left by a killed process; removed by the next one
 
-A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
+On a disk a save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
 process 0: the name is the commit. Saves are numbered, so a step saved again replaces nothing before its successor is
-whole, and "newest" means saved last.
+whole, and "newest" means saved last. In a bucket there is no rename: a save has its name from the start, and the manifest,
+written last, is the commit; folder.py says more.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Checkpointer:
     devices take, leaf by leaf, and holds no more on its host than that and one leaf.
 
     Args:
-        directory: where to save, on a mounted file system; made if need be.
+        directory: where to save: a folder on a disk, made if need be, or a bucket's URL, `s3://BUCKET/FOLDER` or `gs://...`
+            (`pip install "jdist[remote]"`), with whose credentials and options fsspec is configured.
         keep: how many of the checkpoints saved last are kept; more than one, so that a damaged one has a successor.
         best_metric: the metric whose best checkpoint is kept too; None for none.
         best_mode: whether the best is the greatest ("max") or the least ("min").

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.errors import CheckpointError, StepError
+from jdist.experiment.config import LogSection
 from tests.by_default import some
 from tests.checkpoint.save_forever import KEEP, state_at
 from tests.checkpoint.stores import FolderStore
@@ -266,3 +268,15 @@ def test_fit_goes_on_from_a_bucket_with_its_history(url, tmp_path):
     assert [step for step, _ in rows[0]] == [3, 4, 6]
     with pytest.raises(StepError, match=r"`resume=False` sets a folder aside, and folderstore://.* is none"):
         jdist.callbacks.checkpoint(url, resume=False)
+
+
+def test_what_needs_a_disk_refuses_a_url():
+    step = jdist.distribute(jdist.one_device())(lambda state, batch: (state, {}))
+    with pytest.raises(StepError, match=r"`log_to` is s3://bucket/logs; rows are appended"):
+        jdist.fit(step, {"w": jnp.zeros(())}, [{"x": jnp.ones(2)}], steps=1, log_to="s3://bucket/logs")
+    with pytest.raises(CheckpointError, match=r"`checkpoints`: s3://bucket/run is a bucket"):
+        jdist.train_and_evaluate(
+            lambda: None, lambda _: None, checkpoints="s3://bucket/run", like=lambda: None, final_step=1
+        )
+    with pytest.raises(ValidationError, match="which a bucket cannot do: name a folder on a disk"):
+        LogSection(folder="gs://bucket/runs")

@@ -80,7 +80,7 @@ def test_two_processes_go_on_after_one_is_killed(store, url, tmp_path, victim, p
     script = Path(__file__).with_name("save_in_bucket.py")
     monkeypatch.setenv("JDIST_FAILPOINTS", f"process={victim}:{point}:kill@3")
     launched = jdist.cluster.launch(
-        [str(script), url, str(tmp_path)], processes=2, max_restarts=1, log_dir=tmp_path / "logs"
+        [str(script), url, str(tmp_path)], processes=2, devices_per_process=2, max_restarts=1, log_dir=tmp_path / "logs"
     )
     assert launched.exit_code == 0, launched
     notes = [json.loads((tmp_path / f"process_{process}.json").read_text()) for process in range(2)]

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
 import jdist
+from jdist.checkpoint import orbax
 from jdist.errors import CheckpointError
 from jdist.train import Checkpointer, CheckpointWarning, from_orbax, to_orbax
 
@@ -219,3 +220,18 @@ def test_keys_numbers_and_empty_arrays_are_written_or_named(tmp_path):
         to_orbax(tmp_path / "run", tmp_path / "to")
     with pytest.raises(CheckpointError, match="there is no checkpoint here of step 9"):
         to_orbax(tmp_path / "run", tmp_path / "to", step=9)
+
+
+def test_a_host_holds_one_large_leaf_at_a_time(managed, monkeypatch):
+    sizes = []
+    read = orbax._read
+
+    def measured(*args):
+        arrays = read(*args)
+        sizes.append(len(arrays))
+        return arrays
+
+    monkeypatch.setattr(orbax, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(orbax, "_read", measured)
+    state = from_orbax(managed, jdist.mirrored(jax.devices()[:2]).shapes(jax.eval_shape(create_jdist)))
+    assert sizes == [1] * len(jax.tree.leaves(state))

@@ -107,6 +107,22 @@ def test_a_server_that_vanishes_in_mid_save(store, url):
     enter(pytest.MonkeyPatch(), store[1])
 
 
+def test_a_bucket_that_vanishes(store, url):
+    """A run that goes on does not take it for a new one, nor is a save into nothing taken for done."""
+    other = url.replace(stores.BUCKET, "another-bucket")
+    fs = fsspec.filesystem(store[0], use_listings_cache=False)
+    fs.mkdir("another-bucket")
+    with Checkpointer(other) as checkpoints:
+        checkpoints.save(1, state_at(1), wait=True)
+        fs.rm("another-bucket", recursive=True)
+        checkpoints.save(2, state_at(2))
+        with pytest.raises(CheckpointError, match=r"step_00000002.*cannot be written.*no bucket 'another-bucket'"):
+            checkpoints.wait()
+        for work in (lambda: checkpoints.restore(state_at(0)), checkpoints.steps, lambda: Checkpointer(other)):
+            with pytest.raises(CheckpointError, match="there is no bucket 'another-bucket'"):
+                work()
+
+
 def test_a_bucket_without_credentials(monkeypatch, tmp_path):
     with stores.s3() as (env, _):
         keys = [name for name in os.environ if name.startswith("AWS_")]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -236,3 +237,14 @@ def test_a_host_holds_one_large_leaf_at_a_time(managed, monkeypatch):
     monkeypatch.setattr(orbax, "_read", measured)
     state = from_orbax(managed, jdist.mirrored(jax.devices()[:2]).shapes(jax.eval_shape(create_jdist)))
     assert sizes == [1] * len(jax.tree.leaves(state))
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("processes")
+def test_each_process_reads_into_its_parts(tmp_path):
+    orbax_saves(tmp_path / "saved", {"w": jnp.arange(257257.0).reshape(1001, 257), "n": jnp.int32(3)})
+    script = Path(__file__).with_name("orbax_in_processes.py")
+    launched = jdist.cluster.launch(
+        [str(script), str(tmp_path / "saved")], processes=2, devices_per_process=2, log_dir=tmp_path / "logs"
+    )
+    assert launched.exit_code == 0, launched

@@ -19,7 +19,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-loaders test-jax conformance full soak soak-ps bench gpu bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-loaders test-jax conformance full remote soak soak-ps bench gpu bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -97,6 +97,12 @@ test-loaders:
 conformance: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"
 
+# Checkpoints in buckets, by emulators of S3 and Google Cloud Storage, which are too large for every environment: one of their own.
+remote:
+	$(MAKE) setup VENV=.venv-remote
+	.venv-remote/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,emulators]'
+	.venv-remote/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/checkpoint/test_buckets.py tests/checkpoint/test_emulated_buckets.py
+
 # All but the long runs.
 full: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not soak"
@@ -138,4 +144,4 @@ bench-peers: setup
 	$(BIN)/python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/parameter_server.log
 
 clean:
-	rm -rf .venv .venv-newest .venv-loaders .venv-jax-* .venv-tf runs build *.egg-info
+	rm -rf .venv .venv-newest .venv-remote .venv-loaders .venv-jax-* .venv-tf runs build *.egg-info

@@ -10,10 +10,13 @@ from typing import Any, Literal
 
 import jax
 
+from jdist.callbacks.bucket_history import BucketHistory
 from jdist.callbacks.callback import Callback, Moment, Resume, Return
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
+from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.checkpoint.checkpointer import Restored
+from jdist.checkpoint.folder import Place
 from jdist.cluster.runtime import together
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
@@ -40,7 +43,7 @@ def checkpoint(
     """Saves state and data position, and goes on from the newest checkpoint of an earlier run.
 
     Args:
-        directory: where to save; one for each run.
+        directory: where to save, a folder or a bucket's URL (`s3://...`, `gs://...`); one for each run.
         every: how many steps lie between saves; None: only at the end, and with `best` after each evaluation. At the end
             always, also after an interrupt.
         keep: how many of the newest are kept.
@@ -48,7 +51,8 @@ def checkpoint(
         mode: whether more ("max") or less ("min") of it is better; None: as the name says ("loss", "accuracy", "auc", ...).
         restore_best: at the end `jdist.fit` returns the state that is the best by `best`, read from its checkpoint; after an
             interrupt the newest. Under a parameter server it is on this process's host.
-        resume: False begins anew; a directory that is there is kept under another name, DIRECTORY.1.
+        resume: False begins anew; a folder that is there is kept under another name, DIRECTORY.1. A bucket has no other
+            names: give another URL.
 
     Returns:
         The callback. `jdist.train.Checkpointer(directory)` reads what it saved. The rows of the run's history are beside the
@@ -98,9 +102,11 @@ def saving(
     `of_run`: the directory is that of a `jdist run`: its history is in `metrics.jsonl`, an evaluation alone saves nothing, and
     the last step is saved with its metrics.
     """
-    folder = Path(directory).expanduser().absolute()
+    folder = open_path(directory, _WAIT_S)
+    if isinstance(folder, BucketPath) and not resume:
+        raise StepError(f"checkpoint: `resume=False` sets a folder aside, and {folder} is none; give another URL.")
     opened: list[Checkpointer] = []
-    history = MetricsFile(folder / _HISTORY)
+    history: MetricsFile | BucketHistory | None = None
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
@@ -109,7 +115,7 @@ def saving(
         cluster = moment.strategy.cluster
         if not resume:
             with together("setting checkpoints aside", _WAIT_S, cluster):
-                if moment.is_chief and folder.exists():
+                if moment.is_chief and isinstance(folder, Path) and folder.exists():
                     with writing(folder):
                         folder.rename(first_free(folder))
         checkpoints = Checkpointer(directory, keep=keep, best_metric=best, best_mode=best_mode, cluster=cluster)
@@ -129,7 +135,9 @@ def saving(
             notes["rows"] = rows = _rows_of(restored, folder / _HISTORY)
             with together("opening the history", _WAIT_S, cluster):
                 if moment.is_chief:
-                    history = MetricsFile.begin(folder / _HISTORY, rows)
+                    place = folder / _HISTORY
+                    in_bucket = isinstance(place, BucketPath)
+                    history = BucketHistory(place, rows) if in_bucket else MetricsFile.begin(place, rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
@@ -159,7 +167,7 @@ def saving(
         rows = notes.pop("rows")
         if not of_run:
             with together("saving the history", _WAIT_S, moment.strategy.cluster):
-                if moment.is_chief:
+                if history is not None:  # of process 0
                     for row in rows[len(history.rows) :]:
                         history.write(row["step"], row)
                     history.sync()
@@ -189,7 +197,8 @@ def saving(
         return None if best_save is None else Return(best_save.state)
 
     def close() -> None:
-        history.close()
+        if history is not None:
+            history.close()
         while opened:
             opened.pop().close()
 
@@ -204,7 +213,7 @@ def saving(
     )
 
 
-def _rows_of(restored: Restored | None, path: Path) -> list[Row]:
+def _rows_of(restored: Restored | None, path: Place) -> list[Row]:
     """Reads the rows of the history up to a checkpoint, of a damaged file those before the damage.
 
     Behind it a line may not be the row that it counts as.
@@ -226,5 +235,5 @@ def _rows_of(restored: Restored | None, path: Path) -> list[Row]:
     return rows
 
 
-def _warn(path: Path, text: str) -> None:
+def _warn(path: Place, text: str) -> None:
     warnings.warn(f"{path}: {text}", CheckpointWarning, stacklevel=3)

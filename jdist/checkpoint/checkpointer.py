@@ -4,9 +4,10 @@
     DIRECTORY/step_00000500_save_00003/pieces_0.bin     what process 0 wrote of the leaves; pieces.py says how
     DIRECTORY/.saving_...  .deleting_...                left by a killed process; removed by the next one
 
-A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
+On a disk a save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
 process 0: the name is the commit. Saves are numbered, so a step saved again replaces nothing before its successor is
-whole, and "newest" means saved last.
+whole, and "newest" means saved last. In a bucket there is no rename: a save has its name from the start, and the manifest,
+written last, is the commit; folder.py says more.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.checkpoint.fit import Only, Rename, Selection, first_few
-from jdist.checkpoint.folder import Damaged, open_shared
+from jdist.checkpoint.folder import Damaged, Place, open_shared
 from jdist.checkpoint.pieces import LocalLeaf
 from jdist.checkpoint.restore import read_together
 from jdist.checkpoint.save import Job, save_together
@@ -84,7 +85,8 @@ class Checkpointer:
     devices take, leaf by leaf, and holds no more on its host than that and one leaf.
 
     Args:
-        directory: where to save, on a mounted file system; made if need be.
+        directory: where to save: a folder on a disk, made if need be, or a bucket's URL, `s3://BUCKET/FOLDER` or `gs://...`
+            (`pip install "jdist[remote]"`), with whose credentials and options fsspec is configured.
         keep: how many of the checkpoints saved last are kept; more than one, so that a damaged one has a successor.
         best_metric: the metric whose best checkpoint is kept too; None for none.
         best_mode: whether the best is the greatest ("max") or the least ("min").
@@ -108,7 +110,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | BucketPath,
         *,
         keep: int = 3,
         best_metric: str | None = None,
@@ -117,8 +119,6 @@ class Checkpointer:
         timeout_s: float = 600.0,
         cluster: Runtime | None = None,
     ):
-        if "://" in str(directory):
-            raise CheckpointError(f"`directory`: {directory} is not on a mounted file system; give a local path")
         if as_int(keep, least=1) is None:
             raise CheckpointError(f"`keep` is {keep!r:.80}: it must be a whole number, 1 or more")
         if best_mode not in ("max", "min"):
@@ -126,7 +126,7 @@ class Checkpointer:
         seconds = as_real(timeout_s)
         if seconds is None or not 0 < seconds < math.inf:
             raise CheckpointError(f"`timeout_s` is {timeout_s!r:.80}: it must be a number of seconds, more than 0")
-        self._directory = Path(directory).expanduser().absolute()
+        self._directory = open_path(directory, seconds)
         self._keep = operator.index(keep)
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -340,8 +340,8 @@ class Checkpointer:
             if foreign := disk.list_foreign(self._directory):
                 raise CheckpointError(
                     f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist has not written and does not "
-                    "read. Give jdist a folder of its own; restore the others by what wrote them, and begin from the state "
-                    "that this gives, `strategy.init(lambda: state)`."
+                    "read here. Give jdist a folder of its own. `jdist.train.from_orbax` reads those of Orbax; restore others "
+                    "by what wrote them, and begin from the state that this gives, `strategy.init(lambda: state)`."
                 )
             return None
         body, leaves, fitted = read
@@ -374,9 +374,9 @@ class Checkpointer:
             prune=self._prune,
         )
 
-    def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
+    def _whole(self) -> list[tuple[Place, dict[str, Any]]]:
         """Lists the checkpoints that look readable, the last save of each step, in the order of saving."""
-        whole: dict[int, tuple[Path, dict[str, Any]]] = {}
+        whole: dict[int, tuple[Place, dict[str, Any]]] = {}
         for path in disk.list_committed(self._directory):
             with contextlib.suppress(Damaged):  # `restore` reports it; here it only does not count
                 if path.name not in self._damaged:
@@ -385,7 +385,7 @@ class Checkpointer:
                     whole[body["step"]] = path, body
         return list(whole.values())
 
-    def _best(self, whole: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any] | None:
+    def _best(self, whole: list[tuple[Place, dict[str, Any]]]) -> dict[str, Any] | None:
         sign = 1 if self._best_mode == "max" else -1
         scored = [body for _, body in whole if not math.isnan(self._measured(body))]
         return max(scored, key=lambda body: (sign * self._measured(body), -body["step"]), default=None)

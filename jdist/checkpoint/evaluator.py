@@ -75,6 +75,11 @@ def train_and_evaluate(
     """
     # An allocation that this process is no task of is for the strategy to refuse.
     spec = resolve(os.environ, resolvers=STARTED) if cluster is None else cluster
+    if "://" in str(checkpoints):
+        raise CheckpointError(
+            f"`checkpoints`: {checkpoints} is a bucket, and whether the job lives is known by a lock on a file. Give a folder "
+            "on a file system that all tasks share."
+        )
     directory = Path(checkpoints).expanduser().absolute()
     if spec.task_type == "ps":
         raise ClusterError("a parameter server neither trains nor evaluates; leave the job `ps` out of the cluster")

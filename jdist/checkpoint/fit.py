@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from jdist.checkpoint.folder import Place
 from jdist.checkpoint.leaves import BESIDE
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import CheckpointError
@@ -135,7 +135,7 @@ def name_of(path: str) -> str:
     return f"{prefix}{between}{parse_path(path[len(prefix) :])}"
 
 
-def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]], selection: Selection = ALL) -> Fit:
+def fit(checkpoint: Place, saved: list[dict[str, Any]], wanted: list[dict[str, Any]], selection: Selection = ALL) -> Fit:
     """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
     Without a number is what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
@@ -229,7 +229,7 @@ def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: s
     return numbers
 
 
-def check_has_values(checkpoint: Path, fitted: Fit, like: Mapping[str, Any]) -> None:
+def check_has_values(checkpoint: Place, fitted: Fit, like: Mapping[str, Any]) -> None:
     """Refuses a state of which a leaf is to keep its value and has none."""
     for path in _without_values(fitted, like):
         raise CheckpointError(

@@ -1,4 +1,8 @@
-"""Folders of checkpoints: their names, commit, checks and removal, and the locks of the directory that they are in."""
+"""Folders of checkpoints on a disk or in a bucket: their names, commit, checks and removal.
+
+On a disk a folder gets its name by a rename once it is whole. In a bucket it has its name from the start, and its manifest,
+which is written last and removed first, is the commit.
+"""
 
 from __future__ import annotations
 
@@ -11,65 +15,119 @@ import re
 import secrets
 import shutil
 import socket
-import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from jdist.checkpoint import locks
+from jdist.checkpoint.bucket import BucketError, BucketPath
 from jdist.cluster.runtime import Runtime, together
 from jdist.errors import CheckpointError, ClusterError
-from jdist.support.file_lock import hold
 
 FORMAT = 2  # 1 is read as well, see pieces.py
+MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # the files of a checkpoint
+OURS = re.compile(
+    r"manifest\.json|arrays|pieces_\d+(_[0-9a-f]+)?(\.bin)?|part_\d+(_[0-9a-f]+)?\.json"
+)  # the files of a checkpoint
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
+Place = Path | BucketPath
 
 
 class Damaged(CheckpointError):
     """A checkpoint cannot be read; an older one may be."""
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Place) -> int:
     """Reads the step from a checkpoint folder's name."""
     return int(path.name.split("_")[1])
 
 
-def number_of(path: Path) -> int:
+def number_of(path: Place) -> int:
     """Reads the number of the save from a checkpoint folder's name."""
     return int(path.name.split("_")[3])
 
 
-def list_committed(directory: Path) -> list[Path]:
+def list_committed(directory: Place) -> list[Place]:
     """Lists committed checkpoints in the order of saving."""
-    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number_of)
+    there = [path for path in directory.iterdir() if NAME.fullmatch(path.name)]
+    return sorted((path for path in there if isinstance(path, Path) or MANIFEST in path.sizes()), key=number_of)
 
 
-def next_number(directory: Path) -> int:
+def next_number(directory: Place) -> int:
     """Finds a number that no save in the directory has had."""
     matches = (NAME.search(path.name) for path in directory.iterdir())
     return 1 + max((int(match[2]) for match in matches if match), default=0)
 
 
-def is_ours_alone(path: Path) -> bool:
+def is_ours_alone(path: Place) -> bool:
     """Whether a folder holds nothing but a checkpoint's files."""
-    return path.is_dir() and not path.is_symlink() and all(OURS.fullmatch(p.name) for p in path.iterdir())
+    is_link = isinstance(path, Path) and path.is_symlink()
+    return path.is_dir() and not is_link and all(OURS.fullmatch(p.name) for p in path.iterdir())
 
 
-def remove(path: Path) -> None:
-    """Removes a checkpoint: first its name, so that a kill leaves no half checkpoint."""
-    if is_ours_alone(path):
+def remove(path: Place) -> None:
+    """Removes a checkpoint: first its name, in a bucket its manifest, so that a kill leaves no half checkpoint."""
+    if not is_ours_alone(path):
+        return
+    if isinstance(path, BucketPath):
+        _remove_objects(path)
+    else:
         shutil.rmtree(path.rename(path.with_name(f".deleting_{path.name}")))
+
+
+def _remove_objects(path: BucketPath) -> None:
+    (path / MANIFEST).unlink()
+    for each in path.iterdir():
+        each.unlink()
+
+
+def claim(directory: Place, timeout_s: float) -> Callable[[], None]:
+    """Holds a directory for the saves of this job; see `locks.claim`. In a bucket removes what killed processes left."""
+    if not isinstance(directory, BucketPath):
+        return locks.claim(directory, timeout_s)
+    if locks.take_over(directory):
+        for path in directory.iterdir():
+            if NAME.fullmatch(path.name) and MANIFEST not in path.sizes() and is_ours_alone(path):
+                _remove_objects(path)
+    return lambda: None
+
+
+def part_of(path: Place) -> Place:
+    """Names the folder in which a checkpoint is written before it is committed."""
+    return path.with_name(f".saving_{path.name}") if isinstance(path, Path) else path
+
+
+def begin(path: Place) -> Place:
+    """Makes that folder; one of a bucket begins with its first object."""
+    part = part_of(path)
+    if isinstance(part, Path):
+        part.mkdir()
+    return part
+
+
+def tag_of(part: Place) -> str:
+    """Makes what the names of this process's files end with: in a bucket, where a process that was given up may write
+    late, no name twice."""
+    return "" if isinstance(part, Path) else f"_{secrets.token_hex(4)}"
+
+
+def discard(part: Place) -> None:
+    """Removes what a failed save has written, as far as it can; the rest is removed by the next process."""
+    if isinstance(part, Path):
+        shutil.rmtree(part, ignore_errors=True)
+        return
+    with contextlib.suppress(BucketError):
+        _remove_objects(part)
 
 
 def sweep(directory: Path) -> list[Path]:
     """Removes what killed processes left; returns folders with such a name that hold something else."""
     strangers: list[Path] = []
     # Another process may be saving, or the disk be read-only: then there is nothing to clean up.
-    with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
+    with contextlib.suppress(OSError, CheckpointError), locks.only_writer(directory, timeout_s=0.0):
         for path in sorted(directory.iterdir()):
             if UNFINISHED.fullmatch(path.name):
                 if is_ours_alone(path):
@@ -79,96 +137,16 @@ def sweep(directory: Path) -> list[Path]:
     return strangers
 
 
-@contextlib.contextmanager
-def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
-    """Holds the directory's lock: no folder under a hidden name is then a live writer's."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(hold(directory / ".lock", timeout_s=timeout_s))
-        except BlockingIOError as error:
-            text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
-            raise CheckpointError(text) from error
-        yield
-
-
-# The locks of this process by directory, and how many Checkpointers hold each.
-_claims: dict[str, tuple[IO[str], int]] = {}
-_claiming = threading.Lock()
-
-
-def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
-    """Holds a directory for the saves of this process; returns a function that lets go, as the end of the process does.
-
-    Several callers of one process hold it together. A forked child does not hold it, so it outlives no parent.
-
-    Raises:
-        CheckpointError: another process holds it, and still does after `timeout_s`; says which.
-    """
-    key = os.path.realpath(directory)
-    with _claiming:
-        handle, count = _claims.get(key, (None, 0))
-        handle = handle or _lock_for_job(directory, timeout_s)
-        if handle is None:
-            return lambda: None
-        _claims[key] = handle, count + 1
-
-    def let_go() -> None:
-        with _claiming:
-            handle, count = _claims.pop(key)
-            if count > 1:
-                _claims[key] = handle, count - 1
-            else:
-                handle.close()
-
-    return let_go
-
-
-def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
-    """Locks the directory's file of its job, and names this process in it; None where the file cannot be made."""
-    import fcntl
-
-    deadline_s = time.monotonic() + timeout_s
-    try:
-        handle = (directory / ".job").open("a+")
-    except OSError:
-        return None  # the next save reports what is wrong with the disk
-    while True:
-        try:
-            # POSIX's, not `flock`: a forked child does not hold it.
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                why = f"its file system has no locks ({describe_error(error)})"
-                text = f"{directory}: {why}, so nothing keeps a second job from saving here"
-                warnings.warn(text, stacklevel=2)
-                break
-            if time.monotonic() >= deadline_s:
-                handle.seek(0)
-                who = handle.read().strip() or "another process"
-                handle.close()
-                raise CheckpointError(
-                    f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its end. "
-                    "Stop that job, wait for it, or give this one another folder."
-                ) from error
-        time.sleep(0.05)
-    with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
-        handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
-        handle.flush()
-    return handle
-
-
 _FOREIGN_FILES = re.compile(
     r"checkpoint(_\d+)?|.*\.(keras|h5|ckpt|index|pt|pth|safetensors|msgpack|orbax)|saved_model\.pb|_CHECKPOINT_METADATA|_METADATA"
 )
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint", "default")
 
 
-def list_foreign(directory: Path) -> list[str]:
+def list_foreign(directory: Place) -> list[str]:
     """Lists what looks like a checkpoint of another library in a directory: of Orbax, flax, Keras and others."""
 
-    def is_foreign(path: Path) -> bool:
+    def is_foreign(path: Place) -> bool:
         if path.is_dir():
             return not NAME.fullmatch(path.name) and any((path / name).exists() for name in _ORBAX)
         return _FOREIGN_FILES.fullmatch(path.name) is not None
@@ -176,8 +154,10 @@ def list_foreign(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and is_foreign(path))
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
+def check_room(folder: Place, needed_bytes: int) -> None:
     """Refuses early: a save that fills the disk on its way to failing would take others' writes down with it."""
+    if isinstance(folder, BucketPath):
+        return
     room = shutil.disk_usage(folder)
     if room.total and room.free < needed_bytes:  # some file systems report nothing at all
         text = f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes needed, {room.free:,} free"
@@ -202,10 +182,21 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def commit(part: Path, path: Path) -> None:
-    """Gives a finished folder its name: from here on the checkpoint exists."""
-    part.rename(path)
-    fsync(path.parent)
+@contextlib.contextmanager
+def writing(file: Place) -> Iterator[Any]:
+    """Opens a file to be written, which is on the disk, or in the bucket, after the block."""
+    with file.open("wb") as handle:
+        yield handle
+        if isinstance(file, Path):
+            handle.flush()
+            os.fsync(handle.fileno())
+
+
+def commit(part: Place, path: Place) -> None:
+    """Gives a finished folder its name: from here on the checkpoint exists. One in a bucket has it, since its manifest."""
+    if isinstance(part, Path) and isinstance(path, Path):
+        part.rename(path)
+        fsync(path.parent)
 
 
 def describe_error(error: BaseException) -> str:
@@ -213,8 +204,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = str(error).strip()
-    if isinstance(error, ClusterError):
-        return text
+    if isinstance(error, ClusterError | BucketError):
+        return text.rstrip(".")
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
 
 
@@ -235,21 +226,42 @@ def _digest_of(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Place, value: Any) -> None:
     """Writes a file and flushes it to the disk."""
     path.write_text(json.dumps(value), encoding="ascii")
-    fsync(path)
+    if isinstance(path, Path):
+        fsync(path)
 
 
-def write_manifest(part: Path, body: dict[str, Any]) -> None:
-    """Writes the manifest of a checkpoint, the last of its files."""
-    write_json(part / "manifest.json", {"format": FORMAT, "sha256": _digest_of(body), "body": body})
-    fsync(part)
+def write_manifest(part: Place, body: dict[str, Any]) -> None:
+    """Writes the manifest of a checkpoint, the last of its files; it commits one in a bucket."""
+    if isinstance(part, BucketPath):
+        locks.check_held(part.parent)
+    write_json(part / MANIFEST, {"format": FORMAT, "sha256": _digest_of(body), "body": body})
+    if isinstance(part, Path):
+        fsync(part)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def size_of(file: Place) -> int:
+    """Finds the size of a file in bytes.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if isinstance(file, Path):
+        return file.stat().st_size
+    return _size_in(file.parent.sizes(), file)
+
+
+def _size_in(sizes: dict[str, int], file: BucketPath) -> int:
+    if file.name not in sizes:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+    return sizes[file.name]
+
+
+def read_manifest(path: Place) -> dict[str, Any]:
     """Reads the manifest of a checkpoint, and checks that all files are there in full length."""
-    file = path / "manifest.json"
+    file = path / MANIFEST
     try:
         whole = json.loads(file.read_text(encoding="ascii"))
         version, digest, body = whole["format"], whole["sha256"], whole["body"]
@@ -261,10 +273,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if digest != _digest_of(body):
         raise Damaged(f"{file}: its checksum does not match")
+    sizes = path.sizes() if isinstance(path, BucketPath) else {}
     for name, facts in body["files"].items():
         size_bytes = facts[0] if version == 1 else facts  # in format 1 with the file's crc32
         try:
-            there_bytes = (path / name).stat().st_size
+            each = path / name
+            there_bytes = size_of(each) if isinstance(each, Path) else _size_in(sizes, each)
         except OSError as error:
             raise Damaged(f"{path / name}: {describe_error(error)}") from error
         if there_bytes != size_bytes:
@@ -276,7 +290,7 @@ _SEEN_S = 10.0  # a network file system may show a new file late
 _POLL_S = 0.05
 
 
-def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
+def open_shared(directory: Place, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
     """Makes the folder, removes what killed processes left in it, and checks that all processes see the same one.
 
     Returns:
@@ -293,7 +307,7 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
             if cluster.is_chief:
                 try:
                     directory.mkdir(parents=True, exist_ok=True)
-                    strangers = sweep(directory)
+                    strangers = sweep(directory) if isinstance(directory, Path) else []
                     if cluster.num_processes > 1:
                         token.touch()
                 except OSError as error:
@@ -309,7 +323,7 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
     return strangers
 
 
-def _await(token: Path, process: int) -> None:
+def _await(token: Place, process: int) -> None:
     deadline_s = time.monotonic() + _SEEN_S
     while not token.exists():
         if time.monotonic() > deadline_s:

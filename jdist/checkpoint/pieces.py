@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.folder import Damaged, describe_error, file_crc32
+from jdist.checkpoint.folder import Damaged, Place, describe_error, file_crc32, writing
 from jdist.errors import CheckpointError
 
 _TOGETHER_BYTES = 1 << 20  # of small leaves, which would take longer one by one
@@ -79,12 +77,12 @@ def _as_bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
+def write_pieces(file: Place, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
     """Writes and flushes this process's pieces, and returns them by leaf; makes no file if there are none."""
     if not any(leaf.boxes for leaf in leaves):
         return [[] for _ in leaves]
     pieces: list[list[Piece]] = []
-    with file.open("wb") as handle:
+    with writing(file) as handle:
         for leaf in leaves:
             pieces.append([])
             for start, values in leaf.boxes:
@@ -94,13 +92,11 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
                 name, offset = file.name, handle.tell()
                 pieces[-1].append(Piece(file=name, offset=offset, start=start, shape=values.shape, crc32=crc32))
                 handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
     return pieces
 
 
 def read_leaves(
-    checkpoint: Path, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
+    checkpoint: Place, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
 ) -> Iterator[dict[int, np.ndarray]]:
     """Reads leaves of a checkpoint one by one, small ones a megabyte at a time, each as it was saved to the bit.
 
@@ -134,7 +130,7 @@ def read_leaves(
 
 
 def _read_group(
-    checkpoint: Path, leaves: list[dict[str, Any]], numbers: list[int], needed: Mapping[int, Sequence[Extent] | None]
+    checkpoint: Place, leaves: list[dict[str, Any]], numbers: list[int], needed: Mapping[int, Sequence[Extent] | None]
 ) -> dict[int, np.ndarray]:
     """Reads the pieces of some leaves, file by file."""
     arrays = {i: _empty(leaves[i]) for i in numbers}
@@ -156,7 +152,7 @@ def _empty(leaf: dict[str, Any]) -> np.ndarray:
     return np.empty(leaf["stored"]["shape"], jnp.dtype(leaf["stored"]["dtype"]))
 
 
-def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
+def _read_file(file: Place, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
     """Reads pieces of one file; each comes with the path of its leaf, and the elements to fill."""
     with file.open("rb") as handle:
         for piece, path, box in pieces:
@@ -170,7 +166,7 @@ def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> N
                 box[...] = values
 
 
-def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
+def _read_by_orbax(checkpoint: Place, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
     """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
     folder, leaves = checkpoint / "arrays", body["leaves"]
     # Before Orbax reads them: it may take garbage for lengths, and fail in its own threads.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.fit import Fit, Selection, check_has_values, fit
-from jdist.checkpoint.folder import Damaged
+from jdist.checkpoint.folder import Damaged, Place
 from jdist.checkpoint.pieces import read_leaves
 from jdist.checkpoint.save import Job
 from jdist.cluster import failpoints
@@ -21,7 +20,7 @@ from jdist.cluster.runtime import Runtime, together
 
 
 def read_together(
-    paths: list[Path],
+    paths: list[Place],
     like: dict[str, Any],
     problems: dict[str, str],
     *,
@@ -66,7 +65,7 @@ def read_together(
 
 
 def _read(
-    path: Path, like: dict[str, Any], described: list[dict[str, Any]], selection: Selection, timeout_s: float
+    path: Place, like: dict[str, Any], described: list[dict[str, Any]], selection: Selection, timeout_s: float
 ) -> tuple[dict[str, Any], list[Any], Fit]:
     """Reads a checkpoint onto the devices leaf by leaf: of whole leaves the host holds one at a time."""
     body = disk.read_manifest(path)

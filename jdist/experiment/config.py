@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from jdist.report.metric_direction import Mode, better
@@ -278,6 +278,15 @@ class LogSection(Section):
 
     every: Count = Field(default=20, description="Steps between lines of `metrics.jsonl`.")
     folder: str = Field(default="runs", min_length=1, description="The run is written to FOLDER/NAME.")
+
+    @field_validator("folder")
+    @classmethod
+    def _is_on_a_disk(cls, folder: str) -> str:
+        if "://" in folder:
+            raise PydanticCustomError(
+                "folder", "a run is written line by line and locked, which a bucket cannot do: name a folder on a disk"
+            )
+        return folder
 
 
 class PlatformSection(Section):

@@ -224,6 +224,8 @@ def _callbacks(
         raise StepError(f"`callbacks` is {callbacks!r:.80}; give a list, [] for none.")
     listed = [each if isinstance(each, Callback) else _on_step(each) for each in callbacks]
     if log_to is not None:
+        if "://" in str(log_to):
+            raise StepError(f"fit: `log_to` is {log_to}; rows are appended one by one, so name a folder on a disk.")
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         listed.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
     return [*listed, progress_bar()] if progress else listed

@@ -53,7 +53,7 @@ class MetricsFile:
         Raises:
             ConfigError: the file system refuses.
         """
-        text = "".join(_line(row) for row in rows)
+        text = "".join(to_line(row) for row in rows)
         with writing(path):
             unchanged = path.exists() and path.read_bytes() == text.encode()
             if not unchanged:
@@ -72,9 +72,9 @@ class MetricsFile:
         """
         if self._handle is None:
             raise ConfigError(f"{self.path}: the metrics of this run are closed already.")
-        row = {"step": step} | to_plain(dict(values), not_finite=lambda _: None)
+        row = to_row(step, values)
         with writing(self.path):
-            self._handle.write(_line(row))
+            self._handle.write(to_line(row))
             self._handle.flush()
         self.rows.append(row)
 
@@ -131,5 +131,11 @@ def _row(line: str) -> Row | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _line(row: Row) -> str:
+def to_row(step: int, values: Mapping[str, Any]) -> Row:
+    """Makes a row of what was measured; NaN and infinities become null, as JSON has neither."""
+    return {"step": step} | to_plain(dict(values), not_finite=lambda _: None)
+
+
+def to_line(row: Row) -> str:
+    """Makes the line of a row, with its end."""
     return json.dumps(row, allow_nan=False) + "\n"

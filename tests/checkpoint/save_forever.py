@@ -1,6 +1,6 @@
 """Saves without end and says on standard output how far each save has come, so that a test can kill it anywhere.
 
-    python save_forever.py DIRECTORY [STAGE CALL]
+    python save_forever.py DIRECTORY_OR_URL [STAGE CALL]
 
 With STAGE ("before commit", "after write_pieces", ...) it kills itself there, at the CALL-th time.
 """
@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from jdist.checkpoint import checkpointer, save
+from jdist.checkpoint import bucket, checkpointer, save
 from jdist.checkpoint import folder as disk
 
 STAGES = {"write_pieces": save, "write_manifest": disk, "commit": disk, "remove": disk}
@@ -59,6 +59,22 @@ def main() -> None:
         rmtree(path, **options)
 
     disk.shutil.rmtree = half_rmtree
+    remove_objects, write = disk._remove_objects, bucket._Handle.write
+
+    def half_remove(path):
+        # A folder of a bucket that is half gone.
+        (path / disk.MANIFEST).unlink()
+        announce("inside remove", kill_at, calls)
+        remove_objects(path)
+
+    def half_write(handle, data):
+        written = write(handle, data)
+        announce("inside write_pieces", kill_at, calls)
+        return written
+
+    disk._remove_objects, bucket._Handle.write = half_remove, half_write
+    if directory.startswith("folderstore://"):
+        import tests.checkpoint.stores  # noqa: F401 - tells fsspec of it
     with checkpointer.Checkpointer(directory, keep=KEEP) as checkpoints:
         first = max(checkpoints.steps(), default=0) + 1
         for step in itertools.count(first):

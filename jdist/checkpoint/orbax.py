@@ -1,0 +1,368 @@
+"""Checkpoints of Orbax: read into a state of any layout, and written from jdist's for programs that use Orbax.
+
+Leaves are matched by their names, whatever the nodes between are: an attribute, a key and a position are written alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.checkpoint import folder as disk
+from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.bucket import open_path
+from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+from jdist.checkpoint.folder import describe_error
+from jdist.checkpoint.job import Job
+from jdist.checkpoint.pieces import read_leaves
+from jdist.core.remote import shapes_of
+from jdist.core.sharded_leaf import is_sharded_leaf
+from jdist.core.step_state import pack, unpack
+from jdist.errors import CheckpointError
+from jdist.support.arrays import is_key
+
+PyTree = Any
+Names = tuple[str, ...]
+
+_TIMEOUT_S = 600.0
+_TOGETHER_BYTES = 64 << 20  # each call reads the description of the whole tree again
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+# A key as `jax.tree_util.keystr` writes it: `.name`, `['key']`, `[0]`, `[<flat index 0>]`.
+_KEY = re.compile(r"""\.(\w+)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|\[<flat index (\d+)>\]|\[([^\[\]]*)\]""")
+_BESIDE = re.compile(r"(loss scale|residuals of |kept )(.*)", re.DOTALL)
+_KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+def from_orbax(
+    path: str | os.PathLike[str], like: PyTree, *, step: int | None = None, item: str | None = None
+) -> PyTree:
+    """Reads a checkpoint that Orbax wrote, of flax's `TrainState`, of nnx or of any other tree, into a state's layout.
+
+    Leaf by leaf: of those beyond 64 MB a host holds one at a time beside its share of the state.
+
+    Args:
+        path: what Orbax was given: a checkpoint, or a `CheckpointManager`'s directory, of which the newest is read.
+        like: the tree to fill, of arrays or of what `strategy.shapes` returns; the leaves take its shapes, dtypes and
+            shardings. Leaves that only the checkpoint has are not read, with a warning that names them.
+        step: of a `CheckpointManager`'s directory, the step to read.
+        item: the name under which the tree was saved, where there are several.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointError: there is no checkpoint of Orbax, it has no leaf of some name or one of another shape or dtype, or it
+            cannot be read.
+
+    Example:
+        >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jdist
+        >>> folder = tempfile.mkdtemp() + "/saved"
+        >>> with ocp.StandardCheckpointer() as checkpointer:
+        ...     checkpointer.save(folder, {"w": jnp.arange(4.0)})
+        >>> strategy = jdist.mirrored(jax.devices()[:2])
+        >>> like = strategy.shapes({"w": jnp.zeros(4)})
+        >>> jdist.train.from_orbax(folder, like)["w"].sharding.num_devices
+        2
+    """
+    ocp = _import_orbax(path)
+    directory = _find_tree(ocp, path, step, item)
+    like = pack(shapes_of(like))
+    wanted = codec.flatten(like)
+    leaves = list(wanted.values())
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        tree, saved = _describe(handler, directory)
+        places = _fit(directory, saved, wanted)
+        for group in _groups(saved, places):
+            read = Job(lambda group=group: _read(ocp, handler, directory, tree, group))
+            arrays = read.result(_TIMEOUT_S, f"reading {directory}")
+            for names in group:
+                i = places[names]
+                leaves[i] = codec.place(list(wanted)[i], arrays.pop(names), _key_kind(leaves[i]), leaves[i])
+            jax.block_until_ready([leaves[places[names]] for names in group])  # the host's arrays are kept until then
+    return unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves))
+
+
+def to_orbax(
+    directory: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    like: PyTree | None = None,
+) -> int:
+    """Writes a checkpoint of jdist's anew by Orbax's `CheckpointManager`, for programs that read those.
+
+    Such a program needs no change: `CheckpointManager(to).restore(step)` gives the tree by names, and its custom metadata has
+    the position in the data, metrics and metadata. Arrays without elements, which Orbax does not take, are left out with a
+    warning. The whole checkpoint passes through this host's memory.
+
+    Args:
+        directory: of the `Checkpointer`.
+        to: the `CheckpointManager`'s directory, made if need be.
+        step: which step; None: the one saved last.
+        like: the state; with it the tree is written with its own nodes, those without leaves among them (optax's), so that
+            a program can restore into the same `TrainState`. Without it nodes are dicts and lists, and no code of the
+            state's is needed.
+
+    Returns:
+        The step that was written.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, Orbax has that step already or refuses.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp, jdist
+        >>> folder, to = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> with jdist.train.Checkpointer(folder) as checkpoints:
+        ...     checkpoints.save(10, {"w": jnp.arange(3.0)})
+        >>> jdist.train.to_orbax(folder, to)
+        10
+        >>> with ocp.CheckpointManager(to) as manager:
+        ...     manager.restore(10, args=ocp.args.StandardRestore())["w"].tolist()
+        [0.0, 1.0, 2.0]
+    """
+    ocp = _import_orbax(to)
+    if like is None:
+        body, tree = _tree_of_names(directory, step)
+    else:
+        with Checkpointer(directory) as checkpoints:
+            restored = checkpoints.restore(like, step=step)
+        if restored is None:
+            raise CheckpointError(f"{directory}: there is no checkpoint here")
+        tree = jax.tree.map(np.asarray, restored.state, is_leaf=is_sharded_leaf)
+        body = {name: getattr(restored, name) for name in ("step", "data", "metrics", "metadata")}
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    try:
+        with ocp.CheckpointManager(_as_orbax_takes(to), options=options) as manager:
+            if body["step"] in manager.all_steps():
+                raise CheckpointError(f"{to}: Orbax has step {body['step']} here; give another directory")
+            notes = {name: body[name] for name in ("data", "metrics", "metadata")}
+            manager.save(body["step"], args=ocp.args.StandardSave(tree), custom_metadata=notes, force=True)
+            manager.wait_until_finished()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{to}: Orbax cannot write step {body['step']}: {describe_error(error)}") from error
+    return body["step"]
+
+
+def _import_orbax(path: Any) -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: Orbax cannot be imported here: {error}. Install it: pip install orbax-checkpoint"
+        ) from error
+    return ocp
+
+
+def _as_orbax_takes(path: str | os.PathLike[str]) -> str:
+    return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
+
+
+def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: str | None) -> Any:
+    """Finds the folder of a tree: the path itself, an item in it, or one in the folder of a step."""
+    from etils import epath  # comes with Orbax
+
+    directory = epath.Path(_as_orbax_takes(path))
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: there is no such folder")
+    steps: dict[int, Any] = {}
+    for each in directory.iterdir():
+        match = _STEP.fullmatch(each.name)
+        if match and each.is_dir() and ocp.path.step.is_path_finalized(each):
+            steps[int(match[1])] = each
+    is_tree = (directory / "_METADATA").exists()
+    if step is not None or (not is_tree and steps and not _items(directory)):
+        chosen = max(steps, default=None) if step is None else step
+        if chosen not in steps:
+            raise CheckpointError(f"{directory}: has no step {step}; there are {sorted(steps)}")
+        directory, is_tree = steps[chosen], (steps[chosen] / "_METADATA").exists()
+    if is_tree and item is None:
+        return directory
+    items = _items(directory)
+    if item is None and len(items) == 1:
+        item = items[0]
+    if item not in items:
+        if not items:
+            text = "there is no checkpoint of a tree by Orbax (no file _METADATA)"
+            old = (
+                " One of an old Orbax or of flax's msgpack is read by what wrote it" if any(directory.iterdir()) else ""
+            )
+            raise CheckpointError(f"{directory}: {text}.{old}")
+        raise CheckpointError(f"{directory}: holds the items {', '.join(items)}; say which by `item`, not {item!r}")
+    return directory / item
+
+
+def _items(directory: Any) -> list[str]:
+    return sorted(each.name for each in directory.iterdir() if each.is_dir() and (each / "_METADATA").exists())
+
+
+def _is_metadata(x: Any) -> bool:
+    return x is not None and not isinstance(x, dict | list | tuple)
+
+
+def _describe(handler: Any, directory: Any) -> tuple[PyTree, dict[Names, dict[str, Any]]]:
+    """Reads the tree of a checkpoint, and describes its leaves by their names, as a manifest does."""
+    try:
+        tree = handler.metadata(directory)
+    except Exception as error:
+        raise CheckpointError(f"{directory}: Orbax cannot read what it holds: {describe_error(error)}") from error
+    tree = getattr(tree, "tree", tree)
+    described: dict[Names, dict[str, Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_metadata):
+        names = _names_of(path)
+        if type(leaf).__name__ == "StringMetadata":
+            described[names] = {"shape": [], "dtype": "string"}
+        elif getattr(leaf, "dtype", None) is not None:
+            is_number = type(leaf).__name__ == "ScalarMetadata"
+            kind = "python float" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "python int"
+            shape = list(getattr(leaf, "shape", None) or ())
+            described[names] = {"shape": shape, "dtype": kind if is_number else str(np.dtype(leaf.dtype))}
+    return tree, described
+
+
+def _names_of(path: Any) -> Names:
+    return _names(jax.tree_util.keystr(path))
+
+
+def _names(written: str) -> Names:
+    """Reads the names in a path that `jax.tree_util.keystr` wrote."""
+    return tuple(
+        ast.literal_eval(q) if q else name or index or other for name, q, index, other in _KEY.findall(written)
+    )
+
+
+def _plain(names: Names) -> Names:
+    """Leaves out the `value` in which nnx keeps an array."""
+    return names[:-1] if names and names[-1] in ("value", "raw_value") else names
+
+
+def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[str, Any]) -> dict[Names, int]:
+    """Finds the number of the wanted leaf for each saved one; refuses what does not fit, and names it."""
+    by_name = {_plain(names): names for names in saved}
+    places: dict[Names, int] = {}
+    problems: list[str] = []
+    for i, (path, leaf) in enumerate(wanted.items()):
+        if _BESIDE.match(path):
+            continue  # what a step keeps beside the user's state stays
+        names = by_name.get(_plain(_names(path)))
+        if names is None:
+            problems.append(f"leaf {path}: not in the checkpoint")
+            continue
+        there, here = saved[names], codec.describe_leaf(path, leaf)
+        if is_key(leaf):
+            here = {"shape": [*here["shape"], *there["shape"][len(here["shape"]) :]], "dtype": "uint32"}
+        dtypes = (there["dtype"], here["dtype"])
+        fits = dtypes[0] == dtypes[1] or (there["shape"] == [] and any(dtype.startswith("python ") for dtype in dtypes))
+        if there["shape"] != here["shape"] or not fits or there["dtype"] == "string":
+            problems.append(f"leaf {path}: saved {dtypes[0]}{there['shape']}, the state has {dtypes[1]}{here['shape']}")
+        places[names] = i
+    left = [".".join(names) for names in saved if names not in places]
+    if problems:
+        text = "\n  ".join([*problems[:5], *([f"and {len(problems) - 5} more"] if len(problems) > 5 else [])])
+        there = f"\n  in the checkpoint alone: {', '.join(left[:5])}{', ...' * (len(left) > 5)}" if left else ""
+        raise CheckpointError(f"{directory}: does not fit the state, which is left as it is:\n  {text}{there}")
+    if left:
+        text = f"{directory}: {len(left)} leaves are not in the state and were left: {', '.join(left[:5])}"
+        warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=3)
+    return places
+
+
+def _groups(saved: Mapping[Names, dict[str, Any]], places: Mapping[Names, int]) -> Iterator[list[Names]]:
+    group: list[Names] = []
+    size = 0
+    for names in places:
+        dtype = saved[names]["dtype"]
+        num_bytes = math.prod(saved[names]["shape"]) * (8 if dtype.startswith("python ") else jnp.dtype(dtype).itemsize)
+        if group and size + num_bytes > _TOGETHER_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(names)
+        size += num_bytes
+    if group:
+        yield group
+
+
+def _read(ocp: Any, handler: Any, directory: Any, tree: PyTree, group: list[Names]) -> dict[Names, np.ndarray]:
+    """Reads some leaves of a checkpoint, whole, into this host's memory."""
+    wanted = set(group)
+    reads, skips = ocp.RestoreArgs(restore_type=np.ndarray), ocp.PLACEHOLDER
+    item = jax.tree.map_with_path(lambda path, _: 0 if _names_of(path) in wanted else skips, tree, is_leaf=_is_metadata)
+    restore_args = jax.tree.map(lambda _: reads, tree, is_leaf=_is_metadata)
+    try:
+        read = handler.restore(directory, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+    except Exception as error:
+        raise CheckpointError(f"{directory}: Orbax cannot read it: {describe_error(error)}") from error
+    leaves = ((_names_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(read))
+    return {
+        names: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for names, leaf in leaves
+        if names in wanted
+    }
+
+
+def _put(tree: dict[str, Any], names: Names, leaf: Any) -> None:
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[names[-1]] = leaf
+
+
+def _key_kind(leaf: Any) -> str | None:
+    if not is_key(leaf):
+        return None
+    return str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else _KEY_KINDS[str(leaf.dtype)]
+
+
+def _tree_of_names(directory: str | os.PathLike[str], step: int | None) -> tuple[dict[str, Any], PyTree]:
+    """Reads a checkpoint of jdist's as nested dicts and lists; also returns the body of its manifest."""
+    folder = open_path(directory, _TIMEOUT_S)
+    paths = disk.list_committed(folder) if folder.is_dir() else []
+    if step is not None:
+        paths = [path for path in paths if disk.step_of(path) == step]
+    if not paths:
+        raise CheckpointError(f"{folder}: there is no checkpoint here{'' if step is None else f' of step {step}'}")
+    body = disk.read_manifest(paths[-1])
+    tree: dict[str, Any] = {}
+    left: list[str] = []
+    begun_s = time.monotonic()
+    reading = read_leaves(paths[-1], body, dict.fromkeys(range(len(body["leaves"]))))
+    while (arrays := Job(lambda: next(reading, None)).result(_TIMEOUT_S, f"reading {paths[-1]}", begun_s)) is not None:
+        for number, array in arrays.items():
+            leaf = body["leaves"][number]
+            if not array.size:
+                left.append(leaf["path"])
+                continue
+            beside = _BESIDE.match(leaf["path"])
+            names = (beside[1].strip(), *_names(beside[2])) if beside else _names(leaf["path"]) or ("state",)
+            _put(tree, names, _value(array, leaf))
+    if left:
+        text = f"{paths[-1]}: Orbax takes no arrays without elements; left out: {', '.join(left)}"
+        warnings.warn(text, CheckpointWarning, stacklevel=3)
+    return body, _with_lists(tree)
+
+
+def _value(array: np.ndarray, leaf: Mapping[str, Any]) -> Any:
+    if leaf["dtype"].startswith("python "):
+        return array.item()
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf["key"]) if leaf.get("key") else array
+
+
+def _with_lists(tree: Any) -> Any:
+    """Turns nodes whose names are 0, 1, 2, ... into lists."""
+    if not isinstance(tree, dict):
+        return tree
+    nodes = {name: _with_lists(node) for name, node in tree.items()}
+    numbers = [str(i) for i in range(len(nodes))]
+    return [nodes[number] for number in numbers] if nodes and set(nodes) == set(numbers) else nodes

@@ -16,7 +16,6 @@ from jdist.loop.device_watch import DeviceWatch
 from jdist.loop.peaks import peak_memory_bytes
 from jdist.report.part_clock import COMPILE, INPUT, OTHER, STEPS, TRAINING, PartClock, shares
 from jdist.report.times_file import Earlier, Outcome, TimesFile
-from jdist.step.base import Distributed
 
 PyTree = Any
 _COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling

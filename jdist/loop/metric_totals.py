@@ -163,9 +163,10 @@ class MetricTotals:
                     f"{by} returned a metric of the name {name!r:.80}, of type {type(name).__name__}; names are text."
                 )
             if name in OF_ROWS + COSTS or name.startswith(PREFIXES):
+                own = ", ".join(map(repr, OF_ROWS + COSTS))
                 raise StepError(
                     f"{by} returned a metric of the name {name!r}, which the rows of a run have themselves. Choose another, "
-                    f"which is not {', '.join(map(repr, OF_ROWS + COSTS))} and does not begin with {' or '.join(map(repr, PREFIXES))}."
+                    f"which is not {own} and does not begin with {' or '.join(map(repr, PREFIXES))}."
                 )
             if isinstance(value, PerReplica):
                 raise StepError(

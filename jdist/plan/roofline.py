@@ -1,4 +1,4 @@
-"""A model of a step's time from the public peaks in `jdist/support/chips.yaml`: no measurement, overlap, latency or contention."""
+"""A model of a step's time from the public peaks of `jdist.support.chips`: no measurement, overlap, latency or contention."""
 
 from __future__ import annotations
 

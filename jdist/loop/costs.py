@@ -131,7 +131,8 @@ class Costs:
                 values["mfu"] = _four_digits(self._ideal_step_s * (step - step_before) / training_s)
         if (peak := peak_memory_bytes(self._strategy)) is not None:
             values["peak_memory_bytes"] = peak
-        values["goodput"] = round(self.goodput(), 4)
+        wall_s = self._earlier.wall_s + now - self.clock.begun
+        values["goodput"] = round((self._earlier.steps_s + seconds[STEPS]) / wall_s, 4)
         if self._watch is None:
             del values["input_wait_share"]
         return values
@@ -140,11 +141,6 @@ class Costs:
         """Returns the seconds of each part up to now, of this attempt."""
         self.clock.settle()
         return dict(self.clock.seconds)
-
-    def goodput(self) -> float:
-        """Computes the part of the time since the run's first beginning that went to steps which were not done again."""
-        wall_s = self._earlier.wall_s + self.clock.now() - self.clock.begun
-        return (self._earlier.steps_s + self.clock.seconds[STEPS]) / wall_s if wall_s > 0 else 0.0
 
     def end(self, outcome: Outcome, step: int) -> None:
         """Writes the end of the attempt."""

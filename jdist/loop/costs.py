@@ -44,6 +44,7 @@ class Costs:
         self._thread = threading.get_ident()
         self._ideal_step_s: float | None = None
         self._is_training = False
+        self._compiling_steps = 0  # of the first call, which is no part of the speed
         self._since = (0, begun, dict(self.clock.seconds))  # step, time and seconds at the last row
         self._line = (_STARTUP, 0, begun, dict(self.clock.seconds))  # part, step, time and seconds of the next line
         self._file: TimesFile | None = None
@@ -98,7 +99,7 @@ class Costs:
             self._watch.add(token)
         self.clock.enter(OTHER)
         if not self._is_training:
-            self._is_training = True
+            self._is_training, self._compiling_steps = True, step - self._since[0]
             self._write_line(step)
 
     @contextlib.contextmanager
@@ -124,11 +125,12 @@ class Costs:
         if now - self._line[2] >= _LINE_S:
             self._write_line(step)
         values = {name: round(share, 4) for name, share in shares(spent).items()}
+        steps, self._compiling_steps = step - step_before - self._compiling_steps, 0
         training_s = sum(spent[part] for part in TRAINING)
-        if training_s > 0:
-            values["steps_per_s"] = _four_digits((step - step_before) / training_s)
+        if steps and training_s > 0:
+            values["steps_per_s"] = _four_digits(steps / training_s)
             if self._ideal_step_s is not None:
-                values["mfu"] = _four_digits(self._ideal_step_s * (step - step_before) / training_s)
+                values["mfu"] = _four_digits(self._ideal_step_s * steps / training_s)
         if (peak := peak_memory_bytes(self._strategy)) is not None:
             values["peak_memory_bytes"] = peak
         wall_s = self._earlier.wall_s + now - self.clock.begun

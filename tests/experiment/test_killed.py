@@ -18,6 +18,7 @@ from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
+from tests.toys import without_costs
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share the run that nothing happens to
 
@@ -82,7 +83,7 @@ def final(folder):
     assert restored.step == 1500
     rows = [json.loads(line) for line in Path("runs/toy/metrics.jsonl").read_text().splitlines()]
     state = [np.asarray(x) for x in jax.tree.leaves((restored.state.params, restored.state.opt_state))]
-    return state, [{k: v for k, v in row.items() if k != "time_s"} for row in rows]
+    return state, without_costs(rows)
 
 
 @pytest.fixture(scope="module")

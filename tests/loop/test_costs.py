@@ -270,7 +270,7 @@ class TestGoodput:
                 )
             return begun, time.monotonic(), history
 
-        first_begin, first_end, _ = go(every=3, steps=3)
+        first_begin, _, _ = go(every=3, steps=3)
         go(callbacks.Callback(on_step=kill, logs=()), every=100, steps=20)
         third_begin, third_end, history = go(every=100, steps=20)
         # The first start had ended on purpose: what came behind was no loss.
@@ -344,7 +344,9 @@ class TestOutOfMemory:
             jdist.fit(step, state, {"x": np.ones((64, 200), np.float32)}, global_batch=64, **QUIET)
         message, leaves = str(caught.value), caught.value.leaves
         assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
-        assert message.startswith("a device has no memory left: Out of memory while trying to allocate 17179869184 bytes. ")
+        assert message.startswith(
+            "a device has no memory left: Out of memory while trying to allocate 17179869184 bytes. "
+        )
         of_run = [leaf for leaf in leaves if leaf.path != "(outside of the run)"]
         batch, largest, second = of_run[:3]
         assert (batch.path, batch.array, batch.bytes_per_device) == ("batch['x']", "float32[64, 200]", 32 * 200 * 4)

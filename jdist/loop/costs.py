@@ -25,7 +25,7 @@ _TRAIN, _STARTUP = "train", "startup"
 
 
 class Costs:
-    """The costs of one run.
+    """The costs of one run, measured from here to `close`.
 
     Args:
         strategy: where it trains.
@@ -168,9 +168,9 @@ class Costs:
             self._file.add(part, begin=begin, end=end, first=first, step=step, seconds=spent)
         self._line = (_TRAIN if self._is_training else _STARTUP, step, at, seconds)
 
-    def _compiled(self, event: str, seconds: float, **_: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
         if event.startswith(_COMPILING) and threading.get_ident() == self._thread:
-            self.clock.carve(COMPILE, seconds)
+            self.clock.carve(COMPILE, duration_secs)
 
 
 def _four_digits(value: float) -> float:

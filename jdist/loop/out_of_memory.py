@@ -34,7 +34,7 @@ def naming_leaves(trees: Callable[[], Mapping[str, PyTree]]) -> Iterator[None]:
         raise
 
 
-def raise_out_of_memory(error: jax.errors.JaxRuntimeError, trees: Mapping[str, PyTree]) -> None:
+def raise_out_of_memory(error: Exception, trees: Mapping[str, PyTree]) -> None:
     """Raises an `OutOfMemoryError` that names the largest leaves of these trees, if that is what the error says."""
     if _NO_MEMORY not in str(error):
         return

@@ -1,6 +1,6 @@
 """What it costs to measure what a run costs: `jdist.fit` as it is, and with nothing measured.
 
-    python benchmarks/costs.py [--devices 1 2] [--rounds 25]
+    python benchmarks/costs.py [--devices 1 2] [--rounds 60]
 
 The same steps on the same batches in memory, in one process, in turn; "without" has `Costs` of `jdist.loop.run` replaced by one
 that does nothing. "empty" is a step that computes nothing, so that the thread which watches the devices is woken at every step:
@@ -86,7 +86,7 @@ def measure(rounds: int) -> None:
     turns = round(100 * 0.005 / once_s)
     with tempfile.TemporaryDirectory() as folder:
         cases = {
-            "empty, processor time": (empty, 2000, time.process_time),
+            "empty, processor time": (empty, 500, time.process_time),
             "5 ms, time": (work(turns), 100, time.perf_counter),
         }
         for name, (function, steps, clock) in cases.items():
@@ -112,4 +112,4 @@ def measure(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    on_cpu_devices(measure, __doc__, __file__, devices=[1, 2], rounds=25)
+    on_cpu_devices(measure, __doc__, __file__, devices=[1, 2], rounds=60)

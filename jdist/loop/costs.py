@@ -66,7 +66,7 @@ class Costs:
         if folder is None:
             return
         cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
-        about = {"processes": cluster.num_processes, "devices": len(self._strategy.devices) or jax.device_count()}
+        about = {"processes": cluster.num_processes, "devices": max(1, len(self._strategy.devices))}
         self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, about=about)
         self._earlier = Earlier(self._file.earlier, step=step, at=at)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class DeviceWatch:

@@ -38,6 +38,8 @@ def end(outcome, at):
         ([begin(0, 0.0), train(0, 20, 8), end("interrupted", 10.0)], 20, 8, 10),
         ([begin(0, 0.0), train(0, 20, 8), end("preempted", 10.0)], 20, 8, 100),
         ([begin(0, 0.0), train(0, 20, 8), end("failed", 10.0)], 20, 8, 100),
+        # A save is made where the next start begins; the step before it was waited for.
+        ([begin(0, 0.0), train(0, 20, 8), train(20, 20, 1)], 20, 9, 100),
         # A line of a newer jdist is left alone.
         ([begin(0, 0.0), {"event": "moved", "step": 3}, train(0, 20, 8)], 20, 8, 100),
     ],

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -40,7 +41,8 @@ class DeviceWatch:
         self._newest = token
         if token is None:
             return
-        if token.is_ready():
+        array: Any = token  # the stubs of `jax.Array` lack `is_ready`
+        if array.is_ready():
             self._over_at_once = token, self._clock()
         elif self._sleeps:
             self._wake.put(None)

@@ -330,20 +330,18 @@ class TestStarved:
 
 
 class TestOutOfMemory:
-    PARAMS = {f"layer_{i}": np.ones((i + 1, 100), np.float32) for i in range(12)}
-    ROWS = {"x": np.ones((64, 200), np.float32)}
-
     @staticmethod
     def step(state, batch):
         rows = jnp.arange(2**25, dtype=jnp.float32)[:, None] * batch["x"].sum() + jnp.arange(2.0**25)
         return {**state, "big": jnp.sort(rows, axis=0)[3, 5]}, {"loss": batch["x"].mean()}  # more than all addresses
 
-    def error_of(self, step: Any, global_batch: int = 64) -> OutOfMemoryError:
+    def error_of(self, step: Any) -> OutOfMemoryError:
         strategy = mirrored()
-        state = strategy.init(lambda: {"params": self.PARAMS, "key": jax.random.key(0), "big": jnp.float32(0)})
+        params = {f"layer_{i}": np.ones((i + 1, 100), np.float32) for i in range(12)}
+        state = strategy.init(lambda: {"params": params, "key": jax.random.key(0), "big": jnp.float32(0)})
         distributed = jdist.distribute(step, strategy, verify="off")
         with pytest.raises(OutOfMemoryError) as caught:
-            jdist.fit(distributed, state, self.ROWS, global_batch=global_batch, **QUIET)
+            jdist.fit(distributed, state, {"x": np.ones((64, 200), np.float32)}, global_batch=64, **QUIET)
         return caught.value
 
     def test_a_real_one_names_the_largest_arrays(self):

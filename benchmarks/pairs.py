@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,18 +34,20 @@ class Comparison:
     difference: float
 
 
-def alternate(programs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Runs each program once a round, in an order that turns with the rounds; seconds of every run."""
+def alternate(
+    programs: dict[str, Callable[[], None]], rounds: int, *, clock: Callable[[], Any] = time.perf_counter
+) -> dict[str, list[Any]]:
+    """Runs each program once a round, in an order that turns with the rounds; what `clock` measures of each."""
     names = list(programs)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Any]] = {name: [] for name in names}
     for program in programs.values():
         program()
     for i in range(rounds):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
-            start = time.perf_counter()
+            start = clock()
             programs[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 

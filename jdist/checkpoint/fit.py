@@ -135,7 +135,9 @@ def name_of(path: str) -> str:
     return f"{prefix}{between}{parse_path(path[len(prefix) :])}"
 
 
-def fit(checkpoint: Place, saved: list[dict[str, Any]], wanted: list[dict[str, Any]], selection: Selection = ALL) -> Fit:
+def fit(
+    checkpoint: Place, saved: list[dict[str, Any]], wanted: list[dict[str, Any]], selection: Selection = ALL
+) -> Fit:
     """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
     Without a number is what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on

@@ -11,7 +11,7 @@ from jdist.experiment.load import dotted, leaves
 from jdist.experiment.record import RunFolder
 from jdist.experiment.render import flow
 from jdist.experiment.repeatable import read_starts
-from jdist.report.progress import duration
+from jdist.report.progress import duration, percent
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RUNS, RunSummary, find_runs, read_run
 from jdist.runs.table import columns, figure
@@ -105,7 +105,7 @@ def _list(runs: Sequence[RunSummary], unreadable: Mapping[Path, str]) -> str:
 
 
 def _table(runs: Sequence[RunSummary]) -> str:
-    header = ["run", "task", "strategy", "step", "metric", "last", "best", "time", "status", "when"]
+    header = ["run", "task", "strategy", "step", "metric", "last", "best", "time", "goodput", "status", "when"]
     rows = [
         [
             str(run.path),
@@ -116,9 +116,10 @@ def _table(runs: Sequence[RunSummary]) -> str:
             figure(run.last(run.metric)),
             figure(run.best(run.metric)),
             duration(run.time_s),
+            "-" if run.goodput is None else percent(run.goodput),
             run.status,
             f"{run.changed_at.astimezone():%Y-%m-%d %H:%M}",
         ]
         for run in runs
     ]
-    return columns(header, rows, right=["step", "last", "best", "time"])
+    return columns(header, rows, right=["step", "last", "best", "time", "goodput"])

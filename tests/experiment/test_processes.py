@@ -13,6 +13,7 @@ from toy_regression import CONFIG
 
 from jdist.cli.main import main
 from jdist.launcher.environment import free_ports
+from tests.toys import without_costs
 
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
@@ -57,7 +58,7 @@ def launch(folder, *arguments, config=LONG, failpoints=(), what=("toy.yaml",)):
 
 def rows_of(folder, name="toy"):
     rows = [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "time_s"} for row in rows]
+    return without_costs(rows)
 
 
 def last_save(folder):
@@ -97,6 +98,7 @@ def test_the_chief_alone_reports_and_writes(whole):
         "metrics.jsonl",
         "result.json",
         "source",
+        "times.jsonl",
     ]
     assert [row["step"] for row in rows_of(folder)] == list(range(10, 121, 10))
     assert any("pieces" in leaf for leaf in last_save(folder)["leaves"])  # what compression left out, by process

@@ -123,14 +123,24 @@ def _of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
 
 def shapes(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> PyTree:
     """Describes a state, of arrays, structs or `ShardedLeaf`s of these, as a strategy lays it out."""
+    structs, refusal = shapes_or_refusal(strategy, state, is_all=is_all)
+    if refusal is not None:
+        raise StepError(refusal)
+    return structs
+
+
+def shapes_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> tuple[PyTree, str | None]:
+    """Describes as `shapes`, and says why such a state is not allowed; None if it is."""
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
+    refusal = None
     if strategy.parts is None:
         sharding = strategy.replicated_sharding
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in map(_aval, leaves)]
     else:
-        layout, chosen = Layout.of(strategy), forms(strategy, state, is_all=is_all)
+        layout = Layout.of(strategy)
+        chosen, refusal = forms_or_refusal(strategy, state, is_all=is_all)
         structs = [_struct(layout, x, form) for x, form in zip(leaves, chosen, strict=True)]
-    return jax.tree.unflatten(treedef, structs)
+    return jax.tree.unflatten(treedef, structs), refusal
 
 
 def _aval(x: Any) -> Any:

@@ -119,7 +119,7 @@ def _leaf(
     strategy: Strategy, layout: Layout | None, path: str, leaf: Any, form: Form | None, rule: Rule | None
 ) -> LeafReport:
     x = leaf if isinstance(leaf, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(jnp.asarray(leaf))
-    itemsize = _itemsize(x.dtype)
+    itemsize = itemsize_of(x.dtype)
     num_bytes = math.prod(x.shape) * itemsize
     array = f"{x.dtype}{list(x.shape)}"
     if layout is None or form is None:
@@ -162,7 +162,7 @@ def _by_rule(strategy: Strategy, form: Form, rule: Rule | None) -> str:
     return f"; {', '.join(over)} by {'the metadata' if rule.pattern is None else repr(rule.pattern)}"
 
 
-def _itemsize(dtype: Any) -> int:
+def itemsize_of(dtype: Any) -> int:
     """Counts the bytes of an element; of a PRNG key those of its data."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))

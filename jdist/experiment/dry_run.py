@@ -24,10 +24,10 @@ from jdist.experiment.render import describe
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.summary import arithmetic
 from jdist.experiment.validate import old_names
-from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
 from jdist.support.arrays import is_key
+from jdist.support.units import size
 
 PyTree = Any
 

@@ -12,8 +12,8 @@ from jdist.plan import roofline
 from jdist.plan.collectives import Collective
 from jdist.plan.compile import Memory, MemoryCheck, TooLarge
 from jdist.plan.roofline import Chip, ProductKind
-from jdist.report.progress import size
 from jdist.support.html import paragraph, table
+from jdist.support.units import size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

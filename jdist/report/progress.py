@@ -224,16 +224,6 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
-def size(number: int) -> str:
-    """Formats bytes in the unit that suits them: `1.50 GiB`."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{number:,} B" if unit == "B" else f"{value:,.2f} {unit}"
-
-
 def duration(seconds: float) -> str:
     """Formats seconds as `0:01:20`, or as `-` if they are not known."""
     if not math.isfinite(seconds):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.report.progress import size
+from jdist.support.units import size
 
 
 def everything():

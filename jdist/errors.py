@@ -12,6 +12,7 @@
     ├── DonatedStateError
     ├── ReplicaDivergenceError
     ├── NonFiniteError
+    ├── OutOfMemoryError
     ├── CheckpointError
     ├── ClusterError
     │   ├── PeerLostError
@@ -39,6 +40,7 @@ nothing of jdist can catch it. Every message says what is wrong, which value it 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -116,6 +118,40 @@ class NonFiniteError(JDistError, FloatingPointError):
         super().__init__(message)
         self.leaf = leaf
         self.step = step
+
+
+@dataclass(frozen=True)
+class LiveLeaf:
+    """An array that lay on the devices.
+
+    Attributes:
+        path: its name: the tree that it was in, and where in it, `state.params['w']`.
+        shape: of all of it.
+        dtype: its dtype's name.
+        bytes_per_device: bytes that a device held of it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_per_device: int
+
+    @property
+    def array(self) -> str:
+        """Dtype and shape, as `float32[3, 4]`."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class OutOfMemoryError(JDistError, MemoryError):
+    """A device had no memory left for a step of `jdist.fit` or `jdist run`.
+
+    Attributes:
+        leaves: the arrays that lay on the devices, the largest first.
+    """
+
+    def __init__(self, message: str, leaves: tuple[LiveLeaf, ...]):
+        super().__init__(message)
+        self.leaves = leaves
 
 
 class CheckpointError(JDistError, RuntimeError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.errors import StepError
 from jdist.report.history import History
-from jdist.report.metrics_file import OF_ROWS
+from jdist.report.metrics_file import COSTS, OF_ROWS
 from jdist.support.checks import is_number
 
 if TYPE_CHECKING:
@@ -73,8 +74,10 @@ class Moment:
         data: returns the position in the data, to save; None for data that cannot go on where it was.
         notes: returns plain JSON values that are to be saved beside state and position, so that the run can go on.
         kept: the `Callback.keeps` of this run by name.
+        folder: where a callback keeps what the run goes on from, `Callback.folder`; None: none does.
         measure: returns `metrics`.
         clock: returns `train_s`.
+        spend: returns `spent`.
     """
 
     event: Event
@@ -92,8 +95,10 @@ class Moment:
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
+    folder: Path | None
     measure: Callable[[], dict[str, Any]]
     clock: Callable[[], float]
+    spend: Callable[[], Mapping[str, float]]
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -104,6 +109,11 @@ class Moment:
     def train_s(self) -> float:
         """Seconds of training up to now, evaluations and saves left out; over all processes of a run that went on."""
         return self.clock()
+
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """Seconds of this process up to now by what they went to: "steps", "input", "evaluation", "checkpoint", ..."""
+        return self.spend()
 
     @property
     def is_chief(self) -> bool:
@@ -117,7 +127,7 @@ class Moment:
             StepError: a value is no number, or its name is one that rows have themselves.
         """
         for name, value in values.items():
-            if name in OF_ROWS:
+            if name in OF_ROWS + COSTS:
                 raise StepError(f"moment.log: rows have {name!r} themselves. Choose another name.")
             if not is_number(value):
                 raise StepError(f"moment.log: {name!r} is {value!r:.80}; give one number.")
@@ -163,6 +173,7 @@ class Callback:
         close: at the very end, also after an error; without arguments.
         keeps: arrays of its own, which are saved with the state under `name`.
         name: for errors, and for `keeps`, where no other callback of the run may have it.
+        folder: where it keeps what a run goes on from; others may keep theirs beside it, each in a file of its own.
         watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 
@@ -187,6 +198,7 @@ class Callback:
     close: Callable[[], None] | None = None
     keeps: Keeps | None = None
     name: str = "callback"
+    folder: Path | None = None
     watches: tuple[str, ...] = ()
     logs: tuple[str, ...] | None = None
 

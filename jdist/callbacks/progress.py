@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS, PREFIXES
-from jdist.report.progress import Meter, Reporter, figures, numbers, open_report
+from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS, PREFIXES
+from jdist.report.part_clock import INPUT, STEPS, TRAINING
+from jdist.report.progress import Meter, Reporter, figures, numbers, open_report, percent
+
+_STARVED = 0.2  # of the time of training
+_LEAST_WAIT_S = 2.0  # short runs wait for their first batches
+_LEAST_SHARE = 0.005
 
 
 def progress(console: Console | None = None) -> Callback:
@@ -30,6 +36,8 @@ def progress(console: Console | None = None) -> Callback:
             reports[0].note(f"going on from step {moment.step:,}")
 
     def on_end(moment: Moment) -> None:
+        assert shown.on_end is not None
+        shown.on_end(moment)
         if reports and moment.reason is not None:
             reports[0].note(f"stopped at step {_step_text(moment)}: {moment.reason}{_how_to_go_on(moment)}")
 
@@ -45,11 +53,11 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
         global_batch: rows of a step, for the rows trained on in a second; None: steps are counted.
     """
     meter = Meter(step=0, total=None)
-    compiles = True
+    compiles, is_starved, first = True, False, 0
 
     def on_start(moment: Moment) -> None:
-        nonlocal compiles, meter
-        compiles = True
+        nonlocal compiles, is_starved, first, meter
+        compiles, is_starved, first = True, False, moment.step
         if moment.is_chief:
             reports.append(open_report(console, step=moment.step, total=moment.total_steps))
             meter = Meter(step=moment.step, total=moment.total_steps, global_batch=global_batch, clock=moment.clock)
@@ -66,21 +74,59 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
         if not reports or moment.row is None:
             return
         report, row = reports[0], numbers(moment.row)
+        costs = {name: row.pop(name) for name in COSTS if name in row}
         newest = {name: value for name, value in row.items() if name not in OF_ROWS and not name.startswith(PREFIXES)}
         if newest:
-            report.train(moment.step, newest, meter.lap(moment.step))
+            report.train(moment.step, newest, meter.lap(moment.step), costs)
         else:
             report.move(moment.step)
         for prefix, source in ((EPOCH, f"epoch {moment.epoch}"), (EVAL, "evaluation")):
             values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
             if values:
                 report.note(f"step {_step_text(moment)}  {source}: {figures(values)}")
+        name_starved(moment)
+
+    def name_starved(moment: Moment) -> None:
+        nonlocal is_starved
+        if not is_starved and (text := starved(moment.spent, moment.step - first)) is not None:
+            is_starved = True
+            reports[0].note(text)
+
+    def on_end(moment: Moment) -> None:
+        if reports and moment.step > first:
+            name_starved(moment)
+            reports[0].note(summary(moment.spent))
 
     def close() -> None:
         while reports:
             reports.pop().close()
 
-    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, close=close, logs=())
+    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=())
+
+
+def starved(seconds: Mapping[str, float], steps: int) -> str | None:
+    """Names a loader that keeps the devices waiting, in one line with what to do; None for one that does not.
+
+    Args:
+        seconds: of a run by what they went to, `Moment.spent`.
+        steps: steps made in them.
+    """
+    training_s, waited_s = sum(seconds[part] for part in TRAINING), seconds[INPUT]
+    if waited_s < _LEAST_WAIT_S or waited_s < _STARVED * training_s:
+        return None
+    step_s = max(seconds[STEPS], 1e-9)
+    return (
+        f"waited {percent(waited_s / training_s)} of the time for data: {steps / training_s:.3g} batches a second came, and "
+        f"{steps / step_s:.3g} could be trained on. Read them with more workers, or decode them once and store them so: "
+        "docs/input.md"
+    )
+
+
+def summary(seconds: Mapping[str, float]) -> str:
+    """Lists what the time of a run went to, the most first."""
+    total = sum(seconds.values())
+    parts = sorted(((each, part) for part, each in seconds.items() if each >= _LEAST_SHARE * total), reverse=True)
+    return "time: " + ", ".join(f"{part} {percent(each / total)}" for each, part in parts)
 
 
 def _how_to_go_on(moment: Moment) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdist.callbacks.callback import Moment
 from jdist.errors import StepError
 from jdist.report.metric_direction import Mode, better
-from jdist.report.metrics_file import OF_ROWS
+from jdist.report.metrics_file import COSTS, OF_ROWS
 from jdist.support.suggest import did_you_mean
 
 
@@ -36,7 +36,7 @@ def value_of(callback: str, metric: str, moment: Moment) -> float:
     """
     row = moment.row or {}
     if metric not in row:
-        names = [name for name in row if name not in OF_ROWS]
+        names = [name for name in row if name not in OF_ROWS + COSTS]
         raise StepError(
             f"{callback}: {metric!r} was not measured; there are {', '.join(map(repr, names)) or 'none'}."
             f"{did_you_mean(metric, names)}"

@@ -19,6 +19,7 @@ from jdist.errors import (
     JDistError,
     NonFiniteError,
     NoWorkersError,
+    OutOfMemoryError,
     PeerFailedError,
     PeerLostError,
     PortInUseError,
@@ -55,7 +56,7 @@ def of(error: BaseException) -> int:
     if isinstance(error, _LOST):
         return PEER_LOST
     if isinstance(error, JDistError) and not isinstance(
-        error, NonFiniteError | ReplicaDivergenceError | CheckpointError | ClosureError
+        error, NonFiniteError | ReplicaDivergenceError | OutOfMemoryError | CheckpointError | ClosureError
     ):
         return USAGE
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED

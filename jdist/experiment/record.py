@@ -26,6 +26,7 @@ class RunFolder:
         self.evaluations = path / "eval.jsonl"  # measured by an evaluator beside the run
         self.environment = path / "environment.json"  # each start that trained: its config and where it ran
         self.result = path / "result.json"  # checksums of the last state, once the run has ended
+        self.times = path / "times.jsonl"  # what the time of each start went to
         self.source = path / "source"  # copies of the task's own files
         self.lock = path / ".lock"  # held by the process that writes the run, as long as it lives
 

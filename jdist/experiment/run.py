@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ def run(
     Raises:
         JDistError: the config, the data, the run folder or a checkpoint is not right, or training failed.
     """
+    begun = time.monotonic()
     # What the config names, and the config as it is understood.
     with together("preparing the run", _PREPARE_S):
         parts = prepare(config, document)
@@ -150,6 +152,7 @@ def run(
             ),
             eval_every=[every for every in evaluations if every is not None],
             measures_epochs=measures_epochs,
+            begun=begun,
         )
         try:
             training.train(state, stop=stop, verify=train.verify, depth=0)
@@ -262,7 +265,9 @@ def _recording(
         finally:
             metrics.close()
 
-    return dataclasses.replace(saves, on_resume=on_resume, on_start=on_start, on_row=on_row, close=close)
+    return dataclasses.replace(
+        saves, on_resume=on_resume, on_start=on_start, on_row=on_row, close=close, folder=folder.path
+    )
 
 
 def _of_history(row: Row, steps_per_epoch: int | None) -> Row:

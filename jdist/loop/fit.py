@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def fit(
         StepError: the step, its results or an option is not valid.
         DatasetError: `data` is not data, has less than half the rows of a batch, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
+        OutOfMemoryError: a device has no memory left; it names the largest arrays that were there.
         VerificationError: the first step is another than on one replica, and `verify` is "strict".
         SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
 
@@ -119,6 +121,7 @@ def fit(
 
     Source: `tf.keras.Model.fit`
     """
+    begun = time.monotonic()
     check_verify(verify)
     log_every = _check_count("log_every", log_every)
     epochs = _check_optional_count("epochs", epochs)
@@ -163,6 +166,7 @@ def fit(
         evaluate=evaluation,
         eval_every=() if eval_every is None else (eval_every,),
         length="`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`",
+        begun=begun,
     )
     cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
     with preemption(cluster, second="raise") as stop:

@@ -15,7 +15,7 @@ from jdist.data.batching import Masked
 from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.metrics import Metric
-from jdist.report.metrics_file import OF_ROWS, PREFIXES
+from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES
 from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
 from jdist.step.tree_checks import kind_of
 from jdist.support.arrays import local_rows
@@ -162,10 +162,11 @@ class MetricTotals:
                 raise StepError(
                     f"{by} returned a metric of the name {name!r:.80}, of type {type(name).__name__}; names are text."
                 )
-            if name in OF_ROWS or name.startswith(PREFIXES):
+            if name in OF_ROWS + COSTS or name.startswith(PREFIXES):
+                own = ", ".join(map(repr, OF_ROWS + COSTS))
                 raise StepError(
                     f"{by} returned a metric of the name {name!r}, which the rows of a run have themselves. Choose another, "
-                    f"which is not {', '.join(map(repr, OF_ROWS))} and does not begin with {' or '.join(map(repr, PREFIXES))}."
+                    f"which is not {own} and does not begin with {' or '.join(map(repr, PREFIXES))}."
                 )
             if isinstance(value, PerReplica):
                 raise StepError(

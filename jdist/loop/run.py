@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -16,13 +17,18 @@ from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
+from jdist.loop import peaks
+from jdist.loop.costs import Costs
 from jdist.loop.data import Feed
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
+from jdist.loop.out_of_memory import naming_leaves, raise_out_of_memory
 from jdist.loop.preflight import check_resumes, check_returned, check_watched, names_of
 from jdist.report.history import History
+from jdist.report.part_clock import CHECKPOINT, EVALUATION, OTHER
 from jdist.report.plain import from_plain, to_plain
 from jdist.report.progress import Meter
+from jdist.report.times_file import Outcome
 from jdist.step.base import Distributed
 from jdist.step.options import Verify
 
@@ -45,6 +51,7 @@ class Run:
         eval_every: evaluates at the multiples of these steps; empty: at the end of each epoch.
         measures_epochs: whether each epoch's means and metrics are computed, and logged in a row.
         length: the argument that the number of steps comes from, for errors.
+        begun: when the run began, in seconds of `time.monotonic`; None: now.
 
     Attributes:
         state: the newest state.
@@ -69,6 +76,7 @@ class Run:
         eval_every: Sequence[int],
         measures_epochs: bool = True,
         length: str = "`steps`",
+        begun: float | None = None,
     ):
         self._strategy = strategy
         self._cluster = strategy.cluster
@@ -88,6 +96,7 @@ class Run:
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
         self._kept = _keeps_by_name(callbacks)
+        self._folder = next((each.folder for each in callbacks if each.folder is not None), None)
         self._functions: dict[Event, list[Any]] = {
             event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in get_args(Event)
         }
@@ -99,6 +108,7 @@ class Run:
         self._reason: str | None = None
         self._interrupted = False
         self._meter = Meter(step=0, total=None)
+        self._costs = Costs(strategy, begun=time.monotonic() if begun is None else begun)
 
     def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
         """Trains to the end, from a state or from where an earlier process left off, as a callback finds out.
@@ -110,6 +120,7 @@ class Run:
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
         with contextlib.ExitStack() as ends:
+            ends.callback(self._costs.close)
             for callback in self._callbacks:
                 if callback.close is not None:
                     ends.callback(callback.close)
@@ -125,15 +136,25 @@ class Run:
                     f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
                 )
             self.first = self.step
-            while not self._is_over(stop):
-                for batch in self._feed.one_pass():
-                    self._call(batch)
-                    if self._is_over(stop):
-                        break
-                else:
-                    self._end_pass()
-            self.history.stopped = self._reason if stop.reason is None else f"by {stop.reason}"
-            self._end(interrupted=stop.reason is not None)
+            outcome: Outcome = "failed"
+            try:
+                with naming_leaves(self._live):
+                    self._go_round(stop)
+                outcome = _outcome(self._reason, stop)
+            finally:
+                self._costs.end(outcome, self.step)
+
+    def _go_round(self, stop: Preemption) -> None:
+        """Goes round until the run is over, and ends it."""
+        while not self._is_over(stop):
+            for batch in self._costs.waits(self._feed.one_pass()):
+                self._call(batch)
+                if self._is_over(stop):
+                    break
+            else:
+                self._end_pass()
+        self.history.stopped = self._reason if stop.reason is None else f"by {stop.reason}"
+        self._end(interrupted=stop.reason is not None)
 
     def _preflight(self, state: PyTree, depth: int) -> None:
         """Checks the run against the traced steps, before anything is compiled."""
@@ -171,6 +192,8 @@ class Run:
         self._totals.begin(self._train_step.count_left_out(self.state))
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
+        ideal_step_s = peaks.ideal_step_s(self._train_step, self.state, self._feed.batches.element_spec)
+        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_step_s)
         self._call_back("start", None)
         self._cluster.at_step(self.step)
 
@@ -202,6 +225,10 @@ class Run:
             self._evaluated = self.history.rows[-1]["step"]
         self._totals.restore(notes.get("tally", {}), self._cluster)
 
+    def _live(self) -> dict[str, PyTree]:
+        """Collects the trees that the run keeps on the devices, by name."""
+        return {"state": self.state, **{name: keeps.get() for name, keeps in self._kept.items()}}
+
     def _notes(self) -> dict[str, Any]:
         self._train_step.wait()  # a step that was not finite is known before anything is written
         return {
@@ -214,9 +241,14 @@ class Run:
     def _call(self, batch: PyTree) -> None:
         """Makes the steps of one call, and what is due after it."""
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
-        self.state, measured = self._train_step(self.state, batch)
+        try:
+            self.state, measured = self._train_step(self.state, batch)
+        except jax.errors.JaxRuntimeError as exc:
+            raise_out_of_memory(exc, {**self._live(), "batch": batch})
+            raise
         self._before, self.step = self.step, self.step + count
         self.history.steps = self.step
+        self._costs.called(self._train_step.newest_token, self.step)
         per_epoch = self._feed.steps_per_epoch
         if not self._measures_epochs:
             self._totals.note(measured)
@@ -247,10 +279,12 @@ class Run:
             self._before = self.step
             measured = self._evaluate_state()
             row = self._add_to_row(None, "eval", measured)
+            row.update(self._costs.row(self.step))
             self._call_back("eval", row, measured)
             self._log(row)
             self._save(row)
-        self._call_back("end", None)
+        with self._costs.during(CHECKPOINT if self._functions["save"] else OTHER, self.step):
+            self._call_back("end", None)
 
     def _after_call(self, ended: Sequence[int]) -> None:
         """Does what is due after a call, or at the end of a pass, which has ended these epochs."""
@@ -268,6 +302,8 @@ class Run:
             due.append(("epoch", self._totals.take(epoch, self._cluster)[0]))
         for event, measured in due:  # whole before anyone sees it, or saves it
             row = self._add_to_row(row, event, measured)
+        if row is not None:
+            row.update(self._costs.row(self.step))
         for event, measured in due:
             self._call_back(event, row, measured)
         if self.step > self._before:
@@ -286,7 +322,7 @@ class Run:
         assert self._evaluate is not None
         self._train_step.wait()
         self._evaluated = self.step
-        with self._meter.stopped():
+        with self._meter.stopped(), self._costs.during(EVALUATION, self.step):
             return self._evaluate(self.state)
 
     def _log_earlier_epoch(self, epoch: int) -> None:
@@ -318,8 +354,9 @@ class Run:
             self._call_back("row", row)
 
     def _save(self, row: dict[str, Any] | None) -> None:
-        with self._meter.stopped():
-            self._call_back("save", row)
+        if self._functions["save"]:
+            with self._meter.stopped(), self._costs.during(CHECKPOINT, self.step):
+                self._call_back("save", row)
 
     def _call_back(self, event: Event, row: dict[str, Any] | None, measured: Measured | None = None) -> None:
         if self._functions[event]:
@@ -354,9 +391,17 @@ class Run:
             data=self._feed.state,
             notes=self._notes,
             kept=self._kept,
+            folder=self._folder,
             clock=lambda: self._meter.train_s,
             measure=self._totals.newest if measured is None else lambda: measured,
+            spend=self._costs.spent,
         )
+
+
+def _outcome(reason: str | None, stop: Preemption) -> Outcome:
+    if stop.reason is not None:
+        return "interrupted" if stop.reason == "SIGINT" else "preempted"
+    return "finished" if reason is None else "stopped"
 
 
 def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:

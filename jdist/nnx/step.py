@@ -257,6 +257,15 @@ class ObjectsStep(Distributed):
         """See `Distributed`."""
         return self._step._distributed.count_left_out(state)
 
+    @property
+    def newest_token(self) -> jax.Array | None:
+        """See `Distributed`."""
+        return self._step._distributed.newest_token
+
+    def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
+        """See `Distributed`."""
+        return self._step._distributed, (self._static, *args)
+
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """See `Distributed`."""
         self._step._distributed.verify_next(how, pads=pads)

@@ -5,10 +5,10 @@ step         the step that `jdist run` would compile, its shapes and its FLOPs
 compile      that step compiled: memory, bytes accessed, text; its memory beside that of a real step
 hlo          the text of a compiled program -> instructions, and how often each runs
 collectives  exchanges of the devices: kind, count, bytes, mesh axis; copies to and from their hosts
-roofline     a model of the step's time from public figures of each chip, in chips.yaml
+roofline     a model of the step's time from public figures of each chip, in jdist/support/chips.yaml
 plan         all of it in order; table prints it, sweep tries global batches
 
-A chip is an entry of chips.yaml; what devices there may be, and how they are named, is in target alone.
+A chip is an entry of that file; what devices there may be, and how they are named, is in target alone.
 
 May import: experiment and what is below it.
 """

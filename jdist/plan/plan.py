@@ -17,12 +17,12 @@ from jdist.plan import roofline
 from jdist.plan.collectives import collectives, host_copies
 from jdist.plan.compile import TooLarge, check_memory, compile_step
 from jdist.plan.hlo import overlap, recomputed
-from jdist.plan.roofline import Chip, chip_of
 from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
 from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
 from jdist.strategies.gpu_topology import GPUS
 from jdist.strategies.topology import parse_topology
+from jdist.support.chips import Chip, chip_of
 
 _MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the newer name first
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes

@@ -11,7 +11,7 @@ from typing import Any
 from jdist.plan import roofline
 from jdist.plan.collectives import Collective
 from jdist.plan.compile import Memory, MemoryCheck, TooLarge
-from jdist.plan.roofline import Chip, ProductKind
+from jdist.support.chips import Chip, ProductKind
 from jdist.support.html import paragraph, table
 from jdist.support.units import size
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jdist.report.files import write_atomically
-from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS
+from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS
 
 NO_MATPLOTLIB = "no curves drawn, matplotlib is not installed: pip install matplotlib"
 _MOST_PANELS = 6
@@ -78,7 +78,7 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
         name.removeprefix(EVAL).removeprefix(EPOCH)
         for row in rows
         for name, value in row.items()
-        if name not in OF_ROWS and (value is None or isinstance(value, int | float))
+        if name not in OF_ROWS + COSTS and (value is None or isinstance(value, int | float))
     )
     names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
     if not names:

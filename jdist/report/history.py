@@ -12,7 +12,7 @@ import numpy as np
 from jdist.errors import ConfigError
 from jdist.report.curves import NO_MATPLOTLIB, as_png, new_figure
 from jdist.report.files import write_atomically
-from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS
+from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS
 from jdist.support.html import paragraph
 from jdist.support.suggest import did_you_mean
 
@@ -59,7 +59,7 @@ class History:
         """
         points = [(row["step"], row[name]) for row in self.rows if name in row]
         if not points:
-            names = sorted({key for row in self.rows for key in row if key not in OF_ROWS})
+            names = sorted({key for row in self.rows for key in row if key not in OF_ROWS + COSTS})
             raise KeyError(
                 f"{name!r} was not measured; there are {', '.join(names) or 'no rows'}.{did_you_mean(name, names)}"
             )

@@ -11,11 +11,14 @@ from typing import IO, Any
 
 from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
+from jdist.report.part_clock import SHARES
 from jdist.report.plain import to_plain
 
 Row = dict[str, Any]
 # Names in rows that are no metrics, and the prefixes of metrics of an evaluation or an epoch.
 OF_ROWS = ("step", "epoch", "time_s", "examples")
+# Names of what a run costs, in rows beside what it measures; no two runs have the same.
+COSTS = (*SHARES.values(), "steps_per_s", "mfu", "peak_memory_bytes", "goodput")
 EVAL, EPOCH = "eval/", "epoch/"
 PREFIXES = (EVAL, EPOCH)
 

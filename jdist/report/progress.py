@@ -15,6 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from jdist.support.units import size
+
+Costs = Mapping[str, float]  # the `COSTS` of a row
+_NONE: Costs = {}
 _COMPILING = "compiling the first step"
 _NOTES = 10  # that a notebook shows at a time
 _REDRAW_S = 0.2  # a notebook's reader sees no more, and each costs a message
@@ -108,8 +112,8 @@ class Lines:
     def close(self) -> None:
         """Lines are written already."""
 
-    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        self.note("  ".join([_done(step, self._total), *_parts(metrics, speed)]))
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed, costs: Costs = _NONE) -> None:
+        self.note("  ".join([_done(step, self._total), *_parts(metrics, speed, costs)]))
 
 
 class Bar:
@@ -119,8 +123,8 @@ class Bar:
         self._progress = progress
         self._bar = progress.add_task("train", total=total, completed=step, figures=_COMPILING)
 
-    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        *figures, eta = _parts(metrics, speed)  # what does not fit is cut at the end
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed, costs: Costs = _NONE) -> None:
+        *figures, eta = _parts(metrics, speed, costs)  # what does not fit is cut at the end
         self._progress.update(self._bar, completed=step, figures="  ".join([eta, *figures]))
 
     def move(self, step: int) -> None:
@@ -147,8 +151,8 @@ class NotebookBar:
         self._drawn_s = time.monotonic()
         self._handle: Any = display.display(self._output(), raw=True, display_id=True)
 
-    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
-        self._figures = "  ".join(_parts(metrics, speed))
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed, costs: Costs = _NONE) -> None:
+        self._figures = "  ".join(_parts(metrics, speed, costs))
         self.move(step)
 
     def move(self, step: int) -> None:
@@ -236,10 +240,25 @@ def _done(step: int, total: int | None) -> str:
     return f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
 
 
-def _parts(metrics: Mapping[str, float], speed: Speed) -> Iterator[str]:
+def percent(share: float) -> str:
+    """Formats a share as `63 %`."""
+    return f"{100 * share:.0f} %"
+
+
+def _parts(metrics: Mapping[str, float], speed: Speed, costs: Costs) -> Iterator[str]:
     yield figures(metrics)
     if math.isfinite(speed.examples_per_s):
         yield f"{speed.examples_per_s:,.0f} examples/s"
-    elif math.isfinite(speed.steps_per_s):
+    if "steps_per_s" in costs:
+        yield f"{costs['steps_per_s']:,.3g} steps/s"
+    elif math.isfinite(speed.steps_per_s) and not math.isfinite(speed.examples_per_s):
         yield f"{speed.steps_per_s:,.3g} steps/s"
+    if "input_wait_share" in costs:
+        yield f"input {percent(costs['input_wait_share'])}"
+    if "mfu" in costs:
+        yield f"mfu {percent(costs['mfu'])}"
+    if "peak_memory_bytes" in costs:
+        yield size(int(costs["peak_memory_bytes"]))
+    if "goodput" in costs:
+        yield f"goodput {percent(costs['goodput'])}"
     yield f"ETA {duration(speed.eta_s)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from jdist.report.curves import NO_MATPLOTLIB, new_figure, png, points_of
 from jdist.report.files import write_atomically
-from jdist.report.metrics_file import EPOCH, EVAL, OF_ROWS, Row
+from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS, Row
 
 _MOST_PANELS = 6
 _DISTINCT = 10  # colours that people tell apart
@@ -38,7 +38,7 @@ def plot_runs(
     if metrics is None:
         columns = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
         measured = dict.fromkeys(name.removeprefix(EVAL) for name in columns if not name.startswith(EPOCH))
-        metrics = sorted((name for name in measured if name not in OF_ROWS), key=lambda name: name != "loss")
+        metrics = sorted((name for name in measured if name not in OF_ROWS + COSTS), key=lambda name: name != "loss")
     metrics = [m for m in metrics if any(points_of(r, c) for r in runs.values() for c in (m, EVAL + m))][:_MOST_PANELS]
     if not metrics:
         return "no curves drawn, nothing was measured"

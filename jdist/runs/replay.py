@@ -13,10 +13,10 @@ from jdist.experiment.record import RunFolder
 from jdist.experiment.render import flow
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
-from jdist.report.metrics_file import Row, read_rows
+from jdist.report.metrics_file import COSTS, Row, read_rows
 from jdist.runs.summary import near_run
 
-_CLOCK = "time_s"  # no two runs take the same time
+_CLOCK = ("time_s", *COSTS)  # no two runs take the same time
 
 
 def replay(folder: str, *, fresh: bool = False) -> int:
@@ -99,7 +99,7 @@ def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
             return [f"step {step}: there is a row of metrics {side} alone"]
         a, b = theirs[step], ours[step]
         for name in {**a, **b}:
-            if name != _CLOCK and a.get(name) != b.get(name):
+            if name not in _CLOCK and a.get(name) != b.get(name):
                 return [f"step {step}: {name} is {a.get(name)!r} there, {b.get(name)!r} here"]
     return []
 

@@ -81,6 +81,11 @@ class Distributed(abc.ABC):
         """
         return None
 
+    @property
+    def newest_token(self) -> jax.Array | None:
+        """An array that is ready once the newest call is over, and is never donated; None where other processes compute."""
+        return None
+
     @abc.abstractmethod
     def wait(self) -> None:
         """Waits for every call in flight."""

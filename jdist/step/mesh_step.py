@@ -100,13 +100,13 @@ class DistributedStep(Distributed):
             self._take_results()
             loss_scale = loss_scale_of(self._newest.state)
             return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
-        return int(to_host(self._newest_token)[VERDICT]) if self.options.non_finite == "skip" else 0
+        return int(to_host(self.newest_token)[VERDICT]) if self.options.non_finite == "skip" else 0
 
     def count_left_out(self, state: PyTree) -> jax.Array | None:
         """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
         scales_loss = self.options.loss_scaling is not None
         if self.options.non_finite == "skip" or (scales_loss and self.options.steps_per_call > 1):
-            return self._newest_token
+            return self.newest_token
         loss_scale = loss_scale_of(state) if scales_loss else None
         return None if loss_scale is None else jnp.copy(loss_scale.num_skipped)
 
@@ -172,6 +172,15 @@ class DistributedStep(Distributed):
             *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
             **kwargs: as in a call.
         """
+        return Preview.of(*self._trace(args, kwargs))
+
+    def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the step, compiles and runs nothing; its jaxpr, closed. The arguments are those of `preview`."""
+        traced, _, _ = self._trace(args, kwargs)
+        return traced.jaxpr
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, tuple[PyTree, ...]]:
+        """Traces a call: what JAX has traced, what is known of the results, and the arguments."""
         call, state, batches, others = self._bind_shapes(args, kwargs)
         try:
             if self.strategy.keeps_residuals:
@@ -183,7 +192,7 @@ class DistributedStep(Distributed):
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
-        return Preview.of(jax_traced, traced, arguments)
+        return jax_traced, traced, arguments
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
         """Sorts the arguments of a call by role: `(call, state, batches, others)`."""
@@ -377,7 +386,7 @@ class DistributedStep(Distributed):
             self.backend.compare_replicas(self.strategy, state, results)
 
     @property
-    def _newest_token(self) -> Any:
+    def newest_token(self) -> Any:
         """The token of the newest call, also if its results were not taken yet."""
         return self._newest.results[0][0] if self._newest.results else self._token
 

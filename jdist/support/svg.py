@@ -10,7 +10,8 @@ from pathlib import Path
 _STYLE = """
 .jd text{font:13px system-ui,sans-serif;fill:#1b2330}.jd .small{font-size:11.5px}.jd .title{font-weight:600}
 .jd .soft{fill:#5b6675}.jd .warn{fill:#a4341a}.jd .ground{fill:#fbfcfe}
-.jd .frame{fill:#f1f4f9;stroke:#97a3b4;stroke-dasharray:5 4}.jd .box{fill:#fff;stroke:#97a3b4}.jd .track{fill:#e9edf3;stroke:#97a3b4}.jd .line{stroke:#97a3b4;fill:none}
+.jd .frame{fill:#f1f4f9;stroke:#97a3b4;stroke-dasharray:5 4}
+.jd .box{fill:#fff;stroke:#97a3b4}.jd .track{fill:#e9edf3;stroke:#97a3b4}.jd .line{stroke:#97a3b4;fill:none}
 .jd .limit{stroke:#a4341a;stroke-width:2;fill:none}.jd .lost{fill:url(#jd-lost);stroke:#a4341a}
 .jd .a{fill:#7fb0f5;stroke:#3b77c8}.jd .b{fill:#8ccf97;stroke:#3d8f4c}.jd .c{fill:#f4b26b;stroke:#cf7a1c}
 .jd .d{fill:#c9a3ea;stroke:#8a52bd}.jd .e{fill:#f0a3b5;stroke:#c04a68}.jd .f{fill:#c3cad4;stroke:#6d7a8d}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jdist.plan.step import count_flops, count_products
+from jdist.jaxpr.flops import count_flops, count_products
 
 X = jnp.ones((8, 8))
 PRODUCT = 2 * 8**3

@@ -13,9 +13,10 @@ from jdist.errors import ConfigError, JDistError
 from jdist.plan.collectives import Collective, collectives
 from jdist.plan.compile import Memory
 from jdist.plan.hlo import bytes_accessed, overlap, parse, recomputed
-from jdist.plan.roofline import estimate, load_chips
+from jdist.plan.roofline import estimate
 from jdist.plan.table import Plan, show
 from jdist.strategies.gpu_topology import GPUS
+from jdist.support.chips import load_chips
 from tests.plan.plan_toy import config_file
 from tests.strategies.gpu_steps import needs_compiler
 

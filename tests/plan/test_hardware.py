@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdist.plan.roofline import chip_of, load_chips
+from jdist.support.chips import chip_of, load_chips
 
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "A100-80GB", "H100", "H200"])

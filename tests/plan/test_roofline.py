@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from jdist.plan.collectives import BETWEEN_SLICES, Collective
-from jdist.plan.roofline import Chip, estimate, load_chips
+from jdist.plan.roofline import estimate
+from jdist.support.chips import Chip, load_chips
 
 CHIP = Chip(
     name="x",

@@ -1,0 +1,179 @@
+"""The costs of a run, measured while it goes on: time by what it goes to, speed, memory, and use of the chip's peak."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdist.core.strategy import Strategy
+from jdist.loop.device_watch import DeviceWatch
+from jdist.loop.peaks import peak_memory_bytes
+from jdist.report.part_clock import COMPILE, INPUT, OTHER, STEPS, TRAINING, PartClock, shares
+from jdist.report.times_file import Earlier, Outcome, TimesFile
+
+PyTree = Any
+_COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling
+_SHORT_S = 0.01  # what is shorter has no line of its own in the file of times
+_LINE_S = 1.0  # between two lines of a loop that goes round undisturbed
+_TRAIN, _STARTUP = "train", "startup"
+
+
+class Costs:
+    """The costs of one run.
+
+    Args:
+        strategy: where it trains.
+        begun: when the run began, in seconds of `time.monotonic`.
+    """
+
+    def __init__(self, strategy: Strategy, *, begun: float) -> None:
+        self._strategy = strategy
+        self._watch: DeviceWatch | None = None
+        if strategy.coordinator is None:
+            self._watch = DeviceWatch(time.monotonic)
+            self.clock = PartClock(begun=begun, idle_since=self._watch.idle_since)
+        else:  # workers compute, and read batches: nothing is known of their time here
+            self.clock = PartClock(begun=begun)
+        self._input = OTHER if self._watch is None else INPUT
+        self._thread = threading.get_ident()
+        self._ideal_step_s: float | None = None
+        self._is_training = False
+        self._since = (0, begun, dict(self.clock.seconds))  # step, time and seconds at the last row
+        self._line = (_STARTUP, 0, begun, dict(self.clock.seconds))  # part, step, time and seconds of the next line
+        self._file: TimesFile | None = None
+        self._to_epoch_s = time.time() - time.monotonic()
+        self._earlier = Earlier([], step=0, at=begun)
+        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+
+    def begin(self, step: int, folder: Path | None, *, ideal_step_s: float | None) -> None:
+        """Begins with a step, where an earlier attempt may have left off.
+
+        Args:
+            step: steps done.
+            folder: where the run keeps what it goes on from; None: it cannot go on.
+            ideal_step_s: the time of a step at the chip's peak; None: not known.
+        """
+        self._ideal_step_s = ideal_step_s
+        self._since = (step, *self._since[1:])
+        self._line = (_STARTUP, step, *self._line[2:])
+        if folder is None:
+            return
+        cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
+        about = {"processes": cluster.num_processes, "devices": len(self._strategy.devices) or jax.device_count()}
+        self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, about=about)
+        self._earlier = Earlier(self._file.earlier, step=step, at=at)
+
+    def waits(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        """Yields batches, and counts the time until each is there."""
+        iterator = iter(batches)
+        while True:
+            if self._is_training:
+                self.clock.enter(self._input)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if self._is_training:
+                    self.clock.enter(OTHER)
+                return
+            if self._is_training:
+                self.clock.enter(STEPS)
+            yield batch
+            del batch  # as `Feed.one_pass` does
+
+    def called(self, token: jax.Array | None, step: int) -> None:
+        """Notes that a call of the step has returned.
+
+        Args:
+            token: an array that is ready once the call is over, `Distributed.newest_token`.
+            step: steps done.
+        """
+        self.clock.settle()
+        if self._watch is not None:
+            self._watch.add(token)
+        self.clock.enter(OTHER)
+        if not self._is_training:
+            self._is_training = True
+            self._write_line(step)
+
+    @contextlib.contextmanager
+    def during(self, part: str, step: int) -> Iterator[None]:
+        """Counts a block to a part; `step` steps are done."""
+        begin, before = self.clock.settle(), dict(self.clock.seconds)
+        with self.clock.during(part):
+            yield
+        if self.clock.now() - begin < _SHORT_S:
+            return
+        self._write_line(step, at=begin, seconds=before)
+        self._line = (part, step, begin, before)
+        self._write_line(step)
+
+    def row(self, step: int) -> dict[str, float]:
+        """Measures what the time since the last row went to; empty if no step was made since."""
+        now, seconds = self.clock.settle(), dict(self.clock.seconds)
+        step_before, _, before = self._since
+        if step == step_before:
+            return {}
+        spent = {part: seconds[part] - before[part] for part in seconds}
+        self._since = (step, now, seconds)
+        if now - self._line[2] >= _LINE_S:
+            self._write_line(step)
+        values = {name: round(share, 4) for name, share in shares(spent).items()}
+        training_s = sum(spent[part] for part in TRAINING)
+        if training_s > 0:
+            values["steps_per_s"] = _four_digits((step - step_before) / training_s)
+            if self._ideal_step_s is not None:
+                values["mfu"] = _four_digits(self._ideal_step_s * (step - step_before) / training_s)
+        if (peak := peak_memory_bytes(self._strategy)) is not None:
+            values["peak_memory_bytes"] = peak
+        values["goodput"] = round(self.goodput(), 4)
+        if self._watch is None:
+            del values["input_wait_share"]
+        return values
+
+    def spent(self) -> Mapping[str, float]:
+        """Returns the seconds of each part up to now, of this attempt."""
+        self.clock.settle()
+        return dict(self.clock.seconds)
+
+    def goodput(self) -> float:
+        """Computes the part of the time since the run's first beginning that went to steps which were not done again."""
+        wall_s = self._earlier.wall_s + self.clock.now() - self.clock.begun
+        return (self._earlier.steps_s + self.clock.seconds[STEPS]) / wall_s if wall_s > 0 else 0.0
+
+    def end(self, outcome: Outcome, step: int) -> None:
+        """Writes the end of the attempt."""
+        self._write_line(step)
+        if self._file is not None:
+            self._file.end(outcome, at=self.clock.now() + self._to_epoch_s, step=step)
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._compiled)
+        if self._watch is not None:
+            self._watch.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_line(self, step: int, *, at: float | None = None, seconds: dict[str, float] | None = None) -> None:
+        """Writes what the time up to now, or to `at`, went to, and begins anew."""
+        part, first, begin, before = self._line
+        if at is None or seconds is None:
+            at, seconds = self.clock.settle(), dict(self.clock.seconds)
+        if self._file is not None and at > begin:
+            spent = {name: seconds[name] - before[name] for name in seconds}
+            begin, end = begin + self._to_epoch_s, at + self._to_epoch_s
+            self._file.add(part, begin=begin, end=end, first=first, step=step, seconds=spent)
+        self._line = (_TRAIN if self._is_training else _STARTUP, step, at, seconds)
+
+    def _compiled(self, event: str, seconds: float, **_: Any) -> None:
+        if event.startswith(_COMPILING) and threading.get_ident() == self._thread:
+            self.clock.carve(COMPILE, seconds)
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")

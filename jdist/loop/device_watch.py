@@ -1,0 +1,64 @@
+"""The moment at which the devices run out of steps, which nobody else is told."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+import jax
+
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class DeviceWatch:
+    """A thread that waits for the newest step, and notes when it was over.
+
+    JAX returns from a call before the devices have made the step, and tells nobody when they have. The thread is woken only
+    after they ran dry: while steps wait for the devices it sleeps through them, so it costs where there is time to spare. Where
+    other threads hold the interpreter, what it notes may be some milliseconds late.
+
+    Args:
+        clock: seconds, rising.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._newest: jax.Array | None = None
+        self._over: tuple[jax.Array | None, float] = (None, 0.0)  # the newest that is known to be, and since when
+        self._sleeps = self._stops = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="jdist-device-watch")
+        self._thread.start()
+
+    def add(self, token: jax.Array | None) -> None:
+        """Takes in an array that is ready once the newest step is over, and is never donated; None: there is none."""
+        self._newest = token
+        if self._sleeps:
+            self._wake.put(None)
+
+    def idle_since(self) -> float | None:
+        """Returns since when the devices have had nothing to do, as far as is known; None while they have."""
+        newest, (over, since) = self._newest, self._over
+        return 0.0 if newest is None else since if over is newest else None
+
+    def close(self) -> None:
+        """Ends the thread, which may not be in XLA when the interpreter goes; a step that hangs is not waited for."""
+        self._stops = True
+        self._wake.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stops:
+            token = self._newest
+            if token is None or token is self._over[0]:
+                self._sleeps = True
+                if self._newest is token and not self._stops:  # else the wake-up has been missed
+                    self._wake.get()
+                self._sleeps = False
+                continue
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the loop raises it, where it waits for the step
+                token.block_until_ready()
+            self._over = token, self._clock()
+            del token

@@ -1,0 +1,87 @@
+"""What lay on the devices when their memory did not suffice."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jdist.core.layout import HOST_MEMORIES
+from jdist.core.sharded_leaf import is_sharded_leaf
+from jdist.errors import LiveLeaf, OutOfMemoryError
+from jdist.support.arrays import is_key
+from jdist.support.units import counted, size
+
+PyTree = Any
+_LISTED = 10
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@contextlib.contextmanager
+def naming_leaves(trees: Callable[[], Mapping[str, PyTree]]) -> Iterator[None]:
+    """Translates the runtime's error of a device without memory; `trees` collects what the run keeps there, by name.
+
+    Raises:
+        OutOfMemoryError: a device had no memory left.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as exc:
+        raise_out_of_memory(exc, trees())
+        raise
+
+
+def raise_out_of_memory(error: jax.errors.JaxRuntimeError, trees: Mapping[str, PyTree]) -> None:
+    """Raises an `OutOfMemoryError` that names the largest leaves of these trees, if that is what the error says."""
+    if _NO_MEMORY not in str(error):
+        return
+    leaves = live_leaves(trees)
+    first, *_ = str(error).partition(_NO_MEMORY)[2].lstrip(": ").splitlines() or [""]
+    held = sum(leaf.bytes_per_device for leaf in leaves)
+    listed = leaves[:_LISTED]
+    lines = [
+        f"a device has no memory left: {first.rstrip('. ')}. Live were {counted(len(leaves), 'array')} with {size(held)} a "
+        f"device, the largest of them:"
+    ]
+    width = max((len(leaf.path) for leaf in listed), default=0)
+    lines += [f"  {leaf.path:<{width}}  {leaf.array}  {size(leaf.bytes_per_device)} a device" for leaf in listed]
+    lines.append(
+        "The rest is what the step computes in between. Less is needed with a smaller `global_batch`, `accumulate=2`, "
+        '`precision="bf16"`, `jax.checkpoint` in the model, or a state in parts, `shard="state"`; `jdist plan` counts it '
+        "before a run."
+    )
+    raise OutOfMemoryError("\n".join(lines), tuple(leaves)) from error
+
+
+def live_leaves(trees: Mapping[str, PyTree]) -> list[LiveLeaf]:
+    """Lists the arrays of trees, and those of this process that are in none, by the bytes that a device holds of each.
+
+    Arrays that the failed call has consumed count as well: they were there.
+    """
+    found: dict[int, LiveLeaf] = {}
+    for name, tree in trees.items():
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_leaf):
+            array = leaf.stored if is_sharded_leaf(leaf) else leaf
+            if isinstance(array, jax.Array) and not _is_on_host(array):
+                entry = _describe(f"{name}{jax.tree_util.keystr(path)}", leaf.shape, array)
+                found.setdefault(id(array), entry)
+    for array in jax.live_arrays():
+        if id(array) not in found and not _is_on_host(array):
+            found[id(array)] = _describe("(outside of the run)", array.shape, array)
+    return sorted(found.values(), key=lambda leaf: -leaf.bytes_per_device)
+
+
+def _is_on_host(array: jax.Array) -> bool:
+    """Whether an array lies in the memory of an accelerator's host."""
+    device = next(iter(array.sharding.device_set))
+    return device.platform != "cpu" and array.sharding.memory_kind in HOST_MEMORIES
+
+
+def _describe(path: str, shape: tuple[int, ...], array: jax.Array) -> LiveLeaf:
+    aval: Any = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
+    part = array.sharding.shard_shape(array.shape)
+    elements = math.prod(aval.shape[len(array.shape) :]) * math.prod(part)
+    return LiveLeaf(path, tuple(shape), str(array.dtype), elements * aval.dtype.itemsize)

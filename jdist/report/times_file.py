@@ -1,0 +1,120 @@
+"""`times.jsonl`: what the time of a run went to, over all its starts; from it comes the part of that time that is kept.
+
+Each line is a JSON object with the `step` that was reached, the `attempt` (starts of the run before this one) and seconds since
+1970:
+
+    {"step": 0, "attempt": 0, "event": "begin", "at": 1800000000.0, "processes": 1, "devices": 8}
+    {"step": 20, "attempt": 0, "part": "train", "begin": ..., "end": ..., "first": 0, "seconds": {"steps": 1.9, "input": 0.1}}
+    {"step": 20, "attempt": 0, "part": "evaluation", "begin": ..., "end": ..., "first": 20, "seconds": {"evaluation": 0.5}}
+    {"step": 40, "attempt": 0, "event": "end", "at": ..., "outcome": "finished"}
+
+A part is "startup", "train", "evaluation" or "checkpoint". An attempt without an end was killed behind its last line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jdist.report.files import writing
+from jdist.report.metrics_file import MetricsFile, Row, read_rows
+from jdist.report.part_clock import STEPS
+
+NAME = "times.jsonl"
+Outcome = Literal["finished", "stopped", "interrupted", "preempted", "failed"]
+_ENDED_ON_PURPOSE = ("finished", "stopped", "interrupted")  # what comes behind is not lost, but was not wanted
+
+
+class TimesFile:
+    """The times of one attempt, behind those of the attempts before it.
+
+    Args:
+        folder: where `times.jsonl` is, or will be.
+        step: the step at which this attempt begins.
+        at: when it began, in seconds since 1970.
+        writes: whether this process writes; another one of the job only reads.
+        about: what else its first line says.
+
+    Raises:
+        ConfigError: a line before the last is no JSON object, or the file system refuses.
+    """
+
+    def __init__(self, folder: Path, *, step: int, at: float, writes: bool, about: Mapping[str, Any]) -> None:
+        path = folder / NAME
+        self.earlier = read_rows(path)
+        self._attempt = sum(line.get("event") == "begin" for line in self.earlier)
+        self._file: MetricsFile | None = None
+        if writes:
+            with writing(path):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._file = MetricsFile.begin(path, self.earlier)
+            self._write(step, {"event": "begin", "at": at, **about})
+
+    def add(self, part: str, *, begin: float, end: float, first: int, step: int, seconds: Mapping[str, float]) -> None:
+        """Writes what the time from `begin` to `end` went to, in which the run came from step `first` to `step`."""
+        spent = {name: round(each, 6) for name, each in seconds.items() if each >= 1e-6}
+        times = {"begin": round(begin, 6), "end": round(end, 6)}
+        self._write(step, {"part": part, **times, "first": first, "seconds": spent})
+
+    def end(self, outcome: Outcome, *, at: float, step: int) -> None:
+        """Writes the end of the attempt."""
+        self._write(step, {"event": "end", "at": round(at, 6), "outcome": outcome})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(step, {"attempt": self._attempt, **values})
+
+
+class Earlier:
+    """The attempts before this one: how long they took, and which part of that is still of use.
+
+    Args:
+        lines: of `times.jsonl`.
+        step: the step from which this attempt goes on; what was done behind it is done again.
+        at: when it began.
+
+    Attributes:
+        steps_s: seconds in steps that this attempt goes on from.
+        wall_s: seconds from the first begin to the begin of this attempt, without those between an end on purpose and the next
+            begin.
+    """
+
+    def __init__(self, lines: Sequence[Row], *, step: int, at: float) -> None:
+        kept: list[tuple[int, int, float]] = []  # first step, last step, seconds in them
+        began: list[float] = []
+        paused_s, paused_at = 0.0, None
+        for line in [*lines, {"event": "begin", "step": step, "at": at}]:
+            match line:
+                case {"event": "begin", "step": int(first), "at": int() | float() as when}:
+                    kept = [_up_to(first, *each) for each in kept if each[0] < first]
+                    paused_s += 0.0 if paused_at is None else max(when - paused_at, 0.0)
+                    paused_at = None
+                    began.append(when)
+                case {"event": "end", "at": int() | float() as when, "outcome": outcome}:
+                    paused_at = when if outcome in _ENDED_ON_PURPOSE else None
+                case {"seconds": dict(seconds), "first": int(first), "step": int(last)}:
+                    kept.append((first, last, seconds.get(STEPS, 0.0)))
+                case _:
+                    pass  # of a newer jdist
+        self.steps_s = sum(seconds for _, _, seconds in kept)
+        self.wall_s = max(at - began[0] - paused_s, 0.0)
+
+
+def _up_to(step: int, first: int, last: int, seconds: float) -> tuple[int, int, float]:
+    """Cuts what was done behind a step off."""
+    return (first, last, seconds) if last <= step else (first, step, seconds * (step - first) / (last - first))
+
+
+def read_times(folder: str | os.PathLike[str]) -> list[Row]:
+    """Reads the lines of a run folder's `times.jsonl`; none if there is no such file.
+
+    Raises:
+        ConfigError: a line before the last is no JSON object, or the file cannot be read.
+    """
+    return read_rows(Path(folder) / NAME)

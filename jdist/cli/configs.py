@@ -139,28 +139,33 @@ def runs(
     ] = (),
     *,
     json: Flag = False,
+    timeline: Flag = False,
 ) -> int:
-    """List runs, or compare two.
+    """List runs, compare two, or show when one did what.
 
     With a folder, or none for runs/, it lists the runs below it: task, strategy, steps, the metric that matters, time
     and state. With two run folders it shows the config keys in which they differ, their last metrics, and draws the
-    curves of both into one picture beside the first.
+    curves of both into one picture beside the first. With --timeline and one run it shows its attempts over time: steps,
+    evaluations and checkpoints, the processes that `jdist launch` started, what killed them, and the steps that were done
+    again; as a picture, RUN/timeline.svg, and as a trace for https://ui.perfetto.dev, RUN/timeline.json.
 
     For example:
       jdist runs
       jdist runs runs/digits-sweep
       jdist runs runs/digits runs/short
       jdist runs --json
+      jdist runs --timeline runs/digits
 
     Exit codes: 0; 2 there is no such run.
 
     Args:
         folders: a folder of runs; or two run folders, or their names in runs/.
         json: print JSON instead of tables.
+        timeline: show when the run did what; a folder of `jdist launch`'s logs will do, too.
     """
-    from jdist.runs.show import show
+    from jdist.runs.show import show, show_timeline
 
-    return show(folders, as_json=json)
+    return (show_timeline if timeline else show)(folders, as_json=json)
 
 
 def plan(

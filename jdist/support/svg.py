@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,10 +16,11 @@ _STYLE = """
 .jd .limit{stroke:#a4341a;stroke-width:2;fill:none}.jd .lost{fill:url(#jd-lost);stroke:#a4341a}
 .jd .a{fill:#7fb0f5;stroke:#3b77c8}.jd .b{fill:#8ccf97;stroke:#3d8f4c}.jd .c{fill:#f4b26b;stroke:#cf7a1c}
 .jd .d{fill:#c9a3ea;stroke:#8a52bd}.jd .e{fill:#f0a3b5;stroke:#c04a68}.jd .f{fill:#c3cad4;stroke:#6d7a8d}
-.jd .stripe{stroke:#a4341a;stroke-width:2}
+.jd .stripe{stroke:#a4341a;stroke-width:2}.jd .curve{stroke:#3b77c8;stroke-width:1.8;fill:none}
 @media(prefers-color-scheme:dark){.jd text{fill:#e6ebf2}.jd .soft{fill:#a5b1c2}.jd .warn{fill:#ff9d84}.jd .ground{fill:#1c222c}
 .jd .frame{fill:#242c38;stroke:#6d7a8d}.jd .box{fill:#2c3543;stroke:#6d7a8d}.jd .track{fill:#1c222c;stroke:#6d7a8d}
 .jd .line{stroke:#6d7a8d}.jd .limit{stroke:#ff9d84}.jd .lost{stroke:#ff9d84}.jd .stripe{stroke:#ff9d84}
+.jd .curve{stroke:#6ea3ee}
 .jd .a{fill:#2f62ad;stroke:#6ea3ee}.jd .b{fill:#2f7a40;stroke:#63b873}.jd .c{fill:#9a5f1a;stroke:#e79a45}
 .jd .d{fill:#6b3f96;stroke:#c79bee}.jd .e{fill:#92405a;stroke:#f08ba5}.jd .f{fill:#566274;stroke:#a5b1c2}}
 """
@@ -115,10 +117,10 @@ class Svg:
         """Draws a straight line."""
         self._shapes.append(f'<path class="{style}" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}"/>')
 
-    def diamond(self, x: float, y: float, size: float, style: str, *, hint: str = "") -> None:
-        """Draws a mark at a moment; `hint` is shown where a pointer rests on it."""
-        path = f"M{_n(x)} {_n(y - size)}L{_n(x + size)} {_n(y)}L{_n(x)} {_n(y + size)}L{_n(x - size)} {_n(y)}Z"
-        self._shapes.append(f'<path class="{style}" d="{path}"><title>{escape(hint)}</title></path>')
+    def curve(self, points: Sequence[tuple[float, float]], style: str = "curve") -> None:
+        """Draws a line through points."""
+        path = "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
+        self._shapes.append(f'<path class="{style}" d="M{path}"/>')
 
     def __str__(self) -> str:
         width, height = _n(self.width), _n(self.height)

@@ -176,6 +176,7 @@ def plan(
     json: Flag = False,
     sweep: Annotated[str | None, tyro.conf.arg(metavar="global_batch=...", help_behavior_hint="")] = None,
     suggest: Flag = False,
+    svg: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     no_check: Flag = False,
 ) -> int:
     """Say what a config needs on hardware that is not here.
@@ -192,6 +193,7 @@ def plan(
       jdist plan configs/digits.yaml --topology cpu:8
       jdist plan configs/text.yaml --topology v5e:2x4 --sweep global_batch=256..65536
       jdist plan configs/text_7b.yaml --topology h100:8x8 --suggest
+      jdist plan configs/text_7b.yaml --topology v5p:8x8x8 --svg plan.svg
 
     Exit codes: 0 it fits, or the memory is not known; 1 it does not fit (of several: none does); 2 what was
     asked for is not right.
@@ -205,6 +207,7 @@ def plan(
         sweep: try these global batches (128,256,384, or 128..4096 for doublings) and name the largest that fits.
         suggest: try the state whole on each device, the optimiser's and all of it in parts, each also in microbatches, and say
             which fits and what to write.
+        svg: draw the memory of a device against what the chip has, and the step's time by its parts, into this file.
         no_check: on cpu and gpu, do not make a real step to compare the memory with.
     """
     from jdist.experiment.load import load
@@ -212,12 +215,14 @@ def plan(
     from jdist.strategies import cuda
 
     cuda.import_jax()  # whole: it may be asked for GPUs' kernels
-    from jdist.plan.sweep import parse_sweep
+    from jdist.plan.sweep import check_svg, parse_sweep
     from jdist.plan.target import configure_platform, parse_target
 
     target = parse_target(topology)
     if suggest and sweep is not None:
         raise ConfigError("--suggest and --sweep both say what to try; leave one of them out.")
+    if svg is not None:
+        check_svg(svg, tries_several=suggest or sweep is not None)
     batches = None if sweep is None else parse_sweep(sweep)
     configure_platform(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
 
@@ -227,4 +232,4 @@ def plan(
         return suggest_command(config, overrides, target, as_json=json)
     from jdist.plan.sweep import plan_command
 
-    return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json)
+    return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json, svg=svg)

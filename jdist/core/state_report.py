@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist.core.division import forms_or_refusal, rules_by_leaf
+from jdist.core.division import forms_or_refusal, of_optimizer, rules_by_leaf
 from jdist.core.layout import Form, Layout, names_in
 from jdist.core.rules import Rule
 from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf
@@ -34,6 +34,7 @@ class LeafReport:
         num_bytes: of the whole array.
         kept: how it is kept.
         bytes_per_device: what each device holds of it, in its own memory; padding included.
+        of_optimizer: whether it is of the optimiser's state.
     """
 
     path: str
@@ -41,6 +42,7 @@ class LeafReport:
     num_bytes: int
     kept: str
     bytes_per_device: int
+    of_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def report(strategy: Strategy, state: PyTree) -> StateReport:
         _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, form, rule)
         for (path, leaf), form, rule in zip(leaves, chosen, rules, strict=True)
     ]
+    rows = [replace(row, of_optimizer=each) for row, each in zip(rows, of_optimizer(state)[0], strict=True)]
     return StateReport(str(strategy), rows, refusal)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -288,7 +289,12 @@ def _attempts(
         later = [firsts[n] for n in numbers if n > number and n in firsts]
         kept = min([last, *later])
         is_last = number == numbers[-1]
-        gone = [p.end for p in processes if p.attempt == number and p.end is not None]
+        # Servers outlive an attempt.
+        until = min(
+            (line["at"] for line in lines if line.get("event") == "begin" and line["attempt"] > number),
+            default=math.inf,
+        )
+        gone = [p.end for p in processes if p.attempt == number and p.end is not None and p.end <= until]
         known = max([begin, *(span.end for span in spans)])
         ended = end["at"] if end is not None else max([known, *gone])
         outcome = end["outcome"] if end is not None else "running" if is_last and is_running else "killed"

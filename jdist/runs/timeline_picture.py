@@ -11,6 +11,7 @@ from jdist.support.svg import Svg, fit, text_width
 _WIDTH, _MARGIN, _LABELS = 900.0, 24.0, 118.0
 _LANE, _BAR = 28.0, 16.0
 _MOST_PROCESSES, _MOST_MARKS = 12, 12  # of more marks the first and the last are shown
+_MOST_NEAR = 4  # numbers of marks one below the other, where they are at almost the same time
 _STYLES = {TRAIN: "a", CHECKPOINT: "b", EVALUATION: "d", STARTUP: "c", LOST: "lost"}
 _LEGEND = (
     ("a", "steps"),
@@ -42,7 +43,7 @@ def draw(timeline: Timeline) -> Svg:
     svg.text(_MARGIN, 34, fit(f"Timeline of {timeline.name}", _WIDTH - 2 * _MARGIN, "title"), "title")
     svg.text(_MARGIN, 52, fit(summary(timeline), _WIDTH - 2 * _MARGIN), "small soft")
     top = _legend(svg, 74, timeline)
-    bottom = top + _steps(svg, timeline, top, x) if timeline.attempts else top
+    bottom = top + (_steps(svg, timeline, top, x) if timeline.attempts else 36)
     for label, bars, texts in _lanes(timeline):
         middle = bottom + _LANE / 2
         svg.text(left - 10, middle + 4, fit(label, _LABELS - 14), "small", "end")
@@ -63,8 +64,9 @@ def draw(timeline: Timeline) -> Svg:
     for mark, (at, words) in enumerate(_marks(timeline), start=1):
         near = [each for each in near if x(at) - each < 22]
         svg.line(x(at), top - 10 + 11 * len(near), x(at), axis, "limit")
-        svg.text(min(x(at) + 3, left + width - 16), top + 11 * len(near), str(mark), "small warn")
-        near.append(x(at))
+        if len(near) < _MOST_NEAR:
+            svg.text(min(x(at) + 3, left + width - 16), top + 11 * len(near), str(mark), "small warn")
+            near.append(x(at))
         bottom += 18
         svg.text(_MARGIN + 14, bottom, str(mark), "small warn", "end")
         svg.text(_MARGIN + 22, bottom, fit(words, _WIDTH - 2 * _MARGIN - 22), "small")

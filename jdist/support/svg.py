@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -133,9 +134,11 @@ class Svg:
             f'<rect class="ground" width="{width}" height="{height}" rx="12"/>\n{shapes}\n</svg>\n'
         )
 
-    def save(self, path: Path) -> None:
+    _repr_svg_ = __str__
+
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture; the folder must be there."""
-        path.write_text(str(self), encoding="utf-8")
+        Path(path).write_text(str(self), encoding="utf-8")
 
 
 def _n(number: float) -> str:

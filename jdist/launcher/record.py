@@ -61,9 +61,20 @@ class Record:
             )
 
 
-def launch_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Describes the launch that started this process, for a run's own record: its folder and the attempt; empty without one."""
+def launch_of(environ: Mapping[str, str], run: Path) -> dict[str, Any]:
+    """Describes the launch that started this process, for a run's own record.
+
+    Args:
+        environ: of this process.
+        run: the run's folder.
+
+    Returns:
+        The launch's folder as seen from the run's, so that both can be moved together, and the attempt; empty without a launch.
+    """
     folder, attempt = environ.get(RECORD_FOLDER), environ.get(ATTEMPT, "")
     if not folder or not attempt.isdigit():
         return {}
-    return {"launch": os.path.dirname(os.path.abspath(folder)), "launch_attempt": int(attempt)}
+    return {
+        "launch": os.path.relpath(os.path.dirname(os.path.abspath(folder)), run.absolute()),
+        "launch_attempt": int(attempt),
+    }

@@ -68,7 +68,7 @@ class Costs:
             return
         cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
         num_devices = len(self._strategy.devices) or jax.device_count()
-        about = {"processes": cluster.num_processes, "devices": num_devices, **launch_of(os.environ)}
+        about = {"processes": cluster.num_processes, "devices": num_devices, **launch_of(os.environ, folder)}
         self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, about=about)
         self._earlier = Earlier(self._file.earlier, step=step, at=at)
 

@@ -216,15 +216,13 @@ def read_timeline(path: Path) -> Timeline:
     begins = [line for line in lines if line.get("event") == "begin"]
     launches = list(dict.fromkeys(line["launch"] for line in begins if "launch" in line))
     by_launch = {(line["launch"], line["launch_attempt"]): line["attempt"] for line in begins if "launch" in line}
-    folders = [Path(each) for each in launches] or [path]
+    folders = {each: path / each for each in launches} or {"": path}
     processes: list[ProcessSpan] = []
     signals: list[tuple[float, str]] = []
-    for folder in folders:
+    for launch, folder in folders.items():
         events = list(_read_events(folder / record.NAME))
         signals += [(event["at"], event["signal"]) for event in events if event["event"] == "signal"]
-        processes += _processes(
-            events, {n: attempt for (where, n), attempt in by_launch.items() if where == str(folder)}
-        )
+        processes += _processes(events, {n: attempt for (where, n), attempt in by_launch.items() if where == launch})
     is_running = is_held(RunFolder(path).lock)
     return Timeline(
         name=path.name,

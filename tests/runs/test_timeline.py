@@ -71,7 +71,7 @@ def write(path, rows):
 @pytest.fixture
 def run(tmp_path):
     write(tmp_path / "logs/events.jsonl", events())
-    write(tmp_path / "toy/times.jsonl", times(tmp_path / "logs"))
+    write(tmp_path / "toy/times.jsonl", times("../logs"))
     return tmp_path / "toy"
 
 
@@ -163,7 +163,7 @@ def test_many_restarts_and_processes(tmp_path):
                 "attempt": n,
                 "event": "begin",
                 "at": T + 9 * n,
-                "launch": str(tmp_path),
+                "launch": ".",
                 "launch_attempt": n,
             }
         )
@@ -264,5 +264,5 @@ def test_a_launchers_record_outlives_a_disk_that_refuses(tmp_path):
 
 def test_a_process_knows_the_launch_that_it_is_of(tmp_path):
     environ = {"JDIST_RECORD_DIR": str(tmp_path / "attempt_2"), "JDIST_LAUNCH_ATTEMPT": "2"}
-    assert launch_of(environ) == {"launch": str(tmp_path), "launch_attempt": 2}
-    assert launch_of({}) == {}
+    assert launch_of(environ, tmp_path / "runs/toy") == {"launch": "../..", "launch_attempt": 2}
+    assert launch_of({}, tmp_path) == {}

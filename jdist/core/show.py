@@ -71,7 +71,7 @@ def show(state: PyTree) -> StatePicture:
         >>> print(jdist.show(state))
         a state of 1 array, 60 B
           60 B on the device
-          A  whole on the device: 1 array, 60 B (['w'])
+          A  whole on cpu:0: 1 array, 60 B (['w'])
         this machine
           cpu:0    60 B  A whole
 
@@ -336,7 +336,7 @@ def _way(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Way:
     num_parts = 1 + max(part_of.values())
     if num_parts == 1:
         one = next(iter(devices))
-        how = "whole on the device" if len(devices) == 1 else f"whole on each of {len(devices):,} devices"
+        how = f"whole on {one.platform}:{one.id}" if len(devices) == 1 else f"whole on each of {len(devices):,} devices"
         return _Way(how + where, 1, part_of if len(devices) > 1 else {one: 0}, on_host)
     copies = len(devices) // num_parts
     how = f"in {num_parts:,} parts{f' over {over}' if over else ''}{where}"

@@ -212,7 +212,7 @@ class Strategy:
             >>> print(jdist.one_device("cpu:0").show(shapes))
             one_device: 1 replica, 1 device of 1 process, cpu (cpu)
               a state of 1 array, 60 B; 60 B on the device
-              A  whole on the device: 1 array, 60 B (['w'])
+              A  whole on cpu:0: 1 array, 60 B (['w'])
             this machine
               cpu:0  replica 0  60 B  A whole
         """

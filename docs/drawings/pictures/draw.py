@@ -2,8 +2,8 @@
 
     python docs/drawings/pictures/draw.py
 
-The plan takes a minute, as its step is compiled. `killed/` is the record of a run of two processes on this kind of machine, 2 cores,
-in which process 1 was killed and later process 0, by SIGKILL:
+The plan takes a minute, as its step is compiled. `killed/` is the record of a run of two processes on 2 cores, of which process 1
+was killed and later process 0, by SIGKILL:
 
     jdist launch --processes 2 --devices-per-process 1 --max-restarts 2 -- configs/digits_multi_worker.yaml train.steps=4000 \
         eval.every=400 checkpoint.every=500 task.options.width=8 log.every=50
@@ -14,11 +14,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-HERE = Path(__file__).parent
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,6 +23,7 @@ from jdist.cli.main import main
 from jdist.runs.timeline import read_timeline
 from jdist.runs.timeline_picture import draw
 
+HERE = Path(__file__).parent
 PLAN = ("plan", "configs/text_7b.yaml", "--topology", "v5e:8x8", "--svg", "docs/drawings/pictures/plan.svg")
 
 
@@ -62,6 +58,8 @@ def timeline() -> str:
 PICTURES = (show_sharded, show_chips, timeline)
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
     for picture in PICTURES:
         (HERE / f"{picture.__name__}.svg").write_text(picture())
     os.chdir(HERE.parents[2])

@@ -73,7 +73,7 @@ def show(state: PyTree) -> StatePicture:
           60 B on the device
           A  whole on cpu:0: 1 array, 60 B (['w'])
         this machine
-          cpu:0    60 B  A whole
+          cpu:0  60 B  A whole
 
     Source: `jax.debug.visualize_array_sharding`, which shows one array.
     """

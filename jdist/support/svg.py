@@ -56,7 +56,7 @@ def fit(words: str, width: float, style: str = "small") -> str:
 
     Example:
         >>> fit("params['dense']['kernel']", 80)
-        "params['dense']…"
+        "params['de…"
     """
     if text_width(words, style) <= width:
         return words

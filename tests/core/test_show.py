@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 from jdist.core.state_picture import Group, More, Place, shown
-from jdist.errors import StepError, StrategyError
+from jdist.errors import StepError
 from tests.by_default import some
 from tests.pictures import check_picture
 
@@ -211,38 +211,3 @@ def test_a_state_of_another_strategy_is_refused():
     ):
         with pytest.raises(StepError, match=f"not of {strategy.name}.*{where}.*jax.eval_shape"):
             strategy.show(state)
-
-
-def test_a_state_on_parameter_servers():
-    strategy = jdist.parameter_server(local_workers=1, local_ps=2)
-    assert [place.name for place in places(strategy.show().groups)] == ["coordinator", "worker 0", "ps 0", "ps 1"]
-    state = strategy.init(create, KEY)
-    total = strategy.show(state).divisions[0].num_bytes
-    assert "here until the first step" in str(strategy.show(state))
-    with pytest.raises(StepError, match="not of this parameter_server: it is a TrainState"):
-        strategy.show(SHAPES)
-    with pytest.raises(StepError, match="mirrored has none"):
-        jdist.mirrored().show(state)
-
-    @jdist.distribute(strategy)
-    def step(state, batch):
-        loss, grads = jdist.value_and_grad(lambda p: jdist.mean((batch["x"] @ p["up"] + p["bias"]) ** 2))(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    try:
-        state, _ = step(state, {"x": np.ones((4, 96), np.float32)})
-        picture = jdist.show(state)
-        assert str(picture) == str(strategy.show(state))
-        held = {place.name: place for place in places(picture.groups)}
-        by_way = {each.how: each for each in picture.divisions}
-        pieces = [h for name in ("ps 0", "ps 1") for h in held[name].holdings if h.division == 0]
-        # The pieces of all servers are each array once.
-        assert sum(h.num_bytes for h in pieces) == by_way["in pieces, each on one server"].num_bytes
-        first, second = (h.spans[0] for h in pieces)
-        assert (first[0], first[1], second[1]) == (0.0, second[0], 1.0)
-        assert sum(each.num_bytes for each in picture.divisions) == total
-        check_picture(picture._repr_svg_())
-    finally:
-        strategy.coordinator.close()
-    with pytest.raises(StrategyError, match="were closed"):
-        jdist.show(state)

@@ -3,6 +3,7 @@
 import numpy as np
 
 import jdist
+from jdist.report.metrics_file import COSTS
 
 DEVICES = ["cpu:0", "cpu:1"]
 TWO = jdist.mirrored(DEVICES)
@@ -38,3 +39,8 @@ def masked_batch(seed=0):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(16, 3)), rng.normal(size=16)
     return {"x": x.astype(np.float32), "y": y.astype(np.float32), "mask": np.arange(16) < 10}
+
+
+def without_costs(rows):
+    """Rows without what no two runs have the same."""
+    return [{name: value for name, value in row.items() if name not in ("time_s", *COSTS)} for row in rows]

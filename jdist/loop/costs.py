@@ -27,7 +27,7 @@ _TRAIN, _STARTUP = "train", "startup"
 
 
 class Costs:
-    """The costs of one run.
+    """The costs of one run, measured from here to `close`.
 
     Args:
         strategy: where it trains.
@@ -46,6 +46,7 @@ class Costs:
         self._thread = threading.get_ident()
         self._ideal_step_s: float | None = None
         self._is_training = False
+        self._compiling_steps = 0  # of the first call, which is no part of the speed
         self._since = (0, begun, dict(self.clock.seconds))  # step, time and seconds at the last row
         self._line = (_STARTUP, 0, begun, dict(self.clock.seconds))  # part, step, time and seconds of the next line
         self._file: TimesFile | None = None
@@ -67,8 +68,8 @@ class Costs:
         if folder is None:
             return
         cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
-        num_devices = len(self._strategy.devices) or jax.device_count()
-        about = {"processes": cluster.num_processes, "devices": num_devices, **launch_of(os.environ, folder)}
+        devices = max(1, len(self._strategy.devices))
+        about = {"processes": cluster.num_processes, "devices": devices, **launch_of(os.environ, folder)}
         self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, about=about)
         self._earlier = Earlier(self._file.earlier, step=step, at=at)
 
@@ -100,9 +101,10 @@ class Costs:
         if self._watch is not None:
             self._watch.add(token)
         self.clock.enter(OTHER)
-        # Each second as well: of a process that is killed the record says how far it came.
-        if not self._is_training or self.clock.now() - self._line[2] >= _LINE_S:
-            self._is_training = True
+        if not self._is_training:
+            self._is_training, self._compiling_steps = True, step - self._since[0]
+            self._write_line(step)
+        elif self.clock.now() - self._line[2] >= _LINE_S:  # of a process that is killed the record says how far it came
             self._write_line(step)
 
     @contextlib.contextmanager
@@ -128,14 +130,16 @@ class Costs:
         if now - self._line[2] >= _LINE_S:
             self._write_line(step)
         values = {name: round(share, 4) for name, share in shares(spent).items()}
+        steps, self._compiling_steps = step - step_before - self._compiling_steps, 0
         training_s = sum(spent[part] for part in TRAINING)
-        if training_s > 0:
-            values["steps_per_s"] = _four_digits((step - step_before) / training_s)
+        if steps and training_s > 0:
+            values["steps_per_s"] = _four_digits(steps / training_s)
             if self._ideal_step_s is not None:
-                values["mfu"] = _four_digits(self._ideal_step_s * (step - step_before) / training_s)
+                values["mfu"] = _four_digits(self._ideal_step_s * steps / training_s)
         if (peak := peak_memory_bytes(self._strategy)) is not None:
             values["peak_memory_bytes"] = peak
-        values["goodput"] = round(self.goodput(), 4)
+        wall_s = self._earlier.wall_s + now - self.clock.begun
+        values["goodput"] = round((self._earlier.steps_s + seconds[STEPS]) / wall_s, 4)
         if self._watch is None:
             del values["input_wait_share"]
         return values
@@ -144,11 +148,6 @@ class Costs:
         """Returns the seconds of each part up to now, of this attempt."""
         self.clock.settle()
         return dict(self.clock.seconds)
-
-    def goodput(self) -> float:
-        """Computes the part of the time since the run's first beginning that went to steps which were not done again."""
-        wall_s = self._earlier.wall_s + self.clock.now() - self.clock.begun
-        return (self._earlier.steps_s + self.clock.seconds[STEPS]) / wall_s if wall_s > 0 else 0.0
 
     def end(self, outcome: Outcome, step: int) -> None:
         """Writes the end of the attempt."""
@@ -174,9 +173,9 @@ class Costs:
             self._file.add(part, begin=begin, end=end, first=first, step=step, seconds=spent)
         self._line = (_TRAIN if self._is_training else _STARTUP, step, at, seconds)
 
-    def _compiled(self, event: str, seconds: float, **_: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
         if event.startswith(_COMPILING) and threading.get_ident() == self._thread:
-            self.clock.carve(COMPILE, seconds)
+            self.clock.carve(COMPILE, duration_secs)
 
 
 def _four_digits(value: float) -> float:

@@ -6,18 +6,20 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class DeviceWatch:
     """A thread that waits for the newest step, and notes when it was over.
 
     JAX returns from a call before the devices have made the step, and tells nobody when they have. The thread is woken only
-    after they ran dry: while steps wait for the devices it sleeps through them, so it costs where there is time to spare. Where
-    other threads hold the interpreter, what it notes may be some milliseconds late.
+    after they ran dry: while steps wait for the devices it sleeps through them, so it costs where there is time to spare. It is
+    not woken for a step that was over when its call returned. Where other threads hold the interpreter, what it notes may be
+    some milliseconds late.
 
     Args:
         clock: seconds, rising.
@@ -26,7 +28,9 @@ class DeviceWatch:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._newest: jax.Array | None = None
-        self._over: tuple[jax.Array | None, float] = (None, 0.0)  # the newest that is known to be, and since when
+        # The newest that is known to be over, and since when: as the thread has seen it, and the caller.
+        self._over: tuple[jax.Array | None, float] = (None, 0.0)
+        self._over_at_once: tuple[jax.Array | None, float] = (None, 0.0)
         self._sleeps = self._stops = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name="jdist-device-watch")
@@ -35,13 +39,21 @@ class DeviceWatch:
     def add(self, token: jax.Array | None) -> None:
         """Takes in an array that is ready once the newest step is over, and is never donated; None: there is none."""
         self._newest = token
-        if self._sleeps:
+        if token is None:
+            return
+        array: Any = token  # the stubs of `jax.Array` lack `is_ready`
+        if array.is_ready():
+            self._over_at_once = token, self._clock()
+        elif self._sleeps:
             self._wake.put(None)
 
     def idle_since(self) -> float | None:
         """Returns since when the devices have had nothing to do, as far as is known; None while they have."""
-        newest, (over, since) = self._newest, self._over
-        return 0.0 if newest is None else since if over is newest else None
+        newest = self._newest
+        for over, since in (self._over_at_once, self._over):
+            if over is newest:
+                return since
+        return None
 
     def close(self) -> None:
         """Ends the thread, which may not be in XLA when the interpreter goes; a step that hangs is not waited for."""
@@ -52,7 +64,7 @@ class DeviceWatch:
     def _run(self) -> None:
         while not self._stops:
             token = self._newest
-            if token is None or token is self._over[0]:
+            if token is None or self.idle_since() is not None:
                 self._sleeps = True
                 if self._newest is token and not self._stops:  # else the wake-up has been missed
                     self._wake.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from jdist.support.units import counted, size
 
 PyTree = Any
 _LISTED = 10
-_NO_MEMORY = "RESOURCE_EXHAUSTED"
+# As accelerators say it, and CPU devices.
+_NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: *(.*)|.*(Out of memory allocating .*)")
 
 
 @contextlib.contextmanager
@@ -34,26 +36,25 @@ def naming_leaves(trees: Callable[[], Mapping[str, PyTree]]) -> Iterator[None]:
         raise
 
 
-def raise_out_of_memory(error: jax.errors.JaxRuntimeError, trees: Mapping[str, PyTree]) -> None:
+def raise_out_of_memory(error: Exception, trees: Mapping[str, PyTree]) -> None:
     """Raises an `OutOfMemoryError` that names the largest leaves of these trees, if that is what the error says."""
-    if _NO_MEMORY not in str(error):
+    found = _NO_MEMORY.search(str(error))
+    if found is None:
         return
+    reason = (found[1] or found[2] or "").rstrip(". ")
     leaves = live_leaves(trees)
-    first, *_ = str(error).partition(_NO_MEMORY)[2].lstrip(": ").splitlines() or [""]
     held = sum(leaf.bytes_per_device for leaf in leaves)
-    listed = leaves[:_LISTED]
-    lines = [
-        f"a device has no memory left: {first.rstrip('. ')}. Live were {counted(len(leaves), 'array')} with {size(held)} a "
-        f"device, the largest of them:"
-    ]
-    width = max((len(leaf.path) for leaf in listed), default=0)
-    lines += [f"  {leaf.path:<{width}}  {leaf.array}  {size(leaf.bytes_per_device)} a device" for leaf in listed]
-    lines.append(
-        "The rest is what the step computes in between. Less is needed with a smaller `global_batch`, `accumulate=2`, "
-        '`precision="bf16"`, `jax.checkpoint` in the model, or a state in parts, `shard="state"`; `jdist plan` counts it '
-        "before a run."
+    width = max((len(leaf.path) for leaf in leaves[:_LISTED]), default=0)
+    listed = "".join(
+        f"  {leaf.path:<{width}}  {leaf.array}  {size(leaf.bytes_per_device)} a device\n" for leaf in leaves[:_LISTED]
     )
-    raise OutOfMemoryError("\n".join(lines), tuple(leaves)) from error
+    raise OutOfMemoryError(
+        f"a device has no memory left: {reason}. Live were {counted(len(leaves), 'array')} with {size(held)} a "
+        f"device, the largest of them:\n{listed}The rest is what the step computes in between. Less is needed with a smaller "
+        '`global_batch`, `accumulate=2`, `precision="bf16"`, `jax.checkpoint` in the model, or a state in parts, '
+        '`shard="state"`; `jdist plan` counts it before a run.',
+        tuple(leaves),
+    ) from error
 
 
 def live_leaves(trees: Mapping[str, PyTree]) -> list[LiveLeaf]:

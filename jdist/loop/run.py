@@ -108,7 +108,7 @@ class Run:
         self._reason: str | None = None
         self._interrupted = False
         self._meter = Meter(step=0, total=None)
-        self._costs = Costs(strategy, begun=time.monotonic() if begun is None else begun)
+        self._begun = time.monotonic() if begun is None else begun
 
     def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
         """Trains to the end, from a state or from where an earlier process left off, as a callback finds out.
@@ -120,6 +120,7 @@ class Run:
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
         with contextlib.ExitStack() as ends:
+            self._costs = Costs(self._strategy, begun=self._begun)
             ends.callback(self._costs.close)
             for callback in self._callbacks:
                 if callback.close is not None:

@@ -92,7 +92,7 @@ class Earlier:
         for line in [*lines, {"event": "begin", "step": step, "at": at}]:
             match line:
                 case {"event": "begin", "step": int(first), "at": int() | float() as when}:
-                    kept = [_up_to(first, *each) for each in kept if each[0] < first]
+                    kept = [_up_to(first, *each) for each in kept if each[1] <= first or each[0] < first]
                     paused_s += 0.0 if paused_at is None else max(when - paused_at, 0.0)
                     paused_at = None
                     began.append(when)

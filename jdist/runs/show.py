@@ -12,7 +12,7 @@ from jdist.experiment.record import RunFolder
 from jdist.experiment.render import flow
 from jdist.experiment.repeatable import read_starts
 from jdist.report.files import write_atomically
-from jdist.report.progress import duration
+from jdist.report.progress import duration, percent
 from jdist.runs.perfetto import trace
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RUNS, RunSummary, find_runs, read_run
@@ -136,7 +136,7 @@ def _list(runs: Sequence[RunSummary], unreadable: Mapping[Path, str]) -> str:
 
 
 def _table(runs: Sequence[RunSummary]) -> str:
-    header = ["run", "task", "strategy", "step", "metric", "last", "best", "time", "status", "when"]
+    header = ["run", "task", "strategy", "step", "metric", "last", "best", "time", "goodput", "status", "when"]
     rows = [
         [
             str(run.path),
@@ -147,9 +147,10 @@ def _table(runs: Sequence[RunSummary]) -> str:
             figure(run.last(run.metric)),
             figure(run.best(run.metric)),
             duration(run.time_s),
+            "-" if run.goodput is None else percent(run.goodput),
             run.status,
             f"{run.changed_at.astimezone():%Y-%m-%d %H:%M}",
         ]
         for run in runs
     ]
-    return columns(header, rows, right=["step", "last", "best", "time"])
+    return columns(header, rows, right=["step", "last", "best", "time", "goodput"])

@@ -19,6 +19,7 @@ from jdist.experiment.validate import validate
 from jdist.report.curves import points_of
 from jdist.report.metric_direction import Mode, better
 from jdist.report.metrics_file import EVAL, Row, read_rows
+from jdist.report.part_clock import SHARES
 from jdist.report.plain import to_plain
 from jdist.report.progress import numbers
 from jdist.support.file_lock import is_held
@@ -46,6 +47,11 @@ class RunSummary:
         return self.rows[-1].get("time_s", 0.0) if self.rows else 0.0
 
     @property
+    def goodput(self) -> float | None:
+        """The part of all time that went to steps which were not done again; None if it was not written down."""
+        return next((row["goodput"] for row in reversed(self.rows) if "goodput" in row), None)
+
+    @property
     def metric(self) -> str:
         """The evaluation metric that matters, see `main_metric`."""
         return main_metric(self.config)
@@ -62,8 +68,9 @@ class RunSummary:
         return choose(values) if values else None
 
     def last_metrics(self) -> dict[str, float]:
-        """Returns every metric's last value, those of training first; arrays are left out."""
-        return {k: v for row in self.rows for k, v in numbers(row).items() if k not in ("step", "examples")}
+        """Returns every metric's last value, those of training first; arrays are left out, and shares, which are one row's."""
+        left_out = ("step", "examples", *SHARES.values())
+        return {k: v for row in self.rows for k, v in numbers(row).items() if k not in left_out}
 
     def as_json(self) -> dict[str, Any]:
         """Returns the run as plain values."""

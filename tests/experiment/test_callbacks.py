@@ -21,6 +21,7 @@ from jdist.experiment.load import load
 from jdist.experiment.validate import old_names, validate
 from jdist.train import Checkpointer
 from tests.experiment.test_run import params_in, rows_of
+from tests.toys import without_costs
 
 ENDLESS_PATIENCE = "{early_stopping: {metric: epoch/loss, patience: 1000}}"
 STOPS = "callbacks=[{early_stopping: {metric: eval/loss, patience: 1, min_delta: 1000}}]"
@@ -51,7 +52,7 @@ def by_fit(*told, log_every=4, **options):
 
 def measured(rows):
     """Each row without what only one of the two front ends says of it."""
-    return [{name: value for name, value in row.items() if name not in ("epoch", "time_s", "examples")} for row in rows]
+    return [{name: x for name, x in row.items() if name not in ("epoch", "examples")} for row in without_costs(rows)]
 
 
 def without_callbacks(rows):

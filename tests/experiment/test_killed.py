@@ -17,7 +17,9 @@ import pytest
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
+from jdist.report.times_file import Earlier, read_times
 from jdist.train import Checkpointer
+from tests.toys import without_costs
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share the run that nothing happens to
 
@@ -82,7 +84,7 @@ def final(folder):
     assert restored.step == 1500
     rows = [json.loads(line) for line in Path("runs/toy/metrics.jsonl").read_text().splitlines()]
     state = [np.asarray(x) for x in jax.tree.leaves((restored.state.params, restored.state.opt_state))]
-    return state, [{k: v for k, v in row.items() if k != "time_s"} for row in rows]
+    return state, without_costs(rows)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,23 @@ def assert_same_end(folder, whole):
     assert rows == whole[1]
 
 
+def assert_times(outcomes, *, at_least=None):
+    """Each attempt that came to its first step is in `times.jsonl`; the last rows' goodput is what the lines of all lead to."""
+    lines = read_times("runs/toy")
+    attempts = [[line for line in lines if line["attempt"] == n] for n in range(lines[-1]["attempt"] + 1)]
+    found = [next((line["outcome"] for line in attempt if line.get("event") == "end"), None) for attempt in attempts]
+    assert found == outcomes[-len(found) :]
+    assert len(found) >= (len(outcomes) if at_least is None else at_least)
+    begin = attempts[-1][0]
+    earlier = Earlier(lines[: lines.index(begin)], step=begin["step"], at=begin["at"])
+    steps_s = sum(line["seconds"].get("steps", 0.0) for line in attempts[-1] if "part" in line)
+    (end,) = (line for line in attempts[-1] if line.get("event") == "end")
+    goodput = (earlier.steps_s + steps_s) / (earlier.wall_s + end["at"] - begin["at"])
+    last = json.loads(Path("runs/toy/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["goodput"] == pytest.approx(goodput, rel=0.1)  # the last save comes behind the row
+    assert 0 < earlier.steps_s < earlier.wall_s
+
+
 @pytest.mark.full
 def test_killed_at_random_moments_it_ends_with_the_same_bits(folder, whole):
     draw = random.Random(5)
@@ -126,6 +145,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(folder, whole):
     assert code == 0, out
     assert "going on from step" in out
     assert_same_end(folder, whole)
+    assert_times([*[None] * (len(moments) - 1), "finished"], at_least=2)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -144,6 +164,7 @@ def test_a_signal_saves_and_leaves_with_a_word_on_how_to_go_on(folder, whole, nu
     assert code == 0, out
     assert f"going on from step {said.group(1)} of 1,500" in out
     assert_same_end(folder, whole)
+    assert_times(["interrupted", "finished"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,6 +15,7 @@ from toy_regression import CONFIG
 from jdist.cli.main import main
 from jdist.launcher.environment import free_ports
 from tests.pictures import check_picture
+from tests.toys import without_costs
 
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
@@ -59,7 +60,7 @@ def launch(folder, *arguments, config=LONG, failpoints=(), what=("toy.yaml",)):
 
 def rows_of(folder, name="toy"):
     rows = [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "time_s"} for row in rows]
+    return without_costs(rows)
 
 
 def last_save(folder):

@@ -15,7 +15,19 @@ def test_it_lists_runs_and_compares_two(jdist):
     code, out, err = jdist("runs")
     assert (code, err) == (0, "")
     header, fast, toy = out.splitlines()
-    assert header.split() == ["run", "task", "strategy", "step", "metric", "last", "best", "time", "status", "when"]
+    assert header.split() == [
+        "run",
+        "task",
+        "strategy",
+        "step",
+        "metric",
+        "last",
+        "best",
+        "time",
+        "goodput",
+        "status",
+        "when",
+    ]
     assert fast.split()[:5] == ["runs/more/fast", "toy_regression", "mirrored", "24/24", "close"]
     assert toy.split()[:1] == ["runs/toy"]
     assert "finished" in toy

@@ -2,8 +2,8 @@
 
     python docs/drawings/pictures/draw.py
 
-The plan takes a minute, as its step is compiled. `killed/` is the record of a run of two processes on 2 cores. Process 1 was killed,
-and later process 0, by SIGKILL:
+The plan takes a minute, as its step is compiled. `killed/` is the record of a run of two processes on 2 cores. First process
+1 was killed, later process 0, by SIGKILL:
 
     jdist launch --processes 2 --devices-per-process 1 --max-restarts 2 -- configs/digits_multi_worker.yaml train.steps=4000 \
         eval.every=400 checkpoint.every=500 task.options.width=8 log.every=50

@@ -110,7 +110,7 @@ def show_under(strategy: Strategy, state: PyTree | None) -> StatePicture:
             _check_laid_out(strategy, state, leaves)
         for path, leaf in leaves:
             ways.add(path, leaf)
-    devices = strategy.devices or tuple(ways.devices) or (jnp.zeros(()).device,)
+    devices = strategy.devices or tuple(ways.devices) or tuple(jnp.zeros(()).devices())
     for device in devices:
         ways.devices.add(device)
     hosts_are = "host" if strategy.topology is not None else "process"
@@ -320,7 +320,8 @@ def _way(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Way:
     on_host = kind != default
     where = " in host memory" if on_host else ""
     if isinstance(sharding, NamedSharding):
-        mesh, axes = sharding.mesh, _cut_axes(sharding)
+        mesh: Any = sharding.mesh  # a mesh of devices: an abstract one was refused
+        axes = _cut_axes(sharding)
         sizes = [mesh.shape[axis] for axis in axes]
         numbers = (
             np.ravel_multi_index([np.indices(mesh.devices.shape)[mesh.axis_names.index(axis)] for axis in axes], sizes)

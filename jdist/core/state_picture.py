@@ -142,8 +142,10 @@ class StatePicture:
         rows = list(_text_rows(self.groups, ""))
         widths = [max((len(row[i]) for row in rows if len(row) > 1), default=0) for i in range(3)]
         for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + list(row[3:])
-            lines.append("  ".join(cell for cell in cells if cell).rstrip() if len(row) > 1 else row[0])
+            # The name of a group stands alone, however long it is.
+            aligned = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)] if len(row) > 1 else []
+            cells = [*aligned, *row[3:]] if aligned else row
+            lines.append("  ".join(cell for cell in cells if cell).rstrip())
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jdist.core.per_replica import PerReplica as PerReplica
     from jdist.core.per_replica import ValueContext as ValueContext
     from jdist.core.precision import precision as precision
+    from jdist.core.show import show as show
     from jdist.core.step_state import StepState as StepState
     from jdist.core.strategy import Strategy as Strategy
     from jdist.data.options import InputContext as InputContext
@@ -125,6 +126,7 @@ _NAMES = {
     "replica_rng": "jdist.replica.collectives",
     "scale_regularization_loss": "jdist.replica.losses",
     "set_strategy": "jdist.strategies.default",
+    "show": "jdist.core.show",
     "sharded": "jdist.strategies.sharded",
     "tpu": "jdist.strategies.tpu",
     "train_and_evaluate": "jdist.checkpoint.evaluator",

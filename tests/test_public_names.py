@@ -62,6 +62,7 @@ NAMES = [
     "scaling",
     "set_strategy",
     "sharded",
+    "show",
     "tpu",
     "train",
     "train_and_evaluate",

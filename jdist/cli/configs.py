@@ -139,28 +139,33 @@ def runs(
     ] = (),
     *,
     json: Flag = False,
+    timeline: Flag = False,
 ) -> int:
-    """List runs, or compare two.
+    """List runs, compare two, or show when one did what.
 
     With a folder, or none for runs/, it lists the runs below it: task, strategy, steps, the metric that matters, time
     and state. With two run folders it shows the config keys in which they differ, their last metrics, and draws the
-    curves of both into one picture beside the first.
+    curves of both into one picture beside the first. With --timeline and one run it shows its attempts over time: steps,
+    evaluations and checkpoints, the processes that `jdist launch` started, what killed them, and the steps that were done
+    again; as a picture, RUN/timeline.svg, and as a trace for https://ui.perfetto.dev, RUN/timeline.json.
 
     For example:
       jdist runs
       jdist runs runs/digits-sweep
       jdist runs runs/digits runs/short
       jdist runs --json
+      jdist runs --timeline runs/digits
 
     Exit codes: 0; 2 there is no such run.
 
     Args:
         folders: a folder of runs; or two run folders, or their names in runs/.
         json: print JSON instead of tables.
+        timeline: show when the run did what; a folder of `jdist launch`'s logs will do, too.
     """
-    from jdist.runs.show import show
+    from jdist.runs.show import show, show_timeline
 
-    return show(folders, as_json=json)
+    return (show_timeline if timeline else show)(folders, as_json=json)
 
 
 def plan(
@@ -171,6 +176,7 @@ def plan(
     json: Flag = False,
     sweep: Annotated[str | None, tyro.conf.arg(metavar="global_batch=...", help_behavior_hint="")] = None,
     suggest: Flag = False,
+    svg: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     no_check: Flag = False,
 ) -> int:
     """Say what a config needs on hardware that is not here.
@@ -187,6 +193,7 @@ def plan(
       jdist plan configs/digits.yaml --topology cpu:8
       jdist plan configs/text.yaml --topology v5e:2x4 --sweep global_batch=256..65536
       jdist plan configs/text_7b.yaml --topology h100:8x8 --suggest
+      jdist plan configs/text_7b.yaml --topology v5p:8x8x8 --svg plan.svg
 
     Exit codes: 0 it fits, or the memory is not known; 1 it does not fit (of several: none does); 2 what was
     asked for is not right.
@@ -200,6 +207,7 @@ def plan(
         sweep: try these global batches (128,256,384, or 128..4096 for doublings) and name the largest that fits.
         suggest: try the state whole on each device, the optimiser's and all of it in parts, each also in microbatches, and say
             which fits and what to write.
+        svg: draw the memory of a device against what the chip has, and the step's time by its parts, into this file.
         no_check: on cpu and gpu, do not make a real step to compare the memory with.
     """
     from jdist.experiment.load import load
@@ -207,12 +215,14 @@ def plan(
     from jdist.strategies import cuda
 
     cuda.import_jax()  # whole: it may be asked for GPUs' kernels
-    from jdist.plan.sweep import parse_sweep
+    from jdist.plan.sweep import check_svg, parse_sweep
     from jdist.plan.target import configure_platform, parse_target
 
     target = parse_target(topology)
     if suggest and sweep is not None:
         raise ConfigError("--suggest and --sweep both say what to try; leave one of them out.")
+    if svg is not None:
+        check_svg(svg, tries_several=suggest or sweep is not None)
     batches = None if sweep is None else parse_sweep(sweep)
     configure_platform(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
 
@@ -222,4 +232,4 @@ def plan(
         return suggest_command(config, overrides, target, as_json=json)
     from jdist.plan.sweep import plan_command
 
-    return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json)
+    return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json, svg=svg)

@@ -50,7 +50,7 @@ def forms_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) 
     assert parts is not None
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
     described = [_described(x) for _, x in leaves]
-    is_of_optimizer, is_found = _of_optimizer(state)
+    is_of_optimizer, is_found = of_optimizer(state)
     rules = rules_of(strategy, state, is_of_optimizer, is_all=is_all)
     models = [() if rule is None else rule.axes for rule in rules]
     sizes = [_num_bytes(*each) for each in described]
@@ -97,7 +97,7 @@ def forms_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) 
 
 def rules_by_leaf(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[Rule | None]:
     """Finds the rule of each leaf, if it has one; see `rules_of`."""
-    return rules_of(strategy, state, _of_optimizer(state)[0], is_all=is_all)
+    return rules_of(strategy, state, of_optimizer(state)[0], is_all=is_all)
 
 
 def _described(x: Any) -> tuple[tuple[int, ...], Any]:
@@ -109,7 +109,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * getattr(dtype, "itemsize", 4)
 
 
-def _of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
+def of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
     """Finds the leaves in a state of optax, or in a field or under a key that is called like an optimiser.
 
     Returns:
@@ -130,14 +130,24 @@ def _of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
 
 def shapes(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> PyTree:
     """Describes a state, of arrays, structs or `ShardedLeaf`s of these, as a strategy lays it out."""
+    structs, refusal = shapes_or_refusal(strategy, state, is_all=is_all)
+    if refusal is not None:
+        raise StepError(refusal)
+    return structs
+
+
+def shapes_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> tuple[PyTree, str | None]:
+    """Describes as `shapes`, and says why such a state is not allowed; None if it is."""
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
+    refusal = None
     if strategy.parts is None:
         sharding = strategy.replicated_sharding
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in map(_aval, leaves)]
     else:
-        layout, chosen = Layout.of(strategy), forms(strategy, state, is_all=is_all)
+        layout = Layout.of(strategy)
+        chosen, refusal = forms_or_refusal(strategy, state, is_all=is_all)
         structs = [_struct(layout, x, form) for x, form in zip(leaves, chosen, strict=True)]
-    return jax.tree.unflatten(treedef, structs)
+    return jax.tree.unflatten(treedef, structs), refusal
 
 
 def _aval(x: Any) -> Any:

@@ -10,6 +10,7 @@ from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions
 
 if TYPE_CHECKING:
+    from jdist.core.state_picture import StatePicture
     from jdist.data.dataset import DistributedDataset
 
 PyTree = Any
@@ -53,6 +54,7 @@ class Operations:
         feed_pipelines: `(strategy, fn, options) -> DistributedDataset`, of a function that makes sources.
         distribute: `(strategy, step, options) -> callable step`.
         describe: `(strategy) -> str`, where the strategy runs, in a few words.
+        show: `(strategy, state) -> StatePicture`; of the devices alone where the state is None.
         coordinator: schedules functions on other processes, by hand; None where all of them run the same program.
     """
 
@@ -64,4 +66,5 @@ class Operations:
     feed_pipelines: Callable[[Strategy, Callable[..., Any], FeedOptions], DistributedDataset | Iterable[Any]]
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
     describe: Callable[[Strategy], str]
+    show: Callable[[Strategy, PyTree | None], StatePicture]
     coordinator: Coordinator | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
+
+if TYPE_CHECKING:
+    from jdist.core.state_picture import StatePicture
 
 PyTree = Any
 
@@ -22,6 +25,10 @@ class RemoteTree(abc.ABC):
     @abc.abstractmethod
     def fetch(self) -> PyTree:
         """Fetches the tree, with arrays on this process's host."""
+
+    @abc.abstractmethod
+    def show(self) -> StatePicture:
+        """Shows which process holds which part of it: `jdist.show`."""
 
 
 class Coordinator(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist.core.division import forms_or_refusal, rules_by_leaf
+from jdist.core.division import forms_or_refusal, of_optimizer, rules_by_leaf
 from jdist.core.layout import Form, Layout, names_in
 from jdist.core.rules import Rule
 from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf
@@ -34,6 +34,7 @@ class LeafReport:
         num_bytes: of the whole array.
         kept: how it is kept.
         bytes_per_device: what each device holds of it, in its own memory; padding included.
+        of_optimizer: whether it is of the optimiser's state.
     """
 
     path: str
@@ -41,6 +42,7 @@ class LeafReport:
     num_bytes: int
     kept: str
     bytes_per_device: int
+    of_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def report(strategy: Strategy, state: PyTree) -> StateReport:
         _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, form, rule)
         for (path, leaf), form, rule in zip(leaves, chosen, rules, strict=True)
     ]
+    rows = [replace(row, of_optimizer=each) for row, each in zip(rows, of_optimizer(state)[0], strict=True)]
     return StateReport(str(strategy), rows, refusal)
 
 
@@ -119,7 +122,7 @@ def _leaf(
     strategy: Strategy, layout: Layout | None, path: str, leaf: Any, form: Form | None, rule: Rule | None
 ) -> LeafReport:
     x = leaf if isinstance(leaf, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(jnp.asarray(leaf))
-    itemsize = _itemsize(x.dtype)
+    itemsize = itemsize_of(x.dtype)
     num_bytes = math.prod(x.shape) * itemsize
     array = f"{x.dtype}{list(x.shape)}"
     if layout is None or form is None:
@@ -162,7 +165,7 @@ def _by_rule(strategy: Strategy, form: Form, rule: Rule | None) -> str:
     return f"; {', '.join(over)} by {'the metadata' if rule.pattern is None else repr(rule.pattern)}"
 
 
-def _itemsize(dtype: Any) -> int:
+def itemsize_of(dtype: Any) -> int:
     """Counts the bytes of an element; of a PRNG key those of its data."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))

@@ -24,6 +24,7 @@ from jdist.support.tracebacks import without_own_frames
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from jdist.core.state_picture import StatePicture
     from jdist.core.state_report import StateReport
     from jdist.data.dataset import DistributedDataset
     from jdist.data.options import InputContext, InputOptions
@@ -190,6 +191,32 @@ class Strategy:
         from jdist.core.state_report import report
 
         return report(self, state)
+
+    @without_own_frames
+    def show(self, state: PyTree | None = None) -> StatePicture:
+        """Shows this strategy's devices, hosts and servers, and which part of a state each of them holds.
+
+        Args:
+            state: one that this strategy has laid out; or shapes, `jax.eval_shape(create, key)`, to see where arrays would be.
+                None: the devices alone.
+
+        Returns:
+            The picture: a notebook draws it, `print` writes it as text, `picture.save("state.svg")` keeps it.
+
+        Raises:
+            StepError: the state is not this strategy's, has no arrays or one that was deleted; or a rule does not fit.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jdist
+            >>> shapes = jax.eval_shape(lambda: {"w": jnp.ones((3, 5))})
+            >>> print(jdist.one_device("cpu:0").show(shapes))
+            one_device: 1 replica, 1 device of 1 process, cpu (cpu)
+              a state of 1 array, 60 B; 60 B on the device
+              A  whole on cpu:0: 1 array, 60 B (['w'])
+            this machine
+              cpu:0  replica 0  60 B  A whole
+        """
+        return self.operations.show(self, state)
 
     @without_own_frames
     def shapes(self, state: PyTree) -> PyTree:

@@ -23,6 +23,7 @@ from jdist.launcher.environment import child_environment, free_ports
 from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
 from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary
 from jdist.launcher.process import LogFile, Process, Stream
+from jdist.launcher.record import Record
 from jdist.launcher.supervisor import Restarts, begin, step
 
 _ROOM_POLL_S = 0.05
@@ -93,12 +94,15 @@ class Launcher:
         self._attempt = 0
         self._timeout_at: float | None = None
         self._timed_out, self._failure = False, ""
+        self._record = Record(log_dir, self._say)
 
     def run(self, what: str) -> Launched:
         """Runs the launch, called `what` in its first line, to its end; no process is left, also after an exception."""
         try:
             self._say(f"{what}; logs: {self._log_dir}")
+            self._record.add("launch", command=list(self._line), max_restarts=self._settings.max_restarts)
             state = self._run()
+            self._record.add("done", code=state.exit_code)
             self._say(summary(state.history, self._causes))
         finally:
             self._console.close(_CONSOLE_S)
@@ -169,6 +173,7 @@ class Launcher:
             if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
                 number = signal.SIGTERM
             if number in (signal.SIGINT, signal.SIGTERM):
+                self._record.add("signal", signal=signal.Signals(number).name)
                 self._events.append(Asked(at=time.monotonic(), signal=signal.Signals(number)))
             elif others != -1:
                 with contextlib.suppress(OSError):  # full
@@ -179,6 +184,7 @@ class Launcher:
         for stream in process.streams:
             self._stop_reading(stream.pipe)
         code, at = process.finish(time.monotonic())
+        self._record.add("end", at=at, attempt=self._attempt, process=process.task.label, code=code)
         del self._processes[process.task]
         self._stderr[process.task] = process.stderr
         if process.log.problem is not None:
@@ -204,6 +210,7 @@ class Launcher:
     def _start(self, command: Start) -> None:
         self._stderr.clear()
         self._attempt = command.attempt
+        self._record.add("attempt", attempt=command.attempt, processes=len(command.tasks))
         try:
             self._choose_ports(command.tasks)
             self._servers.attempt()
@@ -246,6 +253,7 @@ class Launcher:
             console=self._console,
         )
         self._processes[task] = process
+        self._record.add("process", attempt=attempt, process=task.label)
         self._selector.register(process.control, selectors.EVENT_READ, process)
         for stream in process.streams:
             self._reading[stream.pipe] = process, stream

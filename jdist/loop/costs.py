@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from jdist.core.strategy import Strategy
+from jdist.launcher.record import launch_of
 from jdist.loop.device_watch import DeviceWatch
 from jdist.loop.peaks import peak_memory_bytes
 from jdist.report.part_clock import COMPILE, INPUT, OTHER, STEPS, TRAINING, PartClock, shares
@@ -19,7 +21,7 @@ from jdist.report.times_file import Earlier, Outcome, TimesFile
 
 PyTree = Any
 _COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling
-_SHORT_S = 0.01  # what is shorter has no line of its own in the file of times
+_SHORT_S = 0.001  # what is shorter has no line of its own in the file of times
 _LINE_S = 1.0  # between two lines of a loop that goes round undisturbed
 _TRAIN, _STARTUP = "train", "startup"
 
@@ -66,7 +68,8 @@ class Costs:
         if folder is None:
             return
         cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
-        about = {"processes": cluster.num_processes, "devices": max(1, len(self._strategy.devices))}
+        devices = max(1, len(self._strategy.devices))
+        about = {"processes": cluster.num_processes, "devices": devices, **launch_of(os.environ, folder)}
         self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, about=about)
         self._earlier = Earlier(self._file.earlier, step=step, at=at)
 
@@ -100,6 +103,8 @@ class Costs:
         self.clock.enter(OTHER)
         if not self._is_training:
             self._is_training, self._compiling_steps = True, step - self._since[0]
+            self._write_line(step)
+        elif self.clock.now() - self._line[2] >= _LINE_S:  # of a process that is killed the record says how far it came
             self._write_line(step)
 
     @contextlib.contextmanager

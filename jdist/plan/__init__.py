@@ -6,7 +6,7 @@ compile      that step compiled: memory, bytes accessed, text; its memory beside
 hlo          the text of a compiled program -> instructions, and how often each runs
 collectives  exchanges of the devices: kind, count, bytes, mesh axis; copies to and from their hosts
 roofline     a model of the step's time from public figures of each chip, in jdist/support/chips.yaml
-plan         all of it in order; table prints it, sweep tries global batches
+plan         all of it in order; table prints it, picture draws it, sweep tries global batches
 
 A chip is an entry of that file; what devices there may be, and how they are named, is in target alone.
 
@@ -19,13 +19,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jdist.plan.picture import draw as draw
     from jdist.plan.plan import Plan as Plan
     from jdist.plan.plan import plan_config as plan_config
     from jdist.plan.table import show as show
 
-__all__ = ["Plan", "plan_config", "show"]
+__all__ = ["Plan", "draw", "plan_config", "show"]
 # `jdist plan` configures JAX before it is imported.
-_LAZY = {"Plan": "jdist.plan.plan", "plan_config": "jdist.plan.plan", "show": "jdist.plan.table"}
+_LAZY = {
+    "Plan": "jdist.plan.plan",
+    "plan_config": "jdist.plan.plan",
+    "show": "jdist.plan.table",
+    "draw": "jdist.plan.picture",
+}
 
 
 def __getattr__(name: str) -> Any:

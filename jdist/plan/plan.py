@@ -74,6 +74,7 @@ def make_plan(
     kind, steps = devices[0].device_kind, config.train.steps_per_call
     chip = chip_of(kind)
     planned = plan_step(config, parts)
+    report = parts.strategy.report(planned.state)
     plan = Plan(
         target=target.name,
         device_kind=kind,
@@ -83,7 +84,8 @@ def make_plan(
         summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),
         capacity_note=_preallocated() if target.gpus_per_host else "",
-        state_bytes=parts.strategy.report(planned.state).bytes_per_device,
+        state_bytes=report.bytes_per_device,
+        optimizer_bytes=sum(leaf.bytes_per_device for leaf in report.leaves if leaf.of_optimizer),
         rows=max(1, config.train.global_batch // (parts.strategy.num_replicas * config.train.accumulate)),
         flops=planned.flops,
         products=planned.products,

@@ -6,14 +6,17 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from jdist.cluster import exit_status
 from jdist.errors import ConfigError
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
+from jdist.plan.picture import draw
 from jdist.plan.plan import Plan, check_global_batch, make_plan
 from jdist.plan.table import show, show_sweep, sweep_row
 from jdist.plan.target import Target
+from jdist.report.files import write_atomically
 
 
 def plan_command(
@@ -24,6 +27,7 @@ def plan_command(
     batches: list[int] | None = None,
     check: bool = True,
     as_json: bool = False,
+    svg: str | None = None,
 ) -> int:
     """Plans a config file, or a sweep over its global batch, and prints the result.
 
@@ -34,6 +38,7 @@ def plan_command(
         batches: global batches to try, in rising order; None for the config's own.
         check: see `make_plan`.
         as_json: print JSON instead of a table.
+        svg: a file to draw the plan into; not of a sweep.
 
     Returns:
         The exit code: 1 if the step, or every one of a sweep, does not fit; else 0.
@@ -45,6 +50,8 @@ def plan_command(
 
     if batches is None:
         planned = plan(check=check)
+        if svg is not None:
+            write_atomically(Path(svg), str(draw(planned)))
         print(json.dumps(planned.as_json(), indent=2) if as_json else show(planned))
         return 1 if planned.fits is False else 0
     plans, interrupted = [], False
@@ -60,6 +67,16 @@ def plan_command(
     if interrupted:
         return exit_status.INTERRUPTED
     return 1 if all(p.fits is False for p in plans) else 0
+
+
+def check_svg(name: str, *, tries_several: bool) -> None:
+    """Refuses, by a ConfigError, a file that no plan can be drawn into; nothing is compiled before."""
+    if tries_several:
+        raise ConfigError("--svg draws one plan; leave out --sweep or --suggest.")
+    if not name.endswith(".svg"):
+        raise ConfigError(f"--svg is {name!r}; the picture is SVG, so its name must end in .svg.")
+    if not Path(name).absolute().parent.is_dir():
+        raise ConfigError(f"--svg is {name!r}, and the folder {Path(name).parent} is not there. Make it first.")
 
 
 def parse_sweep(text: str) -> list[int]:

@@ -30,6 +30,7 @@ class Plan:
         capacity: bytes of a device's memory that a step can have; None if it is not known.
         capacity_note: what part of the memory that is, in words; "" if all of it.
         state_bytes: what each device holds of the state.
+        optimizer_bytes: of these, the optimiser's.
         rows: of a microbatch, or of the batch, of one device.
         memory: of one device; None if the compiler refused the step.
         refusal: the compiler's message, if it refused.
@@ -59,6 +60,7 @@ class Plan:
     capacity: int | None
     capacity_note: str = ""
     state_bytes: int = 0
+    optimizer_bytes: int = 0
     rows: int = 0
     memory: Memory | None = None
     refusal: TooLarge | None = None

@@ -11,10 +11,14 @@ from jdist.experiment.load import dotted, leaves
 from jdist.experiment.record import RunFolder
 from jdist.experiment.render import flow
 from jdist.experiment.repeatable import read_starts
+from jdist.report.files import write_atomically
 from jdist.report.progress import duration, percent
+from jdist.runs.perfetto import trace
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RUNS, RunSummary, find_runs, read_run
 from jdist.runs.table import columns, figure
+from jdist.runs.timeline import read_timeline
+from jdist.runs.timeline_picture import draw
 
 
 def compare(a: RunSummary, b: RunSummary, *, as_json: bool = False) -> str:
@@ -57,6 +61,33 @@ def _differences(a: dict, b: dict) -> dict:
 def _text(value: object) -> str:
     text = flow(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def show_timeline(folders: Sequence[str], *, as_json: bool = False) -> int:
+    """Prints the timeline of a run, and writes it beside the run's metrics: timeline.svg, and timeline.json for Perfetto.
+
+    Args:
+        folders: one run folder, or its name in runs/.
+        as_json: print JSON.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: there is no such run, it has no record of times, or none or several are given.
+    """
+    if len(folders) != 1:
+        raise ConfigError(f"`jdist runs --timeline` takes one run, and {len(folders) or 'none'} are given.")
+    path = _folder(folders[0])
+    timeline = read_timeline(path)
+    picture, perfetto = path / "timeline.svg", path / "timeline.json"
+    write_atomically(picture, str(draw(timeline)))
+    write_atomically(perfetto, json.dumps(trace(timeline)) + "\n")
+    if as_json:
+        print(json.dumps(timeline.as_json() | {"svg": str(picture), "perfetto": str(perfetto)}, indent=1))
+    else:
+        print(f"{timeline}\npicture: {picture}\ntrace: {perfetto}, for https://ui.perfetto.dev")
+    return 0
 
 
 def show(folders: Sequence[str], *, as_json: bool = False) -> int:

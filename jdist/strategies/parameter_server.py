@@ -12,15 +12,16 @@ from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
+from jdist.core.state_picture import StatePicture
 from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.options import FeedOptions
-from jdist.errors import DatasetError, StrategyError
+from jdist.errors import DatasetError, StepError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator
 from jdist.ps.coordinator.datasets import WorkerDataset
-from jdist.ps.coordinator.remote_state import RemoteState
+from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
 from jdist.ps.coordinator.servers import Servers, connect_servers
 from jdist.ps.coordinator.session import Session
 from jdist.ps.local import LocalCluster
@@ -128,18 +129,14 @@ def parameter_server(
     if options is None:
         return mirrored(axis=axis)
     # A cluster's errors are raised here; local processes start when they are needed.
+    counts = (arguments.local_workers or 2, arguments.local_ps or options.replicas)
     servers = (
-        functools.partial(
-            _local_servers,
-            arguments.local_workers or 2,
-            arguments.local_ps or options.replicas,
-            arguments.devices_per_worker,
-        )
+        functools.partial(_local_servers, *counts, arguments.devices_per_worker)
         if spec is None
         else connect_servers(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
     )
     note_coordinator()
-    return _strategy(Session(servers, options))
+    return _strategy(Session(servers, options, counts=counts))
 
 
 def check_parameter_server(**arguments: Unpack[PsKeywords]) -> None:
@@ -180,6 +177,19 @@ def _strategy(job: Session) -> Strategy:
 
     def check(strategy: Strategy, state: PyTree) -> None:
         job.join()
+
+    def show(strategy: Strategy, state: PyTree | None) -> StatePicture:
+        if state is None:
+            return job.show(None)
+        whole = state.whole if isinstance(state, RemotePart) else state
+        if not isinstance(whole, RemoteState) or whole.job is not job:
+            kind = "that of another parameter server" if isinstance(whole, RemoteState) else f"a {type(state).__name__}"
+            raise StepError(
+                f"strategy.show: this state is not of this parameter_server: it is {kind}. `strategy.init(create, key)` makes "
+                "one that is, and `jdist.show(state)` shows where this one is. How a state is cut up a step decides, so of "
+                "shapes alone there is nothing to show."
+            )
+        return state.show()
 
     def feed(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:
         batch_axis, lead = options.batch_axis, int(options.steps_per_call > 1)
@@ -233,6 +243,7 @@ def _strategy(job: Session) -> Strategy:
             feed_pipelines=feed_on_workers,
             distribute=distribute,
             describe=lambda _: job.describe(),
+            show=show,
             coordinator=ClusterCoordinator(job),
         ),
     )

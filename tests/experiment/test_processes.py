@@ -1,5 +1,6 @@
 """Runs in several real processes: as good as in one, stopped and killed ones too."""
 
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from toy_regression import CONFIG
 
 from jdist.cli.main import main
 from jdist.launcher.environment import free_ports
+from tests.pictures import check_picture
 from tests.toys import without_costs
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -114,10 +116,13 @@ def test_it_is_repeated_bit_for_bit(whole):
     assert "[1] matched" not in out
 
 
-def test_killed_and_stopped_in_saves_and_steps_it_ends_with_the_same_bits(tmp_path, whole):
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    """The folder and the output of the same run, killed in a save, stopped in one, and killed after a step."""
+    folder = tmp_path_factory.mktemp("disturbed")
     draw = random.Random(11)
     code, out = launch(
-        tmp_path,
+        folder,
         "--max-restarts=3",
         "--grace-s=0.5",
         failpoints=[
@@ -128,11 +133,48 @@ def test_killed_and_stopped_in_saves_and_steps_it_ends_with_the_same_bits(tmp_pa
     )
     assert code == 0, out
     assert len(re.findall(r"^\[[01]\] jdist: failpoint ", out, re.MULTILINE)) == 3, out
+    return folder, out
+
+
+def test_killed_and_stopped_in_saves_and_steps_it_ends_with_the_same_bits(disturbed, whole):
+    folder, out = disturbed
     resumed = re.findall(r"going on from step (\d+) of 120", out)
     assert resumed[:2] == ["20", "20"]
     assert len(resumed) == 3
-    assert last_save(tmp_path) == last_save(whole[0])
-    assert rows_of(tmp_path) == rows_of(whole[0])
+    assert last_save(folder) == last_save(whole[0])
+    assert rows_of(folder) == rows_of(whole[0])
+
+
+def test_its_timeline_has_what_happened(disturbed, capsys):
+    folder, out = disturbed
+    assert main(["runs", "--timeline", str(folder / "runs/toy")]) == 0
+    assert "3 restarts" in capsys.readouterr().out
+    events = json.loads((folder / "runs/toy/timeline.json").read_text())["traceEvents"]
+    attempts = [event for event in events if event.get("cat") == "attempt"]
+    # Where each attempt went on from, and the process that each failpoint killed: as the launcher's output says.
+    resumed = [int(step) for step in re.findall(r"going on from step (\d+) of 120", out)]
+    assert [each["args"]["first_step"] for each in attempts] == [0, *resumed]
+    assert [each["args"]["outcome"] for each in attempts[-1:]] == ["finished"]
+    assert attempts[-1]["args"]["last_step"] == 120
+    assert all(a["args"]["kept_step"] == b["args"]["first_step"] for a, b in itertools.pairwise(attempts))
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(attempts))
+    lost = [each["args"]["steps_done_again"] for each in attempts]
+    assert lost == [max(0, each["args"]["last_step"] - each["args"]["kept_step"]) for each in attempts]
+    guilty = re.findall(r"\[launch\] attempt (\d): .*process (\d) was (?:killed|stopped|ended)", out)
+    processes = [event for event in events if event.get("cat") == "process"]
+    assert len(processes) == 8
+    for attempt, process in guilty:
+        (end,) = (
+            each
+            for each in processes
+            if each["name"] == f"process {process}" and each["args"]["attempt"] == int(attempt)
+        )
+        assert end["args"]["code"] != 0
+    assert sum(each["args"]["how"] == "killed by SIGKILL" for each in processes) >= 2
+    saves = [event for event in events if event["name"] == "checkpoint"]
+    assert {20, 40, 60, 80, 100, 120} <= {event["args"]["last_step"] for event in saves}
+    assert {60, 120} <= {event["args"]["last_step"] for event in events if event["name"] == "evaluation"}
+    check_picture((folder / "runs/toy/timeline.svg").read_text())
 
 
 def test_one_asked_to_stop_all_stop_at_one_step_and_fewer_go_on(tmp_path, monkeypatch, capfd):

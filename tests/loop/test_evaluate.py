@@ -46,6 +46,9 @@ def test_a_state_on_parameter_servers_is_asked_to_be_fetched():
         def fetch(self) -> Any:
             return state()
 
+        def show(self) -> Any:
+            return jdist.show(state())
+
     for call in (jdist.evaluate, jdist.predict, jdist.fit):
         with pytest.raises(StrategyError, match=r"lives on parameter servers, .* give `strategy.fetch\(state\)`"):
             call(eval_step, Elsewhere(), DATA, strategy=jdist.one_device(), global_batch=20)

@@ -13,9 +13,10 @@ from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
 from jdist.plan.plan import make_plan
-from jdist.plan.table import duration, show, show_sweep, size
+from jdist.plan.table import duration, show, show_sweep
 from jdist.plan.target import parse_target
 from jdist.strategies import libtpu
+from jdist.support.units import size
 from tests.plan.plan_toy import config_file
 
 DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")

@@ -10,6 +10,7 @@ from flax import nnx
 import jdist
 from jdist.errors import BatchError, BoundaryError, NonFiniteError, StepError, StrategyError
 from jdist.train import Checkpointer
+from tests.pictures import check_picture
 from tests.ps.hidden_layer import BATCH, create, loss, train_step
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
@@ -494,6 +495,28 @@ def test_batches_whose_rows_are_on_another_axis(strategy):
     near(w, expected_w)
     with pytest.raises(StrategyError, match="batches that workers read have their rows first"):
         strategy.distribute_datasets_from_function(lambda context: batches, batch_axis=1)
+
+
+def test_a_picture_shows_which_server_has_which_part(strategy):
+    servers = {place.name: place for group in strategy.show().groups for place in group.members}
+    assert list(servers) == ["coordinator", "worker 0", "ps 0", "ps 1"]
+    state = strategy.init(lambda: create(optax.adam(0.1)))
+    assert "here until the first step" in str(strategy.show(state))
+    with pytest.raises(StepError, match=r"not of this parameter_server: it is a TrainState.*a step decides"):
+        strategy.show(jax.eval_shape(lambda: create(optax.adam(0.1))))
+    with pytest.raises(StepError, match="mirrored has none"):
+        jdist.mirrored().show(state)
+    total = strategy.show(state).divisions[0].num_bytes
+    state, _ = jdist.distribute(train_step, strategy)(state, BATCH)
+    picture = jdist.show(state)
+    assert str(picture) == str(strategy.show(state))
+    assert sum(each.num_bytes for each in picture.divisions) == total
+    kept = [holding for group in picture.groups[2:] for place in group.members for holding in place.holdings]
+    pieces = [holding for holding in kept if holding.division == 0]
+    # The pieces of all servers are each array once, one behind the other.
+    assert sum(piece.num_bytes for piece in pieces) == picture.divisions[0].num_bytes
+    assert [piece.spans[0][0] for piece in pieces] == [0.0, *(piece.spans[0][1] for piece in pieces[:-1])]
+    check_picture(picture._repr_svg_())
 
 
 def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost(strategy):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.remote import RemoteTree
+from jdist.core.state_picture import StatePicture
 from jdist.core.step_state import unpack
 from jdist.support.arrays import is_key
 from jdist.support.leaf_table import tree_table
@@ -22,6 +23,8 @@ class Job(Protocol):
     """What knows where a state is: `session.Session`."""
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
+
+    def show(self, state: RemoteState | None) -> StatePicture: ...
 
 
 class OnServers(RemoteTree):
@@ -89,6 +92,10 @@ class RemoteState(OnServers):
             return self.joined.fetch()
         return unpack(jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self))))
 
+    def show(self) -> StatePicture:
+        """See `RemoteTree`."""
+        return self.joined.show() if self.joined is not None else self.job.show(self)
+
     def _typed(self, leaves: Sequence[np.ndarray]) -> list[Any]:
         return [
             x if impl is None else jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
@@ -135,6 +142,10 @@ class RemotePart(OnServers):
     def fetch(self) -> PyTree:
         """See `RemoteTree`; waits for every step that was scheduled."""
         return self.whole.fetch()[self.index]
+
+    def show(self) -> StatePicture:
+        """See `RemoteTree`: the states that are on servers together."""
+        return self.whole.show()
 
     def __repr__(self) -> str:
         return f"RemotePart({self.index} of {self.whole!r})"

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.core.state_picture import StatePicture
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.datasets import RemoteBatch, WorkerDataset, name_of_function
+from jdist.ps.coordinator.picture import draw_servers
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.servers import Servers, devices_of_workers
@@ -60,10 +62,13 @@ class Session:
     Args:
         servers: the workers and parameter servers, or a function that starts them when they are first needed.
         options: how states are laid out, travel and are updated.
+        counts: how many workers and parameter servers that function starts, for pictures.
     """
 
-    def __init__(self, servers: Servers | Callable[[], Servers], options: PsOptions):
-        self._start, self.options = servers, options
+    def __init__(
+        self, servers: Servers | Callable[[], Servers], options: PsOptions, *, counts: tuple[int, int] = (0, 0)
+    ):
+        self._start, self.options, self._counts = servers, options, counts
         self._servers = servers if isinstance(servers, Servers) else None
         self._lock = threading.RLock()
         self._coordinator: Coordinator | None = None
@@ -115,6 +120,30 @@ class Session:
             f"{len(addresses)} {name}{'s' * (len(addresses) > 1)} ({addresses[0]}{', ...' * (len(addresses) > 1)})"
             for name, addresses in named
         )
+
+    def show(self, state: RemoteState | None) -> StatePicture:
+        """Shows the workers and servers, and which part of a state each holds; starts nothing.
+
+        Raises:
+            StrategyError: the state was on servers that have been closed.
+        """
+        with self._lock:
+            if self._servers is not None:
+                workers, ps = self._servers.workers, self._servers.ps
+            else:
+                workers, ps = (("",) * count for count in self._counts)
+            if state is None:
+                return draw_servers(workers, ps)
+            is_there = state is self._state
+            leaves = state.leaves if is_there else _leaves_here(state)
+            return draw_servers(
+                workers,
+                ps,
+                shapes=state.shapes,
+                here=[i for i, x in enumerate(leaves) if x is not None],
+                layout=self._layout if is_there else None,
+                backups=self.options.replicas == 2,
+            )
 
     @property
     def coordinator(self) -> Coordinator:

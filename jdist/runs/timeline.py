@@ -1,0 +1,325 @@
+"""The timeline of a run over all its attempts, read from what the run and its launcher have recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdist.errors import ConfigError
+from jdist.experiment.record import RunFolder
+from jdist.launcher import record
+from jdist.report import times_file
+from jdist.report.plain import to_plain
+from jdist.runs.summary import RUNS, near_run
+from jdist.support.file_lock import is_held
+from jdist.support.units import counted
+
+TRAIN, STARTUP, EVALUATION, CHECKPOINT, LOST = "train", "startup", "evaluation", "checkpoint", "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of an attempt.
+
+    Attributes:
+        part: "startup", "train", "evaluation", "checkpoint"; or "lost", steps that a later attempt did again.
+        begin: when it began, in seconds since 1970.
+        end: when it ended.
+        first: steps done before it.
+        last: steps done after it.
+    """
+
+    part: str
+    begin: float
+    end: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpan:
+    """The life of a process that a launcher started.
+
+    Attributes:
+        name: "process 0", "evaluator", "ps 1".
+        begin: when it was started, in seconds since 1970.
+        end: when it was gone; None: not known, or it runs.
+        code: its exit code, or minus the number of the signal that ended it; None while there is none.
+        attempt: the run's attempt; None: one that did not come to train.
+    """
+
+    name: str
+    begin: float
+    end: float | None = None
+    code: int | None = None
+    attempt: int | None = None
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.code is None:
+            return "end not recorded"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        return f"killed by {_signal_name(-self.code)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of a run.
+
+    Attributes:
+        number: from 0.
+        begin: when it began, in seconds since 1970.
+        end: when it ended; of one that was killed, the last that is known of it.
+        first: the step from which it trained.
+        last: the last step that it is known to have come to.
+        kept: the last of its steps that the run has gone on from, or come to; those behind it were done again.
+        outcome: "finished", "stopped", "interrupted", "preempted", "failed"; "killed", of which nothing was written;
+            "running".
+        spans: what its time went to, in order; the lost steps apart from those that count.
+    """
+
+    number: int
+    begin: float
+    end: float
+    first: int
+    last: int
+    kept: int
+    outcome: str
+    spans: tuple[Span, ...]
+
+    @property
+    def lost_steps(self) -> int:
+        """How many of its steps were done again."""
+        return max(0, self.last - max(self.kept, self.first))
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of steps that were done again."""
+        return sum(span.end - span.begin for span in self.spans if span.part == LOST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What happened in a run, and when.
+
+    Attributes:
+        name: of the run.
+        attempts: its starts, in order; none of a launch whose program is no run of jdist.
+        processes: those of the launches that it was started by, in order of their beginning.
+        signals: when somebody asked the launcher to stop, and by which signal.
+    """
+
+    name: str
+    attempts: tuple[Attempt, ...]
+    processes: tuple[ProcessSpan, ...] = ()
+    signals: tuple[tuple[float, str], ...] = ()
+
+    @property
+    def begin(self) -> float:
+        """When it began, in seconds since 1970."""
+        return min([*(a.begin for a in self.attempts), *(p.begin for p in self.processes)])
+
+    @property
+    def end(self) -> float:
+        """When it ended, or the last that is known of it."""
+        ends = [*(a.end for a in self.attempts), *(p.begin if p.end is None else p.end for p in self.processes)]
+        return max([*ends, *(at for at, _ in self.signals)])
+
+    @property
+    def lost_steps(self) -> int:
+        """How many steps were done again."""
+        return sum(attempt.lost_steps for attempt in self.attempts)
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of steps that were done again."""
+        return sum(attempt.lost_s for attempt in self.attempts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the timeline as plain values."""
+        values = {"lost_steps": self.lost_steps, "lost_s": self.lost_s, "begin": self.begin, "end": self.end}
+        values |= dataclasses.asdict(self)
+        for row, attempt in zip(values["attempts"], self.attempts, strict=True):
+            row |= {"lost_steps": attempt.lost_steps, "lost_s": attempt.lost_s}
+        for row, process in zip(values["processes"], self.processes, strict=True):
+            row["how"] = process.how
+        return to_plain(values)
+
+    def __str__(self) -> str:
+        lines = [summary(self)]
+        lines += [f"  {describe(self, attempt)}" for attempt in self.attempts]
+        for process in self.processes:
+            if process.attempt is None or process.code not in (0, None):
+                lines.append(f"  {process.name}, {_after(process.begin, self)}: {process.how}")
+        return "\n".join(lines)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def summary(timeline: Timeline) -> str:
+    """Says in a line what happened."""
+    if not timeline.attempts:
+        return (
+            f"{timeline.name}: {counted(len(timeline.processes), 'process').replace('processs', 'processes')} in "
+            f"{timeline.end - timeline.begin:,.1f} s; none of them has recorded steps"
+        )
+    last = timeline.attempts[-1]
+    restarts = len(timeline.attempts) - 1
+    lost = (
+        f", {counted(timeline.lost_steps, 'step')} done again ({timeline.lost_s:,.1f} s)" if timeline.lost_steps else ""
+    )
+    return (
+        f"{timeline.name}: {last.last:,} steps in {timeline.end - timeline.begin:,.1f} s, "
+        f"{counted(restarts, 'restart')}{lost}; {last.outcome}"
+    )
+
+
+def describe(timeline: Timeline, attempt: Attempt) -> str:
+    """Says in a line what an attempt did."""
+    lost = f", of which {attempt.lost_steps:,} were done again" if attempt.lost_steps else ""
+    return (
+        f"attempt {attempt.number}, {_after(attempt.begin, timeline)} for {attempt.end - attempt.begin:,.1f} s: "
+        f"steps {attempt.first:,} to {attempt.last:,}{lost}; {attempt.outcome}"
+    )
+
+
+def _after(at: float, timeline: Timeline) -> str:
+    return f"after {at - timeline.begin:,.1f} s"
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Reads the timeline of a run folder, of the folder of a `jdist.fit`'s checkpoints, or of a launch's logs.
+
+    Raises:
+        ConfigError: there is no such folder, no record in it, or one that cannot be read.
+    """
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path}: no such run.{near_run(path)} Give the folder of a run, of a launch's logs, or a name in {RUNS}/."
+        )
+    lines = times_file.read_times(path)
+    if not lines and not (path / record.NAME).is_file():
+        raise ConfigError(
+            f"{path}: there is no record of times in it, no {times_file.NAME} of a run that has begun to train and no "
+            f"{record.NAME} of `jdist launch`. A run writes it from its first step on; one of an older jdist has none."
+        )
+    begins = [line for line in lines if line.get("event") == "begin"]
+    launches = list(dict.fromkeys(line["launch"] for line in begins if "launch" in line))
+    by_launch = {(line["launch"], line["launch_attempt"]): line["attempt"] for line in begins if "launch" in line}
+    folders = {each: path / each for each in launches} or {"": path}
+    processes: list[ProcessSpan] = []
+    signals: list[tuple[float, str]] = []
+    for launch, folder in folders.items():
+        events = list(_read_events(folder / record.NAME))
+        signals += [(event["at"], event["signal"]) for event in events if event["event"] == "signal"]
+        processes += _processes(events, {n: attempt for (where, n), attempt in by_launch.items() if where == launch})
+    is_running = is_held(RunFolder(path).lock)
+    return Timeline(
+        name=path.name,
+        attempts=tuple(_attempts(lines, processes, is_running=is_running)),
+        processes=tuple(sorted(processes, key=lambda p: p.begin)),
+        signals=tuple(signals),
+    )
+
+
+def _read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Reads a launcher's record; a last line torn by a kill is left out, and of a launch whose logs are gone there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}.") from exc
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict) and isinstance(event.get("at"), int | float) and "event" in event:
+            yield event
+        elif number < len(lines) or line.endswith("\n"):
+            raise ConfigError(f'{path}:{number}: not a JSON object with "at" and "event". Mend or delete that line.')
+
+
+def _processes(events: Iterable[Mapping[str, Any]], attempts: Mapping[int, int]) -> list[ProcessSpan]:
+    """Pairs the beginnings and ends of a launch's processes."""
+    found: list[ProcessSpan] = []
+    running: dict[str, int] = {}  # a server may end in a later attempt
+    for event in events:
+        if event["event"] == "process":
+            label, attempt = event["process"], event["attempt"]
+            running[label] = len(found)
+            name = f"process {label}" if label.isdigit() else label
+            found.append(ProcessSpan(name=name, begin=event["at"], attempt=attempts.get(attempt)))
+        elif event["event"] == "end" and event["process"] in running:
+            place = running.pop(event["process"])
+            found[place] = dataclasses.replace(found[place], end=event["at"], code=event["code"])
+    return found
+
+
+def _attempts(
+    lines: Sequence[Mapping[str, Any]], processes: Sequence[ProcessSpan], *, is_running: bool
+) -> Iterator[Attempt]:
+    numbers = sorted({line["attempt"] for line in lines if "attempt" in line})
+    firsts = {line["attempt"]: line["step"] for line in lines if line.get("event") == "begin"}
+    for number in numbers:
+        own = [line for line in lines if line.get("attempt") == number]
+        begin = next((line["at"] for line in own if line.get("event") == "begin"), None)
+        if begin is None:
+            continue
+        end = next((line for line in own if line.get("event") == "end"), None)
+        spans = [
+            Span(part=x["part"], begin=x["begin"], end=x["end"], first=x["first"], last=x["step"])
+            for x in own
+            if "part" in x
+        ]
+        first, last = firsts[number], max(line["step"] for line in own)
+        later = [firsts[n] for n in numbers if n > number and n in firsts]
+        kept = min([last, *later])
+        is_last = number == numbers[-1]
+        # Servers outlive an attempt.
+        until = min(
+            (line["at"] for line in lines if line.get("event") == "begin" and line["attempt"] > number),
+            default=math.inf,
+        )
+        gone = [p.end for p in processes if p.attempt == number and p.end is not None and p.end <= until]
+        known = max([begin, *(span.end for span in spans)])
+        ended = end["at"] if end is not None else max([known, *gone])
+        outcome = end["outcome"] if end is not None else "running" if is_last and is_running else "killed"
+        cut = [each for span in spans for each in _split(span, kept)]
+        if outcome == "killed" and ended > known:  # what it did behind its last line is lost, whatever it was
+            cut.append(Span(part=LOST, begin=known, end=ended, first=last, last=last))
+        yield Attempt(
+            number=number,
+            begin=begin,
+            end=ended,
+            first=first,
+            last=last,
+            kept=max(first, kept) if last > first else first,
+            outcome=outcome,
+            spans=tuple(cut),
+        )
+
+
+def _split(span: Span, kept: int) -> Iterator[Span]:
+    """Cuts what was done again off a span of steps."""
+    if span.part not in (TRAIN, STARTUP) or span.last <= kept or span.last == span.first:
+        yield span
+        return
+    if span.part == STARTUP:  # it has to be done before any step, and most of it is not the step
+        yield span
+        return
+    cut = span.begin + (span.end - span.begin) * max(0, kept - span.first) / (span.last - span.first)
+    if span.first < kept:
+        yield dataclasses.replace(span, end=cut, last=kept)
+    yield dataclasses.replace(span, part=LOST, begin=cut, first=max(span.first, kept))

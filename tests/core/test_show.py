@@ -1,0 +1,213 @@
+"""`jdist.show` and `strategy.show`: which device, host or server holds which part of a state."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.core.state_picture import Group, More, Place, shown
+from jdist.errors import StepError
+from tests.by_default import some
+from tests.pictures import check_picture
+
+KEY = jax.random.key(0)
+STRATEGIES = {
+    "default": jdist.default,
+    "one_device": lambda: jdist.one_device("cpu:3"),
+    "mirrored": jdist.mirrored,
+    "pmap": lambda: jdist.mirrored(transform="pmap"),
+    "multi_worker": jdist.multi_worker,
+    "central_storage": jdist.central_storage,
+    "sharded": jdist.sharded,
+    "within": lambda: jdist.sharded(within=4),
+    "optimizer": lambda: jdist.mirrored(shard="optimizer"),
+    "rules": lambda: jdist.sharded(mesh={"replica": -1, "model": 2}, rules=[("up", (None, "model"))]),
+}
+
+
+def create(key):
+    params = {"up": jax.random.normal(key, (96, 64)), "bias": jnp.zeros(64), "down": jnp.ones((77, 31))}
+    return jdist.TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+SHAPES = jax.eval_shape(create, KEY)
+
+
+def places(members):
+    for member in members:
+        yield from places(member.members) if isinstance(member, Group) else (member,)
+
+
+def bytes_by_device(picture):
+    return {place.name: place.num_bytes for place in places(picture.groups) if place.name != "host memory"}
+
+
+def bytes_of_shards(state, *, on_host):
+    """The oracle: what JAX says that each device has of each array."""
+    total = {}
+    for x in jax.tree.leaves(state):
+        for shard in x.addressable_shards:
+            name = f"{shard.device.platform}:{shard.device.id}"
+            is_there = (x.sharding.memory_kind != shard.device.default_memory().kind) == on_host
+            total[name] = total.get(name, 0) + shard.data.nbytes * is_there
+    return total
+
+
+@pytest.mark.parametrize("name", some(STRATEGIES, ["default", "central_storage", "within", "optimizer", "rules"]))
+def test_a_picture_has_the_bytes_that_each_device_holds_and_the_plan_is_what_becomes_of_it(name):
+    strategy = STRATEGIES[name]()
+    state = strategy.init(create, KEY)
+    picture = strategy.show(state)
+    assert bytes_by_device(picture) == bytes_of_shards(state, on_host=False)
+    in_host_memory = sum(place.num_bytes for place in places(picture.groups) if place.name == "host memory")
+    assert in_host_memory == sum(bytes_of_shards(state, on_host=True).values())
+    assert str(strategy.show(SHAPES)) == str(picture)
+    # The same by where the arrays are, of whatever strategy.
+    assert bytes_by_device(jdist.show(state)) == bytes_by_device(picture)
+    assert str(picture).startswith(f"{strategy.name}: ")
+    for each in (picture, jdist.show(state)):
+        texts = check_picture(each._repr_svg_())
+        assert all(place.name in texts for place in places(each.groups))
+
+
+def test_each_device_has_the_part_that_jax_gives_it():
+    strategy = jdist.sharded()
+    state = strategy.init(lambda: {"w": jnp.arange(4096.0)})
+    by_name = {place.name: place for place in places(jdist.show(state).groups)}
+    for shard in state["w"].stored.addressable_shards:
+        (holding,) = by_name[f"cpu:{shard.device.id}"].holdings
+        assert holding.label == f"part {shard.index[0].start // 512} of 8"
+        assert holding.spans == ((shard.index[0].start / 4096, shard.index[0].stop / 4096),)
+
+
+def test_text_for_a_terminal():
+    lines = str(jdist.sharded(["cpu:0", "cpu:1"]).show({"w": jax.ShapeDtypeStruct((64, 32), "float32")})).splitlines()
+    assert lines == [
+        "sharded: 2 replicas, 2 devices of 1 process, cpu (cpu)",
+        "  a state of 1 array, 8.00 KiB; 4.00 KiB on each device (50.00% of it)",
+        "  A  in 2 parts over replica: 1 array, 8.00 KiB, 4.00 KiB on each (['w'])",
+        "this machine",
+        "  cpu:0  replica 0  4.00 KiB  A ########........ part 0 of 2",
+        "  cpu:1  replica 1  4.00 KiB  A ........######## part 1 of 2",
+    ]
+
+
+def test_arrays_that_no_strategy_placed():
+    devices = jax.devices()
+    state = {"a": jax.device_put(jnp.ones(10), devices[1]), "b": np.ones(3, np.float32), "c": 2}
+    picture = jdist.show(state)
+    held = {place.name: place.num_bytes for place in places(picture.groups)}
+    assert held == {"host memory": 16, "cpu:1": 40}
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    both = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P("y", "x")))
+    assert "in 8 parts over x=4 x y=2" in str(jdist.show(both))
+    check_picture(picture._repr_svg_())
+
+
+@pytest.mark.parametrize(
+    ("topology", "shard", "first", "last"),
+    [
+        ("v5p:16x16x16", "state", "host 0", "host 1023"),
+        ("v5p:8x8x8,slices=8", {"within": 512}, "slice 0", "slice 7"),
+        ("v5e:2x4", None, "host 0", "host 1"),
+    ],
+)
+def test_chips_that_are_not_here_are_counted_where_they_are_alike(topology, shard, first, last):
+    pytest.importorskip("libtpu", reason="describes TPUs that are not here")
+    strategy = jdist.tpu(topology=topology, shard=shard)
+    picture = strategy.show(SHAPES)
+    assert set(bytes_by_device(picture).values()) == {strategy.report(SHAPES).bytes_per_device}
+    assert len(list(places(picture.groups))) == len(strategy.devices)
+    text, svg = str(picture), picture._repr_svg_()
+    assert len(svg) < 40_000
+    texts = check_picture(svg)
+    assert {first, last} <= set(texts)
+    named = len(set(re.findall(r"^ *host (\d+)$", text, re.M)))
+    if len(strategy.devices) > 8:
+        assert len(text.splitlines()) < 40
+        assert named < 10
+        more = [each for each in shown(picture.groups) if isinstance(each, More)]
+        assert sum(len(each.members) for each in more) + len(shown(picture.groups)) - len(more) == len(picture.groups)
+
+
+def test_what_a_strategy_would_refuse_is_marked():
+    picture = jdist.sharded(whole_below=10**6).show(
+        {"w": jax.ShapeDtypeStruct((1000, 1000), "float32")}
+        | {str(i): jax.ShapeDtypeStruct((500, 1000), "float32") for i in range(2)}
+    )
+    assert "Lower `whole_below`" in str(picture)
+    assert any(text.startswith("Refused: ") for text in check_picture(picture._repr_svg_()))
+
+
+def test_without_a_state_the_devices_are_shown():
+    picture = jdist.mirrored().show()
+    assert "give it a state" in str(picture)
+    assert [place.note for place in places(picture.groups)] == [f"replica {i}" for i in range(8)]
+    check_picture(picture._repr_svg_())
+
+
+def test_a_run_of_places_that_are_alike_keeps_its_order_and_those_that_differ():
+    members = [Place(f"cpu:{i}") for i in range(20)]
+    assert [type(each).__name__ for each in shown(members)] == ["Place", "Place", "More", "Place"]
+    assert shown(members[:8]) == members[:8]
+    assert "… 17 more devices" in str(shown(members)[2].lines)
+
+
+def test_a_file_of_a_picture(tmp_path):
+    picture = jdist.show({"w": jnp.ones(3)})
+    picture.save(tmp_path / "a.svg")
+    check_picture((tmp_path / "a.svg").read_text())
+    with pytest.raises(StepError, match=r"'.*a\.png' does not end in \.svg"):
+        picture.save(tmp_path / "a.png")
+
+
+def test_a_deleted_array_is_named():
+    strategy = jdist.mirrored()
+    state = strategy.init(lambda: {"w": jnp.ones(8)})
+    step = jdist.distribute(lambda state, batch: ({"w": state["w"] + 1}, {}), strategy)
+    after, _ = step(state, {"x": np.ones(8)})
+    for show in (jdist.show, strategy.show):
+        with pytest.raises(StepError, match=r"leaf \['w'\] was deleted: .* Show the state that it has returned"):
+            show(state)
+        show(after)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({}, r"without arrays \(dict\); give it one"),
+        (None, r"without arrays \(NoneType\)"),
+        (lambda key: {"w": jnp.ones(3)}, "got a function"),
+        ({"w": "text"}, r"leaf \['w'\] is a str; a state has arrays and numbers"),
+        (
+            {"w": jax.ShapeDtypeStruct((3,), "float32")},
+            r"of leaf \['w'\] only the shape is known. `strategy.show\(shapes\)`",
+        ),
+    ],
+)
+def test_what_is_no_state_of_arrays_is_refused(state, text):
+    with pytest.raises(StepError, match=text):
+        jdist.show(state)
+
+
+def test_within_a_step_nothing_is_shown():
+    with pytest.raises(StepError, match="is traced"):
+        jax.jit(lambda x: str(jdist.show({"w": x})))(jnp.ones(3))
+
+
+def test_a_state_of_another_strategy_is_refused():
+    whole = {"w": jnp.ones((64, 64))}
+    for strategy, state, where in (
+        (jdist.mirrored(), whole, r"leaf \['w'\] is on cpu:0"),
+        (jdist.mirrored(), {"w": np.ones(3)}, r"leaf \['w'\] is on the host"),
+        (jdist.one_device("cpu:1"), jdist.mirrored().init(lambda: whole), r"leaf \['w'\] is on 8 devices"),
+        (jdist.mirrored(), jdist.sharded().init(lambda: whole), r"keeps arrays whole: leaf \['w'\] is in parts"),
+        (jdist.sharded(), jdist.mirrored().init(lambda: whole), r"leaf \['w'\] is whole"),
+        (jdist.sharded(within=4), jdist.sharded().init(lambda: whole), r"leaf \['w'\] is in 8 parts"),
+    ):
+        with pytest.raises(StepError, match=f"not of {strategy.name}.*{where}.*jax.eval_shape"):
+            strategy.show(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.errors import StepError
@@ -73,6 +74,7 @@ class Moment:
         data: returns the position in the data, to save; None for data that cannot go on where it was.
         notes: returns plain JSON values that are to be saved beside state and position, so that the run can go on.
         kept: the `Callback.keeps` of this run by name.
+        folder: where a callback keeps what the run goes on from, `Callback.folder`; None: none does.
         measure: returns `metrics`.
         clock: returns `train_s`.
     """
@@ -92,6 +94,7 @@ class Moment:
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
+    folder: Path | None
     measure: Callable[[], dict[str, Any]]
     clock: Callable[[], float]
 
@@ -163,6 +166,7 @@ class Callback:
         close: at the very end, also after an error; without arguments.
         keeps: arrays of its own, which are saved with the state under `name`.
         name: for errors, and for `keeps`, where no other callback of the run may have it.
+        folder: where it keeps what a run goes on from; others may keep theirs beside it, each in a file of its own.
         watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 
@@ -187,6 +191,7 @@ class Callback:
     close: Callable[[], None] | None = None
     keeps: Keeps | None = None
     name: str = "callback"
+    folder: Path | None = None
     watches: tuple[str, ...] = ()
     logs: tuple[str, ...] | None = None
 

@@ -199,6 +199,7 @@ def saving(
         on_end=on_end,
         close=close,
         name="checkpoint",
+        folder=folder,
         watches=() if best is None else (best,),
         logs=(),
     )

@@ -262,7 +262,9 @@ def _recording(
         finally:
             metrics.close()
 
-    return dataclasses.replace(saves, on_resume=on_resume, on_start=on_start, on_row=on_row, close=close)
+    return dataclasses.replace(
+        saves, on_resume=on_resume, on_start=on_start, on_row=on_row, close=close, folder=folder.path
+    )
 
 
 def _of_history(row: Row, steps_per_epoch: int | None) -> Row:

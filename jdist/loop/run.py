@@ -88,6 +88,7 @@ class Run:
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
         self._kept = _keeps_by_name(callbacks)
+        self._folder = next((each.folder for each in callbacks if each.folder is not None), None)
         self._functions: dict[Event, list[Any]] = {
             event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in get_args(Event)
         }
@@ -354,6 +355,7 @@ class Run:
             data=self._feed.state,
             notes=self._notes,
             kept=self._kept,
+            folder=self._folder,
             clock=lambda: self._meter.train_s,
             measure=self._totals.newest if measured is None else lambda: measured,
         )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jdist import cluster as cluster
     from jdist import data as data
     from jdist import errors as errors
+    from jdist import launchers as launchers
     from jdist import metrics as metrics
     from jdist import nnx as nnx
     from jdist import plan as plan
@@ -66,7 +67,20 @@ if TYPE_CHECKING:
     from jdist.strategies.sharded import sharded as sharded
     from jdist.strategies.tpu import tpu as tpu
 
-_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling", "train")
+_MODULES = (
+    "callbacks",
+    "cluster",
+    "data",
+    "errors",
+    "launchers",
+    "metrics",
+    "nnx",
+    "plan",
+    "ps",
+    "reduction",
+    "scaling",
+    "train",
+)
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "History": "jdist.report.history",

@@ -51,9 +51,9 @@ def ray(
 ) -> Launched:
     """Runs a command in several Ray actors, whose processes find each other by TF_CONFIG; none is left when it returns.
 
-    It is `jdist launch` with the processes elsewhere: their output comes to the terminal and the logs here, a process or an actor
-    that is lost is named, all are ended, and with restarts left all are started again, in new actors. The actors of an attempt
-    are one placement group: all are there or none.
+    It is `jdist launch` with the processes elsewhere: their output comes to the terminal and the logs here, a process or an
+    actor that is lost is named, all are ended, and with restarts left all are started again, in new actors. The actors of an
+    attempt are one placement group: all are there or none.
 
     Args:
         command: a config (.yaml) and overrides, a script (.py) and arguments, `-m` and a module, or a program; on each node as
@@ -62,7 +62,8 @@ def ray(
         num_cpus: CPUs of each.
         num_gpus: GPUs of each.
         resources: Ray's other resources of each, such as {"TPU": 4}.
-        address: of the Ray cluster; None: the one that this process is connected to, else RAY_ADDRESS, else one on this machine.
+        address: of the Ray cluster; None: the one that this process is connected to, else RAY_ADDRESS, else one on this
+            machine.
         runtime_env: Ray's, of the actors.
         devices_per_process: number of virtual CPU devices of each; None: the devices that JAX finds.
         max_restarts: how often to start all again after a failure; None: 0, or 3 with MIN:MAX.

@@ -42,6 +42,7 @@ def submitit(environ: Mapping[str, str]) -> ClusterSpec | None:
 
     Source: submitit/local/local.py, `Controller.start_tasks`.
     """
-    if environment.text(environ, LOCAL.rank) is None:  # the executor's own process, or none of it
+    # The executor's own process has the number of tasks alone.
+    if all(environment.text(environ, name) is None for name in (LOCAL.rank, LOCAL.local_rank, *LOCAL.jobs)):
         return None
     return ranked(environ, LOCAL)

@@ -70,9 +70,10 @@ class Delivery:
         self._path = None if folder is None else folder / f"tracker-{name}.json"
         self._records: queue.Queue[Record | _End] = queue.Queue(_MOST_WAITING)
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._given = self._taken = 0
         self._failures = 0
+        self._is_off = False
         self._named: set[str] = set()
         self._run_id = uuid.uuid4().hex[:8]
         self._resumed = False
@@ -98,6 +99,8 @@ class Delivery:
     def put(self, record: Record) -> None:
         """Puts a row into the queue; one that finds no room there is lost."""
         self._given += 1
+        if self._is_off:
+            return
         try:
             self._records.put_nowait(record)
         except queue.Full:
@@ -129,14 +132,22 @@ class Delivery:
             messages.append(self._messages.get_nowait())
         return messages
 
+    def _run(self) -> None:
+        try:
+            self._deliver()
+        # Whatever a tracker raises, SystemExit included, training goes on; the user is told.
+        except BaseException as exc:  # noqa: BLE001
+            self._is_off = True
+            self._messages.put(f"{self._name}: its thread has ended: {_text(exc)}. The run's own files have all rows.")
+
     def _deliver(self) -> None:
         try:
             self._remember()
             started = self._start(self._run_id, self._config, resumed=self._resumed)
             self._run_id = self._run_id if started.run_id is None else str(started.run_id)
             self._logged = None if started.logged is None else dict(started.logged)
-        # Whatever a tracker raises, training goes on; the user is told.
-        except Exception as exc:  # noqa: BLE001
+        except Exception as exc:  # noqa: BLE001  # as above
+            self._is_off = True
             self._messages.put(
                 f"{self._name}: cannot be reached or set up: {_text(exc)}. Training goes on without it; the run's own files "
                 "have all rows."
@@ -169,15 +180,16 @@ class Delivery:
     def _hand_over(self, record: Record) -> None:
         scalars, images = {}, {}
         for name, value in record.values.items():
-            shape = np.shape(value)
+            numbers = np.asarray(value, float)  # of a file of rows NaN comes as None
+            shape = numbers.shape
             if len(shape) == 0:
-                scalars[name] = float(value)
+                scalars[name] = float(numbers)
             elif len(shape) == 1 and shape[0] <= _LONGEST_VECTOR:
-                scalars |= {f"{name}/{i}": float(each) for i, each in enumerate(value)}
+                scalars |= {f"{name}/{i}": float(each) for i, each in enumerate(numbers)}
             elif len(shape) == 2:
                 if self._has(name, record.step):
                     continue
-                picture = matrix_as_png(np.asarray(value), title=f"{name}, step {record.step:,}")
+                picture = matrix_as_png(numbers, title=f"{name}, step {record.step:,}")
                 if picture is None:
                     self._tell_once(f"{name} is not shown: {NO_MATPLOTLIB}")
                 else:

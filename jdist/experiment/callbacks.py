@@ -57,8 +57,11 @@ def _learning_rate_log(options: dict[str, Any], parts: Parts, _: Path) -> Callba
 
 
 def _wandb(options: dict[str, Any], parts: Parts, folder: Path) -> Callback:
-    named: dict[str, Any] = {"name": parts.values["name"], **options}
-    return callbacks.wandb(**named | {"dir": str(folder / options.get("dir", ""))})
+    run: dict[str, Any] = {
+        "dir": str(folder / options.get("dir", "")),
+        "name": options.get("name", parts.values["name"]),
+    }
+    return callbacks.wandb(**{**options, **run})
 
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # they show the config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jdist.launcher.console import Console
@@ -15,8 +15,12 @@ from jdist.launcher.process import Process
 class Host(Protocol):
     """Places the processes of each attempt, and starts them."""
 
-    def place(self, tasks: Sequence[Task]) -> list[str]:
+    def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
         """Finds a place for each process of an attempt; returns their addresses, host:port, the port after each free as well.
+
+        Args:
+            tasks: the processes.
+            is_asked: whether the user has asked to stop meanwhile.
 
         Raises:
             OSError: there is none.
@@ -44,7 +48,7 @@ class Host(Protocol):
 class LocalHost:
     """This machine."""
 
-    def place(self, tasks: Sequence[Task]) -> list[str]:
+    def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
         return [f"127.0.0.1:{port}" for port in free_ports(len(tasks))]
 
     def spawn(

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import select
 import selectors
 import signal
 import sys
@@ -95,6 +96,7 @@ class Launcher:
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
+        self._signals = -1
         self._timeout_at: float | None = None
         self._timed_out, self._failure = False, ""
 
@@ -118,6 +120,7 @@ class Launcher:
 
     def _run(self) -> State:
         with self._selector, _signals() as (signals, others):
+            self._signals = signals
             self._selector.register(signals, selectors.EVENT_READ, "signals")
             try:
                 began = time.monotonic()
@@ -166,6 +169,10 @@ class Launcher:
             self._events.append(Asked(at=time.monotonic(), signal=signal.SIGTERM))
         if state.due is not None and time.monotonic() >= state.due:
             self._events.append(Tick(at=time.monotonic()))
+
+    def _is_asked(self) -> bool:
+        """Whether a signal waits to be heard."""
+        return bool(select.select([self._signals], [], [], 0)[0])
 
     def _hear(self, numbers: bytes, others: int) -> None:
         """Takes in signals; passes the numbers of those that are not the launcher's to the pipe `others`."""
@@ -226,7 +233,7 @@ class Launcher:
             return
         named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
         self._cluster = {}
-        for task, address in zip(named, self._host.place(named), strict=True):
+        for task, address in zip(named, self._host.place(named, self._is_asked), strict=True):
             self._cluster.setdefault(task.type, []).append(address)
 
     def _start_servers(self) -> None:

@@ -7,7 +7,8 @@ import os
 import random
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdist.errors import LaunchError
@@ -24,12 +25,13 @@ from jdist.launcher.options import (
     whole_number,
 )
 from jdist.launcher.output import Controlled, LogFile
-from jdist.launchers.actor import ActorProcess, first_line
+from jdist.launchers.actor import ANSWER_S, ActorProcess, first_line
 from jdist.launchers.place import Place
 
 # Of the launcher's environment processes get what concerns the job; the rest is their node's.
 _SENT = ("JDIST_", "JAX_", "XLA_")
 _RESTARTS_OF_A_RANGE = 3
+_POLL_S = 0.5
 
 
 def ray(
@@ -84,15 +86,17 @@ def ray(
     """
     smallest, largest = parse_processes(processes)
     restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
-    seconds = {"grace_s": grace_s, "stop_timeout_s": stop_timeout_s, "regrow_s": regrow_s}
-    for name, value in (seconds | {"start_timeout_s": start_timeout_s}).items():
-        check_positive(name, value)
+    check_positive("start_timeout_s", start_timeout_s)
+    for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
+        check_positive(name, seconds)
     settings = Settings(
         smallest=smallest,
         largest=largest,
         max_restarts=whole_number("max_restarts", restarts, least=0),
+        grace_s=grace_s,
+        stop_timeout_s=stop_timeout_s,
+        regrow_s=regrow_s,
         seed=random.SystemRandom().getrandbits(32),
-        **seconds,
     )
     line = command_line(command, devices_per_process=devices_per_process)
     check_cpu_devices(devices_per_process, os.environ)
@@ -143,16 +147,25 @@ class _RayHost:
         self._group: Any = None
         self._actors: dict[Task, Any] = {}
 
-    def place(self, tasks: Sequence[Task]) -> list[str]:
+    def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
         """Starts an actor for each task, and returns their addresses.
 
         Raises:
-            OSError: the cluster has no room, or an actor does not start.
+            OSError: the cluster has no room, an actor does not start, or the user has asked to stop.
         """
         self.close()
+        deadline = time.monotonic() + self._start_timeout_s
+
+        def is_over() -> bool:
+            if is_asked():
+                raise OSError("asked to stop before all actors were there")
+            return time.monotonic() >= deadline
+
         ray, util = self._ray, self._ray.util
         self._group = util.placement_group([self._bundle] * len(tasks), strategy="PACK")
-        if not self._group.wait(self._start_timeout_s):
+        while not self._group.wait(_POLL_S):
+            if not is_over():
+                continue
             raise OSError(
                 f"the Ray cluster has found no room for {len(tasks)} processes of {_amounts(self._bundle)} each in "
                 f"{self._start_timeout_s:g} s; it has {_amounts(ray.cluster_resources())} in all, and "
@@ -174,8 +187,12 @@ class _RayHost:
                 )
                 .remote()
             )
+        addresses = [actor.address.remote() for actor in self._actors.values()]
+        while ray.wait(addresses, num_returns=len(addresses), timeout=_POLL_S)[1]:
+            if is_over():
+                raise OSError(f"not all of {len(tasks)} actors have started in {self._start_timeout_s:g} s")
         try:
-            return ray.get([actor.address.remote() for actor in self._actors.values()], timeout=self._start_timeout_s)
+            return ray.get(addresses, timeout=ANSWER_S)
         except ray.exceptions.RayError as exc:
             raise OSError(f"an actor does not start: {first_line(exc)}") from exc
 

@@ -206,7 +206,7 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
 class Fake:
     """A tracker of this process; `fails` names the method that raises, or waits for `release`."""
 
-    def __init__(self, fails: str = "", *, error: Exception | None = None, release: threading.Event | None = None):
+    def __init__(self, fails: str = "", *, error: BaseException | None = None, release: threading.Event | None = None):
         self.calls: list[Any] = []
         self._fails, self._error, self._release = fails, error, release
 
@@ -251,6 +251,11 @@ class TestFailures:
         assert texts[0].startswith(f"mine: {first[method]}")
         assert "ConnectionError: no route to tracker.example" in texts[0]
         assert texts[1:] == (["mine: 14 of 14 rows were lost on the way to it."] if method == "log" else [])
+
+    def test_a_library_that_wants_to_exit_ends_its_thread_alone(self):
+        with pytest.warns(TrackerWarning, match="mine: its thread has ended: SystemExit: 1") as warned:
+            _, history = fit(callbacks.track(Fake("start", error=SystemExit(1)), name="mine"), log_every=1)
+        assert (len(history.rows), len(warned)) == (14, 1)
 
     def test_a_row_that_is_refused_is_lost_alone(self):
         class Once(Fake):
@@ -312,6 +317,27 @@ class TestRows:
         assert (step, scalars["per_class/0"], scalars["per_class/1"], list(images)) == (7, 0.5, 1.0, ["confusion"])
         assert images["confusion"] == matrix_as_png(np.eye(2), title="confusion, step 7")
         assert tracker.calls[2][3].keys() == {"curves"}
+
+    def test_what_a_kill_took_on_its_way_is_given_again(self, tmp_path):
+        """Also NaN in an array, and to a tracker that can say what it holds."""
+        saves = {"log_every": 1, "eval_data": HELD_OUT, "eval_step": eval_step}
+
+        def add(moment: callbacks.Moment) -> None:
+            assert moment.row is not None
+            moment.row["per_class"] = np.array([0.5, np.nan])
+
+        class Loses(Fake):
+            def start(self, run_id: str, config: Any, *, resumed: bool) -> Started:
+                return Started(logged={"loss": 5} if resumed else None)
+
+        first, second = Loses(), Loses()
+        for tracker, epochs in ((first, 1), (second, 2)):
+            on_eval = callbacks.Callback(on_eval=add)
+            fit(callbacks.checkpoint(tmp_path), on_eval, callbacks.track(tracker, name="mine"), epochs=epochs, **saves)
+        logged = [(call[1], call[2]) for call in second.calls if call[0] == "log"]
+        assert [step for step, scalars in logged if "loss" in scalars] == list(range(6, 15))
+        assert [step for step, scalars in logged if "per_class/1" in scalars] == [7, 14]
+        assert [step for step, scalars in logged if "time_s" in scalars] == list(range(1, 15))
 
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path):
         trackers = [Fake(), Fake()]

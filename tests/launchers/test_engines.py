@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +130,14 @@ class TestRay:
         assert end.exit_code != 0
         said = capfd.readouterr().err
         assert "found no room for 3 processes of 1 CPU each in 1 s; it has 2 CPU" in said
+
+    def test_a_launch_that_waits_for_room_heeds_a_signal(self, ray_cluster: Any, tmp_path: Path, capfd: Any):
+        timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        end = jdist.launchers.ray([SCRIPT], processes=3, start_timeout_s=200.0, log_dir=tmp_path / "logs")
+        timer.join()
+        assert end.exit_code != 0
+        assert "asked to stop before all actors were there" in capfd.readouterr().err
 
     def test_an_error_of_the_script_is_shown(self, ray_cluster: Any, tmp_path: Path, capfd: Any):
         (tmp_path / "bad.py").write_text("raise ValueError('a bad day')\n")

@@ -19,7 +19,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-loaders test-jax conformance full remote soak soak-ps bench gpu bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-loaders test-jax conformance full remote soak soak-ps trackers ray bench gpu bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -114,6 +114,18 @@ soak: setup
 soak-ps: setup
 	$(OPTIMIZED) JDIST_SOAK_S=600 JDIST_SOAK_SCHEDULES=200 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
 
+# The tests of all trackers, in an environment of its own: W&B and MLflow bring some 700 MB.
+trackers:
+	$(MAKE) setup VENV=.venv-trackers
+	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[wandb,mlflow]'
+	.venv-trackers/bin/python -m pytest -n0 tests/callbacks/test_trackers.py
+
+# The tests of the launcher in Ray's actors, in an environment of its own: Ray is 250 MB.
+ray:
+	$(MAKE) setup VENV=.venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
+	.venv-ray/bin/python -m pytest -n0 tests/launchers
+
 bench: setup
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/step_overhead.py
@@ -144,4 +156,4 @@ bench-peers: setup
 	$(BIN)/python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/parameter_server.log
 
 clean:
-	rm -rf .venv .venv-newest .venv-remote .venv-loaders .venv-jax-* .venv-tf runs build *.egg-info
+	rm -rf .venv .venv-newest .venv-trackers .venv-ray .venv-remote .venv-loaders .venv-jax-* .venv-tf runs build *.egg-info

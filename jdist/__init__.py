@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jdist import cluster as cluster
     from jdist import data as data
     from jdist import errors as errors
+    from jdist import launchers as launchers
     from jdist import metrics as metrics
     from jdist import nnx as nnx
     from jdist import plan as plan
@@ -73,6 +74,7 @@ _MODULES = (
     "cluster",
     "data",
     "errors",
+    "launchers",
     "metrics",
     "nnx",
     "plan",

@@ -39,6 +39,7 @@ NAMES = [
     "grad",
     "has_strategy",
     "in_replica_context",
+    "launchers",
     "make_strategy",
     "mean",
     "metrics",

@@ -14,6 +14,7 @@ ORDER = [
     "reduction",
     "cluster",
     "launcher",
+    "launchers",
     "data",
     "core",
     "replica",

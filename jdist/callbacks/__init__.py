@@ -1,6 +1,7 @@
 """Callbacks of a training run: checkpoints, early stopping, logs.
 
 Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, their argument. Other files make callbacks.
+`tracker` has the protocol of experiment trackers, and `delivery` the thread that rows reach them by.
 
 May import: checkpoint, report and what is below them.
 """
@@ -13,11 +14,17 @@ from jdist.callbacks.callback import Stop as Stop
 from jdist.callbacks.checkpoint import checkpoint as checkpoint
 from jdist.callbacks.ema import ema as ema
 from jdist.callbacks.learning_rate import learning_rate_log as learning_rate_log
+from jdist.callbacks.mlflow import mlflow as mlflow
 from jdist.callbacks.profiler import profiler as profiler
 from jdist.callbacks.progress import progress as progress
 from jdist.callbacks.row_files import csv as csv
 from jdist.callbacks.row_files import jsonl as jsonl
-from jdist.callbacks.services import tensorboard as tensorboard
-from jdist.callbacks.services import wandb as wandb
 from jdist.callbacks.stopping import early_stopping as early_stopping
 from jdist.callbacks.stopping import nan_guard as nan_guard
+from jdist.callbacks.tensorboard import tensorboard as tensorboard
+from jdist.callbacks.tracker import Started as Started
+from jdist.callbacks.tracker import Tracker as Tracker
+from jdist.callbacks.tracker import TrackerWarning as TrackerWarning
+from jdist.callbacks.tracker import track as track
+from jdist.callbacks.trackio import trackio as trackio
+from jdist.callbacks.wandb import wandb as wandb

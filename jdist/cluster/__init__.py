@@ -18,6 +18,7 @@ from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
 from jdist.cluster.resolvers.mpi import mpi, open_mpi
 from jdist.cluster.resolvers.resolve import DEFAULT, Resolver, resolve, simple, union
 from jdist.cluster.resolvers.slurm import slurm
+from jdist.cluster.resolvers.submitit import submitit
 from jdist.cluster.resolvers.tf_config import tf_config, vertex
 from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
@@ -44,6 +45,7 @@ __all__ = [
     "simple",
     "skypilot",
     "slurm",
+    "submitit",
     "tf_config",
     "torchrun",
     "tpu",

@@ -39,6 +39,8 @@ def make_callbacks(config: Config, parts: Parts, document: Document, folder: Pat
     for i, section in enumerate(config.callbacks):
         options = section.options.model_dump()
         try:
+            if section.name in _TRACKERS:
+                options["config"] = {**parts.values, **(options.get("config") or {})}
             callbacks_of_run.append(_MAKE[section.name](options, parts, folder))
         except (ConfigError, StepError) as exc:
             text = str(exc).removeprefix(f"{section.name}: ")
@@ -54,14 +56,27 @@ def _learning_rate_log(options: dict[str, Any], parts: Parts, _: Path) -> Callba
     return callbacks.learning_rate_log(parts.learning_rate, **options)
 
 
+def _wandb(options: dict[str, Any], parts: Parts, folder: Path) -> Callback:
+    run: dict[str, Any] = {
+        "dir": str(folder / options.get("dir", "")),
+        "name": options.get("name", parts.values["name"]),
+    }
+    return callbacks.wandb(**{**options, **run})
+
+
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # they show the config
 _MAKE: dict[str, Callable[[dict[str, Any], Parts, Path], Callback]] = {
     "early_stopping": lambda options, parts, folder: callbacks.early_stopping(**options),
     "ema": lambda options, parts, folder: callbacks.ema(**options),
     "learning_rate_log": _learning_rate_log,
     "nan_guard": lambda options, parts, folder: callbacks.nan_guard(*options["metrics"]),
     "csv": lambda options, parts, folder: callbacks.csv(folder / options["path"]),
-    "tensorboard": lambda options, parts, folder: callbacks.tensorboard(folder / options["folder"]),
-    "wandb": lambda options, parts, folder: callbacks.wandb(**options),
+    "tensorboard": lambda options, parts, folder: callbacks.tensorboard(folder / options.pop("folder"), **options),
+    "wandb": _wandb,
+    "mlflow": lambda options, parts, folder: callbacks.mlflow(
+        **options | {"run_name": options["run_name"] or parts.values["name"]}
+    ),
+    "trackio": lambda options, parts, folder: callbacks.trackio(**{"name": parts.values["name"]} | options),
     "profiler": lambda options, parts, folder: callbacks.profiler(folder / options.pop("folder"), **options),
 }
 

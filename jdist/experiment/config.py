@@ -237,6 +237,25 @@ class WandbOptions(Section):
     model_config = ConfigDict(extra="allow")
 
 
+class TrackioOptions(Section):
+    """Options of the callback that logs the rows to Trackio; every further key is an argument of `trackio.init`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    project: str = Field(default="jdist", min_length=1, description="Where the run appears.")
+
+
+class MlflowOptions(Section):
+    """Options of the callback that logs the rows to MLflow."""
+
+    tracking_uri: str | None = Field(default=None, description="A server or a database; null: MLFLOW_TRACKING_URI.")
+    experiment: str | None = Field(
+        default=None, description="Made if there is none of that name; null: the default one."
+    )
+    run_name: str | None = Field(default=None, description="null: the name of the config.")
+    tags: dict[str, str] | None = Field(default=None, description="Tags of the run.")
+
+
 class CallbackSection(Section):
     """One of `jdist.callbacks` by its name, alone or with its options: `ema`, or `{ema: {decay: 0.99}}`."""
 
@@ -247,6 +266,8 @@ class CallbackSection(Section):
     csv: CsvOptions | None = None
     tensorboard: TensorboardOptions | None = None
     wandb: WandbOptions | None = None
+    mlflow: MlflowOptions | None = None
+    trackio: TrackioOptions | None = None
     profiler: ProfilerOptions | None = None
 
     @model_validator(mode="before")

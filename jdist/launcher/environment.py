@@ -13,7 +13,7 @@ from jdist.launcher.exit_cause import Task
 from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
 # Variables of the cluster that this launcher itself is part of.
-_REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+OF_CLUSTER = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # Below the range from which systems take ports for outgoing connections: none takes a port while
 # its process starts.
 _RANGE = range(20_000, 32_000, 2)
@@ -37,7 +37,7 @@ def child_environment(
         attempt: its number, from 0.
         devices_per_process: number of virtual CPU devices; None: the devices stay as they are.
     """
-    variables = {name: value for name, value in environ.items() if name not in _REMOVED}
+    variables = {name: value for name, value in environ.items() if name not in OF_CLUSTER}
     variables["TF_CONFIG"] = json.dumps(
         {"cluster": {job: list(a) for job, a in cluster.items()}, "task": {"type": task.type, "index": task.index}}
     )

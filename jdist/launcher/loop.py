@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import select
 import selectors
 import signal
 import sys
@@ -19,10 +20,11 @@ from pathlib import Path
 from jdist.cluster.environment import RECORD_FOLDER, TOKEN
 from jdist.cluster.exit_status import PEER_LOST
 from jdist.launcher.console import Console, prefix
-from jdist.launcher.environment import child_environment, free_ports
+from jdist.launcher.environment import child_environment
 from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
 from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary
-from jdist.launcher.process import LogFile, Process, Stream
+from jdist.launcher.host import Host, LocalHost
+from jdist.launcher.output import Controlled, LogFile, Stream
 from jdist.launcher.record import Record
 from jdist.launcher.supervisor import Restarts, begin, step
 
@@ -64,6 +66,7 @@ class Launcher:
         servers: tasks that run `jdist serve` beside the program, until it ends.
         timeout_s: seconds after which all are asked to stop, as by SIGTERM; None: never.
         explains: whether to print at once why an attempt failed; else only the result tells.
+        host: where the processes run; None: on this machine.
     """
 
     def __init__(
@@ -76,22 +79,25 @@ class Launcher:
         servers: Sequence[Task] = (),
         timeout_s: float | None = None,
         explains: bool = True,
+        host: Host | None = None,
     ) -> None:
+        self._host = LocalHost() if host is None else host
         self._settings, self._line, self._log_dir = settings, line, log_dir
         self._devices, self._timeout_s, self._explains = devices_per_process, timeout_s, explains
         # The job refuses processes with another token, such as those of another user.
         self._environ = {TOKEN: secrets.token_hex(16), **os.environ}
         self._console, self._prefixes = Console(), _prefixes(settings, servers)
         self._selector = selectors.DefaultSelector()
-        self._processes: dict[Task, Process] = {}
+        self._processes: dict[Task, Controlled] = {}
         self._stderr: dict[Task, str] = {}
         self._causes: dict[int, str] = {}
         self._events: deque[Event] = deque()
-        self._reading: dict[int, tuple[Process, Stream]] = {}
+        self._reading: dict[int, tuple[Controlled, Stream]] = {}
         self._paused = False
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
+        self._signals = -1
         self._timeout_at: float | None = None
         self._timed_out, self._failure = False, ""
         self._record = Record(log_dir, self._say)
@@ -118,6 +124,7 @@ class Launcher:
 
     def _run(self) -> State:
         with self._selector, _signals() as (signals, others):
+            self._signals = signals
             self._selector.register(signals, selectors.EVENT_READ, "signals")
             try:
                 began = time.monotonic()
@@ -152,7 +159,7 @@ class Launcher:
         for key, _ in self._selector.select(timeout):
             if key.data == "signals":
                 self._hear(os.read(signals, 64), others)
-            elif isinstance(key.data, Process):
+            elif isinstance(key.data, Controlled):
                 if key.data.listen():
                     self._gone(key.data)
             elif key.fd in self._reading:  # not if its process has just gone
@@ -167,6 +174,10 @@ class Launcher:
         if state.due is not None and time.monotonic() >= state.due:
             self._events.append(Tick(at=time.monotonic()))
 
+    def _is_asked(self) -> bool:
+        """Whether a signal waits to be heard."""
+        return bool(select.select([self._signals], [], [], 0)[0])
+
     def _hear(self, numbers: bytes, others: int) -> None:
         """Takes in signals; passes the numbers of those that are not the launcher's to the pipe `others`."""
         for number in numbers:
@@ -179,7 +190,7 @@ class Launcher:
                 with contextlib.suppress(OSError):  # full
                     os.write(others, bytes([number]))
 
-    def _gone(self, process: Process) -> None:
+    def _gone(self, process: Controlled) -> None:
         self._selector.unregister(process.control)
         for stream in process.streams:
             self._stop_reading(stream.pipe)
@@ -229,8 +240,8 @@ class Launcher:
             return
         named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
         self._cluster = {}
-        for task, port in zip(named, free_ports(len(named)), strict=True):
-            self._cluster.setdefault(task.type, []).append(f"127.0.0.1:{port}")
+        for task, address in zip(named, self._host.place(named, self._is_asked), strict=True):
+            self._cluster.setdefault(task.type, []).append(address)
 
     def _start_servers(self) -> None:
         for task in self._servers.due(time.monotonic()):
@@ -244,7 +255,7 @@ class Launcher:
         attempt = self._attempt
         log = self._log_path(task, attempt)
         environ = {RECORD_FOLDER: str(log.parent.absolute()), **self._environ}
-        process = Process(
+        process = self._host.spawn(
             task,
             line,
             child_environment(environ, task, self._cluster, attempt=attempt, devices_per_process=self._devices),

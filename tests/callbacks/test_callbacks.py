@@ -9,9 +9,7 @@ import math
 import os
 import re
 import signal
-import sys
 import time
-import types
 import warnings
 from typing import Any
 
@@ -656,14 +654,6 @@ class TestFiles:
         with pytest.raises(ConfigError, match=r"cannot be written.* of `jdist\.fit`: log_to=FOLDER"):
             fit(log_to=tmp_path / "file" / "rows")
 
-    def test_tensorboard(self, tmp_path):
-        pytest.importorskip("tensorboardX")
-        fit(callbacks.tensorboard(tmp_path), **EVAL)
-        (file,) = tmp_path.iterdir()
-        content = file.read_bytes()
-        assert b"eval/loss" in content
-        assert b"epoch/loss" in content
-
     def test_tensorboard_has_each_row_soon(self, tmp_path):
         """Before the run ends: one that is killed has its rows."""
         pytest.importorskip("tensorboardX")
@@ -689,32 +679,6 @@ class TestFiles:
 
 
 class TestOthers:
-    def test_weights_and_biases(self, monkeypatch):
-        logged: list[Any] = []
-
-        class Run:
-            def log(self, values: Any, step: int) -> None:
-                logged.append((step, values))
-
-            def finish(self) -> None:
-                logged.append("finished")
-
-        service = types.ModuleType("wandb")
-        service.init = lambda **options: logged.append(options) or Run()
-        monkeypatch.setitem(sys.modules, "wandb", service)
-        _, history = fit(callbacks.wandb(project="p", mode="offline"), log_every=7)
-        assert logged == [
-            {"project": "p", "mode": "offline"},
-            *[(row["step"], row) for row in history.rows],
-            "finished",
-        ]
-
-    @pytest.mark.parametrize("name", ["wandb", "tensorboardX"])
-    def test_what_is_not_installed_is_named(self, name, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ConfigError, match=r"pip install 'jdist\["):
-            callbacks.wandb() if name == "wandb" else callbacks.tensorboard(tmp_path)
-
     def test_the_learning_rate(self):
         schedule = optax.linear_schedule(1.0, 0.0, 14)
         _, history = fit(callbacks.learning_rate_log(schedule), log_every=7)

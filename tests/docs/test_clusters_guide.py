@@ -17,7 +17,7 @@ READ = [
     for path in sorted((ROOT / "jdist" / "cluster" / "resolvers").glob("*.py"))
     for variable in re.findall(
         r'"((?:TF_CONFIG|JAX|KUBERNETES|JOB|SM|TPU|MEGASCALE|OMPI|PMIX?|MPI|CUDA|SLURM|LOCAL|MASTER|TORCH|PET|WORLD_SIZE|RANK'
-        r'|LWS|SKYPILOT|CLUSTER_SPEC|CLOUD_TPU|MV2|PALS|JSM|LS[BF]|K_MPI|PBS)(?:_[A-Za-z0-9_]*)?)"',
+        r'|LWS|SKYPILOT|SUBMITIT|CLUSTER_SPEC|CLOUD_TPU|MV2|PALS|JSM|LS[BF]|K_MPI|PBS)(?:_[A-Za-z0-9_]*)?)"',
         path.read_text(encoding="utf-8"),
     )
 ]

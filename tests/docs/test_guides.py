@@ -11,7 +11,10 @@ import jdist
 DOCS = Path(__file__).parent.parent.parent / "docs"
 # Table rows that name what a module has, and what of it they leave to the text.
 TABLES = {
-    "fit": (jdist.callbacks, {"Callback", "Moment", "Resume", "Return", "Stop"}),
+    "fit": (
+        jdist.callbacks,
+        {"Callback", "Moment", "Resume", "Return", "Started", "Stop", "Tracker", "TrackerWarning"},
+    ),
     "metrics": (jdist.metrics, {"Metric", "of_sums"}),
 }
 

@@ -128,7 +128,12 @@ def test_each_writes_into_the_run_folder(jdist_run, monkeypatch):
     class Service(types.ModuleType):
         def init(self, **options):
             given.append(options)
-            return types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: None)
+            return types.SimpleNamespace(
+                log=lambda row, step: logged.append((step, row)), finish=lambda exit_code: logged.append(exit_code)
+            )
+
+        def Image(self, picture):
+            return picture.format
 
     monkeypatch.setitem(sys.modules, "wandb", Service("wandb"))
     code, _, err = jdist_run(
@@ -142,10 +147,63 @@ def test_each_writes_into_the_run_folder(jdist_run, monkeypatch):
     schedule = optax.cosine_decay_schedule(0.1, 24)
     rates = [row["learning_rate"] for row in rows_of("runs/toy")]
     assert rates == pytest.approx([float(schedule(step - 1)) for step in range(4, 25, 4)], rel=1e-6)
-    assert [step for step, _ in logged] == [4, 8, 12, 16, 20, 24]
-    assert given == [{"project": "x"}]
+    rows, curves, code = logged[:-2], *logged[-2:]
+    assert [step for step, _ in rows] == [4, 8, 12, 16, 20, 24]
+    assert [row["loss"] for _, row in rows] == [row["loss"] for row in rows_of("runs/toy")]
+    assert (curves, code) == ((24, {"curves": "PNG"}), 0)
+    (options,) = given
+    assert (options["project"], options["name"], options["dir"]) == ("x", "toy", "runs/toy")
+    assert options["config"]["train"]["optimizer"]["learning_rate"]["decay_steps"] == 24  # as resolved
     assert list(Path("runs/toy/tensorboard").iterdir())
     assert list(Path("runs/toy/profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("{trackio: {nam: x}}", r"callbacks\.0\.trackio: no option 'nam'\. Did you mean name\?"),
+        ("{trackio: {resume: must}}", r"callbacks\.0\.trackio: jdist sets 'resume' itself\. Options: name, group"),
+        ("{mlflow: {uri: x}}", r"callbacks\.0\.mlflow\.uri: no such key"),
+        ("{tensorbord: {}}", "Did you mean callbacks.0.tensorboard?"),
+    ],
+)
+def test_a_wrong_name_or_option_of_a_tracker_is_refused_at_the_start(jdist_run, override, message):
+    if "{trackio" in override:
+        pytest.importorskip("trackio", reason="pip install 'jdist[trackio]'")
+    code, out, err = jdist_run(f"callbacks=[{override}]")
+    assert (code, "step  4/24" in out) == (2, False)
+    assert re.search(message, err)
+
+
+def test_a_tracker_goes_on_with_its_run_and_begins_another_for_a_fresh_one(jdist_run, monkeypatch):
+    """Of two starts, one id; the hyperparameters are the resolved config."""
+    pytest.importorskip("tensorboardX")
+    started = []
+    real = jdist.callbacks.tensorboard
+
+    class Tracker:
+        def start(self, run_id, config, *, resumed):
+            started.append((run_id, resumed, config))
+            return callbacks.Started()
+
+        def log(self, step, scalars, images):
+            pass
+
+        def finish(self, status):
+            pass
+
+    def make(folder, **options):
+        assert real(folder, **options).name == "tensorboard"
+        return callbacks.track(Tracker(), name="tensorboard", **options)
+
+    monkeypatch.setattr(callbacks, "tensorboard", make)
+    assert jdist_run("callbacks=[tensorboard]", "train.steps=8")[0] == 0
+    assert jdist_run("callbacks=[tensorboard]")[0] == 0
+    assert main(["run", "toy.yaml", "callbacks=[tensorboard]", "train.steps=8", "--fresh"]) == 0
+    ids, resumed, configs = zip(*started, strict=True)
+    assert (ids[0] == ids[1], ids[0] == ids[2]) == (True, False)
+    assert resumed == (False, True, False)
+    assert (configs[0]["name"], configs[1]["train"]["steps"]) == ("toy", 24)
 
 
 def test_the_resolved_config_and_a_dry_run_show_them_with_their_options(jdist_run):

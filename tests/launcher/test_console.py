@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.launcher.process import LONGEST_LINE, PROGRESS_EVERY_S, Lines
+from jdist.launcher.output import LONGEST_LINE, PROGRESS_EVERY_S, Lines
 
 
 def feed(*pieces, every_s=0.0):

@@ -15,6 +15,7 @@ from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX, jax_env
 from jdist.cluster.resolvers.kubernetes import COMPLETION_INDEX, POD, kubernetes, leader_worker_set
 from jdist.cluster.resolvers.mpi import mpi, open_mpi
 from jdist.cluster.resolvers.slurm import HET_SIZE, NODES, slurm
+from jdist.cluster.resolvers.submitit import submitit
 from jdist.cluster.resolvers.tf_config import tf_config, vertex
 from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
@@ -113,6 +114,7 @@ STARTED: tuple[Resolver, ...] = (
     torchrun,
     open_mpi,
     mpi,
+    submitit,
     vertex,
     sagemaker,
     tpu,

@@ -213,6 +213,22 @@ FOUND = [
         resolver="leader_worker_set",
     ),
     Row(
+        # submitit 1.5.4, submitit/local/local.py, `start_controller` and `Controller.start_tasks`
+        name="submitit's local executor",
+        source="https://github.com/facebookincubator/submitit/blob/main/submitit/local/local.py",
+        ranks=2,
+        common={
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_JOB_ID": "4711",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_NTASKS": "2",
+        },
+        own=lambda rank: {"SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)},
+        at=f"localhost:{crc_port('4711')}",
+        resolver="submitit",
+    ),
+    Row(
         # SkyPilot, "Distributed multi-node jobs", "Environment variables"
         name="SkyPilot",
         source="https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html",

@@ -1,0 +1,248 @@
+"""Rows on their way to a tracker, in a thread of their own, so that no tracker keeps training waiting."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jdist.errors import ConfigError
+from jdist.report.curves import NO_MATPLOTLIB, as_png
+from jdist.report.files import write_atomically
+from jdist.report.matrix import matrix_as_png
+
+_MOST_WAITING = 10_000  # rows; a tracker this far behind is not there
+_LONGEST_VECTOR = 100  # numbers that are metrics of their own
+_IN_USE: set[Path] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A row to deliver: numbers and arrays by name."""
+
+    step: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    status: Any
+    rows: Sequence[Mapping[str, Any]]
+
+
+class Delivery:
+    """Hands rows to a tracker, each metric's steps once, and remembers what it took and where it failed.
+
+    `begin`, `put`, `end` and `take_messages` are for the thread that trains; none of them waits but `end`.
+
+    Args:
+        name: of the tracker.
+        start: its functions, as of `jdist.callbacks.Tracker`.
+        log: likewise.
+        finish: likewise.
+        config: hyperparameters.
+        earlier: the rows that the run has already, where it goes on: of these a kill may have lost some on their way.
+        folder: where `tracker-NAME.json` is kept; None: the run cannot go on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[..., Any],
+        log: Callable[[int, Mapping[str, float], Mapping[str, bytes]], None],
+        finish: Callable[[Any], None],
+        *,
+        config: Mapping[str, Any],
+        earlier: Sequence[Record],
+        folder: Path | None,
+    ):
+        self._name = name
+        self._start, self._log, self._finish = start, log, finish
+        self._config = config
+        self._earlier = earlier
+        self._path = None if folder is None else folder / f"tracker-{name}.json"
+        self._records: queue.Queue[Record | _End] = queue.Queue(_MOST_WAITING)
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._given = self._taken = 0
+        self._failures = 0
+        self._is_off = False
+        self._named: set[str] = set()
+        self._run_id = uuid.uuid4().hex[:8]
+        self._resumed = False
+        self._logged: dict[str, int] | None = None  # as the tracker says
+        self._marks: dict[str, int] = {}  # as it was given
+
+    def begin(self) -> None:
+        """Reads what an earlier process left, and starts the thread.
+
+        Raises:
+            ConfigError: another tracker of this process keeps its id in the same file.
+        """
+        if self._path is not None:
+            if self._path in _IN_USE:
+                raise ConfigError(
+                    f"{self._name}: two trackers of this run have that name, and would take each other's place in "
+                    f"{self._path}. Leave one out; of `jdist.callbacks.track` give each its own `name`."
+                )
+            _IN_USE.add(self._path)
+        self._recall()
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Puts a row into the queue; one that finds no room there is lost."""
+        self._given += 1
+        if self._is_off:
+            return
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._name_failure(f"it is {_MOST_WAITING:,} rows behind; those from step {record.step:,} on are lost")
+
+    def end(self, status: Any, rows: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
+        """Delivers the rest and the curves of all rows, and ends the tracker's run, within some seconds."""
+        if self._path is not None:
+            _IN_USE.discard(self._path)
+        try:
+            self._records.put_nowait(_End(status=status, rows=rows))
+        except queue.Full:
+            return  # named already
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._messages.put(
+                f"{self._name}: not done {timeout_s:g} s after the end; {self._given - self._taken:,} of {self._given:,} rows "
+                "are not known to be delivered. The run's own files have all of them."
+            )
+        elif self._failures > 1:
+            self._messages.put(
+                f"{self._name}: {self._failures:,} of {self._given + len(self._earlier):,} rows were lost on the way to it."
+            )
+
+    def take_messages(self) -> list[str]:
+        """Returns what is to be told to the user, each once."""
+        messages = []
+        while not self._messages.empty():
+            messages.append(self._messages.get_nowait())
+        return messages
+
+    def _run(self) -> None:
+        try:
+            self._deliver()
+        # Whatever a tracker raises, SystemExit included, training goes on; the user is told.
+        except BaseException as exc:  # noqa: BLE001
+            self._is_off = True
+            self._messages.put(f"{self._name}: its thread has ended: {_text(exc)}. The run's own files have all rows.")
+
+    def _deliver(self) -> None:
+        try:
+            self._remember()
+            started = self._start(self._run_id, self._config, resumed=self._resumed)
+            self._run_id = self._run_id if started.run_id is None else str(started.run_id)
+            self._logged = None if started.logged is None else dict(started.logged)
+        except Exception as exc:  # noqa: BLE001  # as above
+            self._is_off = True
+            self._messages.put(
+                f"{self._name}: cannot be reached or set up: {_text(exc)}. Training goes on without it; the run's own files "
+                "have all rows."
+            )
+            return
+        self._remember()
+        for record in self._earlier:
+            self._try_to_hand_over(record)
+        while not isinstance(record := self._records.get(), _End):
+            self._try_to_hand_over(record)
+            self._taken += 1
+        self._conclude(record)
+
+    def _try_to_hand_over(self, record: Record) -> None:
+        try:
+            self._hand_over(record)
+        except Exception as exc:  # noqa: BLE001  # as above
+            self._failures += 1
+            self._name_failure(f"did not take the row of step {record.step:,}: {_text(exc)}")
+
+    def _conclude(self, end: _End) -> None:
+        try:
+            curves = as_png(end.rows, title="") if end.rows else ""
+            if isinstance(curves, bytes):
+                self._give(end.rows[-1]["step"], {}, {"curves": curves})
+            self._finish(end.status)
+        except Exception as exc:  # noqa: BLE001  # as above
+            self._name_failure(f"could not end its run: {_text(exc)}")
+
+    def _hand_over(self, record: Record) -> None:
+        scalars, images = {}, {}
+        for name, value in record.values.items():
+            numbers = np.asarray(value, float)  # of a file of rows NaN comes as None
+            shape = numbers.shape
+            if len(shape) == 0:
+                scalars[name] = float(numbers)
+            elif len(shape) == 1 and shape[0] <= _LONGEST_VECTOR:
+                scalars |= {f"{name}/{i}": float(each) for i, each in enumerate(numbers)}
+            elif len(shape) == 2:
+                if self._has(name, record.step):
+                    continue
+                picture = matrix_as_png(numbers, title=f"{name}, step {record.step:,}")
+                if picture is None:
+                    self._tell_once(f"{name} is not shown: {NO_MATPLOTLIB}")
+                else:
+                    images[name] = picture
+            else:
+                self._tell_once(f"{name} is not shown, it is an array of shape {shape}; the run's own files have it")
+        self._give(record.step, scalars, images)
+
+    def _give(self, step: int, scalars: dict[str, float], images: dict[str, bytes]) -> None:
+        """Gives the tracker what it does not have yet."""
+        scalars = {name: value for name, value in scalars.items() if not self._has(name, step)}
+        images = {name: value for name, value in images.items() if not self._has(name, step)}
+        if scalars or images:
+            self._log(step, scalars, images)
+            taken = dict.fromkeys([*scalars, *images], step)
+            self._marks |= taken
+            if self._logged is not None:
+                self._logged |= taken
+            self._remember()
+
+    def _has(self, name: str, step: int) -> bool:
+        return step <= (self._marks if self._logged is None else self._logged).get(name, -1)
+
+    def _recall(self) -> None:
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            kept = json.loads(self._path.read_bytes())
+            marks = {str(name): int(step) for name, step in kept["steps"].items()}
+            self._run_id, self._marks, self._resumed = str(kept["run_id"]), marks, True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            self._messages.put(
+                f"{self._name}: {self._path} cannot be read ({_text(exc)}); a new run begins in the tracker."
+            )
+
+    def _remember(self) -> None:
+        if self._path is not None:
+            try:
+                write_atomically(self._path, json.dumps({"run_id": self._run_id, "steps": self._marks}))
+            except ConfigError as exc:
+                self._tell_once(f"where it is cannot be kept, so a resumed run may show rows twice: {_text(exc)}")
+
+    def _name_failure(self, text: str) -> None:
+        """Tells the user of the first failure; how many there were the end says."""
+        if "failure" not in self._named:
+            self._named.add("failure")
+            self._messages.put(f"{self._name}: {text}. Training goes on; the run's own files have all rows.")
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._named:
+            self._named.add(text)
+            self._messages.put(f"{self._name}: {text}.")
+
+
+def _text(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {str(exc).strip().rstrip('.')[:500]}"

@@ -1,0 +1,131 @@
+"""`Place`: a process of a job on an engine's node, under the launcher's guard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from jdist.cluster.address import join
+from jdist.cluster.environment import RECORD_FOLDER
+from jdist.launcher.environment import OF_CLUSTER, free_ports
+from jdist.launcher.process import GUARD, GUARD_GONE_S
+
+_CHUNK = 1 << 16
+POLL_S = 1.0
+
+
+class Place:
+    """A place for one process, of which the launcher finds the address, starts the process, reads the output and its end.
+
+    The process is gone with this object's own: its guard kills all that it started. A thread may `send` while another waits in
+    `read`.
+
+    Args:
+        host: the address of this node.
+    """
+
+    def __init__(self, host: str):
+        self._host = host
+        self._control: socket.socket | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._selector = selectors.DefaultSelector()
+        self._said = b""
+
+    def address(self) -> str:
+        """Finds an address of this node whose port is free, as is the next."""
+        return join(self._host, free_ports(1)[0])
+
+    def start(self, line: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
+        """Starts the process.
+
+        Args:
+            line: program and arguments; `sys.executable` of the launcher comes as "", and is this node's.
+            variables: added to this node's environment, in which no variable tells of another cluster.
+            folder: to run in, if it is there.
+        """
+        environ = {name: value for name, value in os.environ.items() if name not in OF_CLUSTER} | dict(variables)
+        if not os.path.isdir(environ.get(RECORD_FOLDER, "")):
+            environ.pop(RECORD_FOLDER, None)  # it is on the launcher's machine alone
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), *(part or sys.executable for part in line)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environ,
+                cwd=folder if os.path.isdir(folder) else None,
+                start_new_session=True,
+            )
+        self._control.setblocking(False)
+        self._selector.register(self._control, selectors.EVENT_READ, None)
+        for number, pipe in enumerate((self._guard.stdout, self._guard.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe.fileno(), selectors.EVENT_READ, number)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process, through its guard."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # it is gone; its end will be read
+                self._control.send(bytes([number]))
+
+    def read(self) -> tuple[bytes, bytes, int | None]:
+        """Waits a moment for output.
+
+        Returns:
+            Standard output, standard error, and the exit code (minus the signal's number) once the process is gone.
+        """
+        output = [b"", b""]
+        is_gone = False
+        for key, _ in self._selector.select(POLL_S):
+            if key.data is None:
+                is_gone = self._listen()
+            else:
+                output[key.data] += self._take(key.fd)
+        if not is_gone:
+            return output[0], output[1], None
+        code = self._end()
+        for key in list(self._selector.get_map().values()):
+            while data := self._take(key.fd):
+                output[key.data] += data
+        self._selector.close()
+        return output[0], output[1], code
+
+    def _listen(self) -> bool:
+        """Reads from the guard; returns whether it is gone."""
+        assert self._control is not None
+        try:
+            data = self._control.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self._said += data
+        if not data:
+            self._selector.unregister(self._control)
+        return not data
+
+    def _take(self, pipe: int) -> bytes:
+        try:
+            data = os.read(pipe, _CHUNK)
+        except BlockingIOError:
+            return b""
+        if not data:
+            self._selector.unregister(pipe)
+        return data
+
+    def _end(self) -> int:
+        assert self._guard is not None
+        try:
+            returned = self._guard.wait(GUARD_GONE_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            returned = self._guard.wait()
+        lines = self._said.decode().splitlines()
+        return int(lines[1].split()[0]) if len(lines) == 2 else returned or 1

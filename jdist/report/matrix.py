@@ -1,0 +1,40 @@
+"""Pictures of matrices: a confusion matrix with its counts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jdist.report.curves import new_figure, png
+
+_MOST_COUNTED = 20  # rows with a number in each cell; of more the colours alone can be read
+
+
+def matrix_as_png(matrix: np.ndarray, *, title: str) -> bytes | None:
+    """Draws a matrix [labels, predictions] as a PNG, each row's shades by its share; None if matplotlib is not installed.
+
+    Args:
+        matrix: numbers [rows, columns], none below 0; written into the cells of up to 20 rows.
+        title: heading.
+
+    Example:
+        >>> picture = matrix_as_png(np.array([[3, 1], [0, 2]]), title="confusion")
+        >>> picture is None or picture[:4] == b"\\x89PNG"
+        True
+    """
+    figure = new_figure(1)
+    if figure is None:
+        return None
+    figure.figure.set_size_inches(5, 5)
+    panel = figure.panels[0]
+    panel.grid(False)
+    totals = matrix.sum(1, keepdims=True)
+    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals != 0)
+    panel.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    panel.set_title(title)
+    panel.set_xlabel("prediction")
+    panel.set_ylabel("label")
+    if max(matrix.shape) <= _MOST_COUNTED:
+        for (row, column), value in np.ndenumerate(matrix):
+            dark = shares[row, column] > 0.5
+            panel.text(column, row, f"{value:g}", ha="center", va="center", color="white" if dark else "black")
+    return png(figure)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jdist.checkpoint.folder import Place
 from jdist.errors import StepError
 from jdist.report.history import History
 from jdist.report.metrics_file import COSTS, OF_ROWS
@@ -95,7 +95,7 @@ class Moment:
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
-    folder: Path | None
+    folder: Place | None
     measure: Callable[[], dict[str, Any]]
     clock: Callable[[], float]
     spend: Callable[[], Mapping[str, float]]
@@ -173,7 +173,8 @@ class Callback:
         close: at the very end, also after an error; without arguments.
         keeps: arrays of its own, which are saved with the state under `name`.
         name: for errors, and for `keeps`, where no other callback of the run may have it.
-        folder: where it keeps what a run goes on from; others may keep theirs beside it, each in a file of its own.
+        folder: where it keeps what a run goes on from, on a disk or in a bucket; others may keep theirs beside it, each in a file
+            of its own.
         watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 
@@ -198,7 +199,7 @@ class Callback:
     close: Callable[[], None] | None = None
     keeps: Keeps | None = None
     name: str = "callback"
-    folder: Path | None = None
+    folder: Place | None = None
     watches: tuple[str, ...] = ()
     logs: tuple[str, ...] | None = None
 

@@ -8,19 +8,20 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jdist.errors import ConfigError
+from jdist.checkpoint.bucket import BucketPath
+from jdist.checkpoint.folder import Place
+from jdist.errors import CheckpointError, ConfigError
 from jdist.report.curves import NO_MATPLOTLIB, as_png
 from jdist.report.files import write_atomically
 from jdist.report.matrix import matrix_as_png
 
 _MOST_WAITING = 10_000  # rows; a tracker this far behind is not there
 _LONGEST_VECTOR = 100  # numbers that are metrics of their own
-_IN_USE: set[Path] = set()
+_IN_USE: set[Place] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Delivery:
         *,
         config: Mapping[str, Any],
         earlier: Sequence[Record],
-        folder: Path | None,
+        folder: Place | None,
     ):
         self._name = name
         self._start, self._log, self._finish = start, log, finish
@@ -214,22 +215,28 @@ class Delivery:
         return step <= (self._marks if self._logged is None else self._logged).get(name, -1)
 
     def _recall(self) -> None:
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return
         try:
+            if not self._path.exists():
+                return
             kept = json.loads(self._path.read_bytes())
             marks = {str(name): int(step) for name, step in kept["steps"].items()}
             self._run_id, self._marks, self._resumed = str(kept["run_id"]), marks, True
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             self._messages.put(
                 f"{self._name}: {self._path} cannot be read ({_text(exc)}); a new run begins in the tracker."
             )
 
     def _remember(self) -> None:
         if self._path is not None:
+            text = json.dumps({"run_id": self._run_id, "steps": self._marks})
             try:
-                write_atomically(self._path, json.dumps({"run_id": self._run_id, "steps": self._marks}))
-            except ConfigError as exc:
+                if isinstance(self._path, BucketPath):
+                    self._path.write_text(text)
+                else:
+                    write_atomically(self._path, text)
+            except (CheckpointError, ConfigError) as exc:
                 self._tell_once(f"where it is cannot be kept, so a resumed run may show rows twice: {_text(exc)}")
 
     def _name_failure(self, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jdist.checkpoint.folder import Place
 from jdist.core.strategy import Strategy
 from jdist.launcher.record import launch_of
 from jdist.loop.device_watch import DeviceWatch
@@ -54,18 +55,19 @@ class Costs:
         self._earlier = Earlier([], step=0, at=begun)
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
 
-    def begin(self, step: int, folder: Path | None, *, ideal_step_s: float | None) -> None:
+    def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None) -> None:
         """Begins with a step, where an earlier attempt may have left off.
 
         Args:
             step: steps done.
-            folder: where the run keeps what it goes on from; None: it cannot go on.
+            folder: where the run keeps what it goes on from; None: it cannot go on. In a bucket nothing can be appended, so
+                the record there would be of this attempt alone: none is kept.
             ideal_step_s: the time of a step at the chip's peak; None: not known.
         """
         self._ideal_step_s = ideal_step_s
         self._since = (step, *self._since[1:])
         self._line = (_STARTUP, step, *self._line[2:])
-        if folder is None:
+        if not isinstance(folder, Path):
             return
         cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
         devices = max(1, len(self._strategy.devices))

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # brings gRPC
     from jdist.ps.coordinator.datasets import WorkerDataset
 
 PyTree = Any
-_Epochs = TypeVar("_Epochs", ArraySource, RowSource, BatchSource)
 _PASSED = "passed"
 _PLAIN = (
     "it is a plain iterable. Arrays, `jdist.data.from_arrays(...)`, and a source with `num_steps`, `global_batch`, "
@@ -261,7 +260,9 @@ def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) ->
         )
 
 
-def _with_epochs(source: _Epochs, epochs: int | None, steps: int | None) -> _Epochs:
+def _with_epochs(
+    source: ArraySource | RowSource | BatchSource, epochs: int | None, steps: int | None
+) -> ArraySource | RowSource | BatchSource:
     """Sets a source's epochs: each draws a new order, which a second pass over the source would not do."""
     if epochs is not None and source.epochs not in (None, 1):
         raise DatasetError(

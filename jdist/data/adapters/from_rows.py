@@ -69,7 +69,7 @@ def from_rows(
 
 
 def _is_adapted_as_rows(rows: Any) -> bool:
-    return is_known(rows) and type(rows).__mro__ and not _is_torch_dataset(rows)
+    return is_known(rows) and not _is_torch_dataset(rows)
 
 
 def _is_torch_dataset(rows: Any) -> bool:

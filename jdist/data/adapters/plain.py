@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import sys
 from typing import Any
 
@@ -59,9 +60,7 @@ def from_plain(value: Any) -> Any:
         return dict(from_plain(pair) for pair in value["items"])
     array = np.frombuffer(base64.b64decode(value["data"]), value["dtype"]).reshape(value["shape"]).copy()
     if kind == "tensor":
-        import torch
-
-        return torch.from_numpy(array)
+        return importlib.import_module("torch").from_numpy(array)
     return array if value["shape"] or kind != "array" else array[()]
 
 

@@ -1,7 +1,7 @@
 """A model of clicks, DLRM (arXiv:1906.00091): embeddings of categories and a small network, for parameter servers.
 
-The data has the shape of Criteo's: 13 counts and 26 categories a row. `files` are tab-separated as Criteo's are (label,
-counts, categories as hexadecimal hashes); without it rows are drawn from a model that is known.
+The data has the shape of Criteo's: 13 counts and 26 categories a row. `files` are tab-separated as Criteo's are (label, counts,
+categories as hexadecimal hashes), in parts that fit into memory; without it rows are drawn from a model that is known.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def make(
     def train_data(global_batch, seed, epochs):
         if files is None:
             return jdist.data.from_arrays(train, global_batch=global_batch, shuffle_seed=seed, epochs=epochs)
-        return jdist.data.from_files(paths[:-1], read, global_batch=global_batch, epochs=epochs)
+        order = {"shuffle_seed": seed, "epochs": epochs}
+        return jdist.data.from_files(paths[:-1], read, global_batch=global_batch, workers=2, **order)
 
     def eval_data(global_batch):
         if files is None:

@@ -14,6 +14,7 @@ import grain
 import jax.numpy as jnp
 import numpy as np
 import optax
+from array_record.python.array_record_module import ArrayRecordWriter
 
 import jdist
 from jdist.tasks import Task, options
@@ -96,8 +97,6 @@ def encode(text: str) -> list[int]:
 
 def write(pattern: str, folder: str) -> None:
     """Writes the texts that a pattern matches, `**` for any depth."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
     paths = sorted(glob.glob(pattern, recursive=True))
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, is_held_out in (("train", False), ("test", True)):

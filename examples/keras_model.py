@@ -1,4 +1,4 @@
-"""A model of Keras's own applications, such as MobileNetV2, on scikit-learn's digits: `stateless_call` in a step."""
+"""A model of Keras's own applications, such as MobileNet, on scikit-learn's digits: `stateless_call` in a step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ os.environ["KERAS_BACKEND"] = (
     "jax"  # before Keras is imported: another backend's models know nothing of JAX's gradients
 )
 
-import keras  # noqa: E402
+import keras
 
 
 def make(
-    *, application: str = "MobileNetV2", weights: str | None = None, size: int = 96, dropout: float = 0.3, seed: int = 0
+    *, application: str = "MobileNet", weights: str | None = None, size: int = 64, dropout: float = 0.3, seed: int = 0
 ) -> Task:
     """Makes the task.
 

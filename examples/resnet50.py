@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import optax
+from array_record.python.array_record_module import ArrayRecordWriter
 from PIL import Image, ImageOps
 
 import jdist
@@ -65,8 +66,6 @@ def make(
     depths: Sequence[int] = (3, 4, 6, 3),
     features: Sequence[int] = (256, 512, 1024, 2048),
     dtype: str = "bfloat16",
-    smoothing: float = 0.1,
-    decay: float = 1e-4,
 ) -> Task:
     """Makes the task.
 
@@ -80,8 +79,6 @@ def make(
         depths: of the model; ResNet-50's are 3, 4, 6, 3.
         features: of each stage's output.
         dtype: of the activations; parameters are float32.
-        smoothing: share of a label that is spread over all classes in training.
-        decay: weight decay, in the loss; scales and biases have none.
     """
     model = ResNet(classes, depths=tuple(depths), features=tuple(features), dtype=jnp.dtype(dtype))
     top1, top5 = jdist.metrics.accuracy(), jdist.metrics.top_k(5)
@@ -103,10 +100,10 @@ def make(
         def loss_fn(params):
             variables = {"params": params, "batch_stats": state.extra["batch_stats"]}
             logits, new = state.apply_fn(variables, pixels(batch), train=True, mutable=["batch_stats"])
-            labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], classes), smoothing)
-            kernels = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+            labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], classes), 0.1)
             loss = jdist.mean(optax.softmax_cross_entropy(logits, labels), batch["mask"])
-            return loss + decay * sum(optax.l2_loss(x).sum() for x in kernels), new["batch_stats"]
+            kernels = [x for x in jax.tree.leaves(params) if x.ndim > 1]  # scales and biases do not decay
+            return loss + 1e-4 * sum(optax.l2_loss(x).sum() for x in kernels), new["batch_stats"]
 
         (loss, stats), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, batch_stats=stats), {"loss": loss}
@@ -119,7 +116,8 @@ def make(
 
     def train_data(global_batch, seed, epochs):
         rows = records("train", train).seed(seed).random_map(Crop(size, least))
-        return jdist.data.from_rows(rows, global_batch=global_batch, shuffle_seed=seed, epochs=epochs, workers=workers)
+        order = {"shuffle_seed": seed, "epochs": epochs}
+        return jdist.data.from_rows(rows, global_batch=global_batch, workers=workers, **order)
 
     return Task(
         create_state=create_state,
@@ -140,8 +138,6 @@ def records(option: str, pattern: str) -> grain.MapDataset:
 
 def write(folder: str, file: str) -> None:
     """Writes the images of a folder's folders as one file; a label is the number of its folder in the order of their names."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
     writer = ArrayRecordWriter(file, "group_size:1")
     for label, each in enumerate(sorted(path for path in Path(folder).iterdir() if path.is_dir())):
         for image in sorted(each.iterdir()):

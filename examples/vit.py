@@ -1,6 +1,6 @@
 """A vision transformer that others trained, fine-tuned on images in folders, one folder for each class.
 
-The config's `init_from` reads its weights, safetensors under the names of Hugging Face's transformers, into the strategy's layout.
+The config's `init_from` reads its weights: safetensors under the names of Hugging Face's transformers.
 """
 
 from __future__ import annotations

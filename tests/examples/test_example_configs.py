@@ -80,8 +80,8 @@ TINY = {
         "checkpoint.every": None,
     },
 }
-# Keras takes 25 s to be imported, to make the model and to compile it; docs/keras.md, whose step is the same, is always run. Servers
-# and workers take 10 s to start; on one device the click model always runs, and docs/tasks.md has another task on servers.
+# Keras takes 25 s to be imported, to make the model and to compile it; docs/keras.md, whose step is the same, is always run.
+# Servers and workers take 10 s to start; on one device the click model always runs, and on servers tests/ps has others.
 ALWAYS = TINY.keys() - {"keras_model", "clicks"}
 
 

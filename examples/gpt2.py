@@ -46,7 +46,8 @@ def make(
         heads: of each layer's attention.
         dtype: of the activations; parameters are float32.
     """
-    model = GPT2(vocabulary, length, layers, width, heads, dropout=0.0, dtype=jnp.dtype(dtype), stacked=True)
+    activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
+    model = GPT2(vocabulary, length, layers, width, heads, dropout=0.0, dtype=activations, stacked=True)
 
     def create_state(key, tx):
         params = model.init(key, jnp.zeros((1, length), jnp.int32))["params"]

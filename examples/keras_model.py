@@ -32,7 +32,7 @@ def make(
         dropout: share of the features that is dropped before the last layer.
         seed: of the new weights, which Keras draws.
     """
-    if not isinstance(backbone := getattr(keras.applications, application, None), type(load_digits)):
+    if not callable(backbone := getattr(keras.applications, application, None)):
         raise options.OptionError("application", f"{application!r} is no model of keras.applications")
     keras.utils.set_random_seed(seed)
     model = keras.Sequential(

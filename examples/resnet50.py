@@ -80,7 +80,8 @@ def make(
         features: of each stage's output.
         dtype: of the activations; parameters are float32.
     """
-    model = ResNet(classes, depths=tuple(depths), features=tuple(features), dtype=jnp.dtype(dtype))
+    activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
+    model = ResNet(classes, depths=tuple(depths), features=tuple(features), dtype=activations)
     top1, top5 = jdist.metrics.accuracy(), jdist.metrics.top_k(5)
 
     def create_state(key, tx):

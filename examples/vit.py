@@ -70,7 +70,8 @@ def make(
             raise options.OptionError(
                 option, f"the folders with images are {folders}, in training {', '.join(classes)}"
             )
-    model = ViT(len(classes), patch, layers, width, heads, hidden, jnp.dtype(dtype))
+    activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
+    model = ViT(len(classes), patch, layers, width, heads, hidden, dtype=activations)
     accuracy = jdist.metrics.accuracy()
 
     def create_state(key, tx):

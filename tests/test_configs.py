@@ -1,4 +1,4 @@
-"""The files in configs/: each is valid, is tried out as far as its data and devices are here, and says how it is run."""
+"""The files in configs/ and examples/: each is valid and says how it is run; configs are tried out as far as can be here."""
 
 import re
 import shlex
@@ -15,6 +15,7 @@ from jdist.experiment.validate import validate
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))  # tests/examples runs them
 # What a dry run needs that is not here: a TPU, or data of one's own.
 INSTEAD = {
     "arrays": ["task.options.path=made.npz"],
@@ -47,23 +48,26 @@ def commands(path):
     return [shlex.split(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*CONFIGS, *EXAMPLES], ids=lambda path: path.stem)
 def test_a_config_is_valid_and_named_after_its_file(path):
     assert validate(load(path)).name == path.stem
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*CONFIGS, *EXAMPLES], ids=lambda path: path.stem)
 def test_a_header_says_what_it_shows_and_how_to_run_it(path):
     said = header(path)
     assert [word for word in said if word in HEADERS] == list(HEADERS)
     assert all("".join(said[word]) for word in HEADERS)
     assert "TODO" not in path.read_text()
     for program, name, *rest in commands(path):
+        if program == "python":  # makes an example's data
+            assert (ROOT / name).is_file()
+            continue
         assert program == "jdist"
         if name == "launch":
             rest = rest[rest.index("--") + 1 :]
         config, *others = flags_last(rest, COMMANDS["run"])
-        assert config == f"configs/{path.name}"
+        assert config == f"{path.parent.name}/{path.name}"
         flags = [other for other in others if other.startswith("-")]
         assert set(flags) <= {"--dry-run", "--fresh"}
         validate(load(path, [other for other in others if other not in flags]))

@@ -23,11 +23,11 @@ class Attention(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         rows, length, width = x.shape
         qkv = nn.Dense(3 * width, dtype=self.dtype, name="c_attn")(x)
         q, k, v = jnp.split(qkv.reshape(rows, length, 3 * self.heads, width // self.heads), 3, axis=2)
-        h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(rows, length, width)
+        h = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True).reshape(rows, length, width)
         return nn.Dense(width, dtype=self.dtype, name="c_proj")(h)
 
 
@@ -50,10 +50,10 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         drop = nn.Dropout(self.dropout, deterministic=False)
         h = nn.LayerNorm(_EPSILON, dtype=self.dtype, use_fast_variance=False, name="ln_1")(x)
-        x = x + drop(Attention(self.heads, self.dtype, name="attn")(h))
+        x = x + drop(Attention(self.heads, self.dtype, name="attn")(h, mask))
         h = nn.LayerNorm(_EPSILON, dtype=self.dtype, use_fast_variance=False, name="ln_2")(x)
         return x + drop(Mlp(self.dtype, name="mlp")(h))
 
@@ -61,7 +61,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Logits of the next token at every position; the defaults are those of the smallest, of 124 million parameters.
 
-    `jdist.weights.gpt2()` are the rules for its weights on Hugging Face.
+    `jdist.weights.gpt2()` are the rules for its weights on Hugging Face. For rows that texts were packed into, `segment_ids` [rows,
+    length] are each token's text, beyond which it does not attend, and `position_ids` its place there.
 
     Attributes:
         vocabulary: number of different tokens.
@@ -93,23 +94,34 @@ class GPT2(nn.Module):
     stacked: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
         dropout = self.dropout if train else 0.0
         normal = nn.initializers.normal
         wte = nn.Embed(self.vocabulary, self.width, embedding_init=normal(0.02), dtype=self.dtype, name="wte")
         wpe = nn.Embed(self.positions, self.width, embedding_init=normal(0.01), dtype=self.dtype, name="wpe")
-        x = wte(tokens) + wpe(jnp.arange(tokens.shape[1]))
+        x = wte(tokens) + wpe(jnp.arange(tokens.shape[1]) if position_ids is None else position_ids)
         x = nn.Dropout(dropout, deterministic=False)(x)
+        mask = None
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # [rows, 1, length, length]
         if self.stacked:
             of_layers = nn.scan(
-                nn.remat(lambda block, x: (block(x), None), prevent_cse=False),
+                nn.remat(lambda block, x, mask: (block(x, mask), None), prevent_cse=False),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
                 length=self.layers,
             )
-            x, _ = of_layers(Block(self.heads, dropout, self.dtype, name="h"), x)
+            x, _ = of_layers(Block(self.heads, dropout, self.dtype, name="h"), x, mask)
         else:
             for i in range(self.layers):
-                x = Block(self.heads, dropout, self.dtype, name=f"h_{i}")(x)
+                x = Block(self.heads, dropout, self.dtype, name=f"h_{i}")(x, mask)
         x = nn.LayerNorm(_EPSILON, dtype=self.dtype, use_fast_variance=False, name="ln_f")(x)
         return wte.attend(x).astype(jnp.float32)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,19 @@ class TestRows:
         assert [step for step, scalars in logged if "loss" in scalars] == list(range(6, 15))
         assert [step for step, scalars in logged if "per_class/1" in scalars] == [7, 14]
         assert [step for step, scalars in logged if "time_s" in scalars] == list(range(1, 15))
+
+    def test_a_run_that_is_kept_in_a_bucket_goes_on_in_its_run(self):
+        url = f"memory://bucket/{uuid.uuid4()}"
+        first, second = Fake(), Fake()
+        for tracker, epochs in ((first, 1), (second, 2)):
+            fit(callbacks.checkpoint(url), callbacks.track(tracker, name="mine"), epochs=epochs, log_every=1)
+        assert first.calls[0][-1] is False
+        assert second.calls[0] == ("start", first.calls[0][1], {}, True)
+        steps = [[call[1] for call in each.calls if call[0] == "log" and "loss" in call[2]] for each in (first, second)]
+        assert steps == [list(range(1, 8)), list(range(8, 15))]
+        told = [callbacks.track(Fake(), name="mine") for _ in range(2)]
+        with pytest.raises(ConfigError, match=r"take each other's place in memory:///bucket/.*/tracker-mine\.json"):
+            fit(callbacks.checkpoint(url), *told, epochs=3)
 
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path):
         trackers = [Fake(), Fake()]

@@ -24,6 +24,7 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks import Started, TrackerWarning
+from jdist.checkpoint.bucket import BucketPath
 from jdist.errors import ConfigError, StepError
 from jdist.report.matrix import matrix_as_png
 from tests.callbacks import tracked_program
@@ -352,6 +353,27 @@ class TestRows:
         told = [callbacks.track(Fake(), name="mine") for _ in range(2)]
         with pytest.raises(ConfigError, match=r"take each other's place in memory:///bucket/.*/tracker-mine\.json"):
             fit(callbacks.checkpoint(url), *told, epochs=3)
+
+    def test_into_a_bucket_the_marks_are_written_now_and_then_and_none_is_left_out(self, monkeypatch):
+        written: list[dict[str, int]] = []
+        write = BucketPath.write_text
+
+        def spied(path: BucketPath, text: str) -> None:
+            write(path, text)
+            if path.name == "tracker-mine.json":
+                written.append(json.loads(text)["steps"])
+
+        def wait(moment: callbacks.Moment) -> None:
+            deadline = time.monotonic() + 60
+            while moment.step == 6 and written[-1].get("loss") != 5:  # by then no row comes any more
+                assert time.monotonic() < deadline, written
+                time.sleep(0.01)
+
+        monkeypatch.setattr(BucketPath, "write_text", spied)
+        saves, told = callbacks.checkpoint(f"memory://bucket/{uuid.uuid4()}"), callbacks.track(Fake(), name="mine")
+        fit(saves, told, callbacks.Callback(on_step=wait), log_every=1)
+        assert len(written) < 10  # before and after the start; 14 rows are in fewer
+        assert written[-1]["loss"] == 14
 
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path):
         trackers = [Fake(), Fake()]

@@ -6,8 +6,8 @@ OTHER is a checkout, as `git worktree add --detach /tmp/before COMMIT` makes one
 processes of each tree: a process keeps its own few percent for life (memory layout, where threads landed), so each pair of the
 trees is printed, and those of A against A for the noise. The cases: an empty step on 1 and on 8 virtual devices, whose
 call is all overhead; a parameter server of 8 floats and of a million, asynchronous and synchronous, and with two copies;
-closures that do nothing; a process that imports every public name; and checkpoints of 100 MB in 50 leaves and of 10,000
-leaves of 4 bytes, saved until committed, and restored.
+closures that do nothing; a process that imports every public name; and checkpoints of 100 MB in 50 leaves, of 1 GB in 8
+and of 10,000 leaves of 4 bytes, saved until committed, and restored.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CASES = {  # the script of a side, its arguments, and how many calls are a round
     "import": ("two_trees.py", ("--side", "import"), 1),
     "save, 50 leaves": ("two_trees.py", ("--side", "save", 50, 500_000), 1),
     "restore, 50 leaves": ("two_trees.py", ("--side", "restore", 50, 500_000), 1),
+    "save, 1 GB": ("two_trees.py", ("--side", "save", 8, 31_250_000), 1),
+    "restore, 1 GB": ("two_trees.py", ("--side", "restore", 8, 31_250_000), 1),
     "save, 10,000 leaves": ("two_trees.py", ("--side", "save", 10_000, 1), 1),
     "restore, 10,000 leaves": ("two_trees.py", ("--side", "restore", 10_000, 1), 1),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jdist.report.files import write_atomically
 from jdist.report.matrix import matrix_as_png
 
 _MOST_WAITING = 10_000  # rows; a tracker this far behind is not there
+_BUCKET_PAUSE_S = 2.0  # between two writes of an object, of which Google's store takes one a second
 _LONGEST_VECTOR = 100  # numbers that are metrics of their own
 _IN_USE: set[Place] = set()
 
@@ -80,6 +82,9 @@ class Delivery:
         self._resumed = False
         self._logged: dict[str, int] | None = None  # as the tracker says
         self._marks: dict[str, int] = {}  # as it was given
+        self._pause_s = _BUCKET_PAUSE_S if isinstance(self._path, BucketPath) else 0.0
+        self._due_s: float | None = None  # when the marks are to be kept; None: they are
+        self._free_s = 0.0  # from when on they may be
 
     def begin(self) -> None:
         """Reads what an earlier process left, and starts the thread.
@@ -157,10 +162,19 @@ class Delivery:
         self._remember()
         for record in self._earlier:
             self._try_to_hand_over(record)
-        while not isinstance(record := self._records.get(), _End):
+        while not isinstance(record := self._next_record(), _End):
             self._try_to_hand_over(record)
             self._taken += 1
         self._conclude(record)
+
+    def _next_record(self) -> Record | _End:
+        """Waits for a row, and meanwhile keeps the marks of those before it once that is due."""
+        if self._due_s is not None:
+            try:
+                return self._records.get(timeout=max(0.0, self._due_s - time.monotonic()))
+            except queue.Empty:
+                self._remember()
+        return self._records.get()
 
     def _try_to_hand_over(self, record: Record) -> None:
         try:
@@ -170,10 +184,14 @@ class Delivery:
             self._name_failure(f"did not take the row of step {record.step:,}: {_text(exc)}")
 
     def _conclude(self, end: _End) -> None:
+        if self._due_s is not None:
+            self._remember()
         try:
             curves = as_png(end.rows, title="") if end.rows else ""
             if isinstance(curves, bytes):
                 self._give(end.rows[-1]["step"], {}, {"curves": curves})
+            if self._due_s is not None:
+                self._remember()
             self._finish(end.status)
         except Exception as exc:  # noqa: BLE001  # as above
             self._name_failure(f"could not end its run: {_text(exc)}")
@@ -209,7 +227,9 @@ class Delivery:
             self._marks |= taken
             if self._logged is not None:
                 self._logged |= taken
-            self._remember()
+            self._due_s = self._free_s
+            if time.monotonic() >= self._due_s:
+                self._remember()
 
     def _has(self, name: str, step: int) -> bool:
         return step <= (self._marks if self._logged is None else self._logged).get(name, -1)
@@ -229,6 +249,7 @@ class Delivery:
             )
 
     def _remember(self) -> None:
+        self._due_s, self._free_s = None, time.monotonic() + self._pause_s
         if self._path is not None:
             text = json.dumps({"run_id": self._run_id, "steps": self._marks})
             try:

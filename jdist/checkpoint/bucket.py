@@ -175,7 +175,8 @@ class BucketPath:
             if isinstance(error, FileNotFoundError) and doing != "written":
                 raise
             kind = type(error).__name__
-            text = f"{self}: cannot be {doing}: {kind}: {f'{error}'.strip():.300}"
+            said = " ".join(f"{error}".split()).rstrip(".")  # Google's errors have several lines
+            text = f"{self}: cannot be {doing}: {kind}: {said:.300}"
             if _SHUT_OUT.search(text.removeprefix(str(self))):
                 text += f". Give credentials that may read and write there, as fsspec's {self.protocol!r} takes them"
             elif isinstance(error, FileNotFoundError):

@@ -176,6 +176,11 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
     from etils import epath  # comes with Orbax
 
     directory = epath.Path(_as_orbax_takes(path))
+    if directory.is_file():
+        raise CheckpointError(
+            f"{directory}: is a file, and a checkpoint of Orbax is a folder. One of flax's msgpack is read by flax: "
+            "flax.training.checkpoints.restore_checkpoint"
+        )
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: there is no such folder")
     steps: dict[int, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from jdist.errors import CheckpointError
 NAME = "model.safetensors"
 INDEX = ".index.json"
 _SUFFIX = ".safetensors"
+_ONE_OF = re.compile(r".*-\d+-of-(\d+)\.safetensors")
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -169,14 +171,25 @@ def _find(files: Any) -> list[tuple[Path, set[str] | None]]:
 
 
 def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
-    """Finds the one index in a folder, or else the one file."""
+    """Finds the one index in a folder, or else the one file that is whole by itself.
+
+    Files of several without their index are what a save that was killed leaves.
+    """
+    parts: list[Path] = []
     for pattern in (f"*{_SUFFIX}{INDEX}", f"*{_SUFFIX}"):
         there = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+        parts = [path for path in there if (match := _ONE_OF.fullmatch(path.name)) and int(match[1]) > 1]
+        there = [path for path in there if path not in parts]
         if len(there) > 1:
             named = ", ".join(path.name for path in there[:5])
             raise CheckpointError(f"{folder}: has {len(there)} of {pattern}: {named}. Say which, or give a list of all")
         if there:
             return _of_index(there[0]) if there[0].name.endswith(INDEX) else [(there[0], None)]
+    if parts:
+        raise CheckpointError(
+            f"{folder}: {parts[0].name} is one of several files, and their index, *{_SUFFIX}{INDEX}, is not there. Copy it "
+            "beside them, or give a list of all"
+        )
     raise CheckpointError(f"{folder}: has no *{_SUFFIX} and no index of such files, or is not there")
 
 

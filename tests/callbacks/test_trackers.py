@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks import Started, TrackerWarning
+from jdist.checkpoint.bucket import BucketPath
 from jdist.errors import ConfigError, StepError
 from jdist.report.matrix import matrix_as_png
 from tests.callbacks import tracked_program
@@ -338,6 +340,40 @@ class TestRows:
         assert [step for step, scalars in logged if "loss" in scalars] == list(range(6, 15))
         assert [step for step, scalars in logged if "per_class/1" in scalars] == [7, 14]
         assert [step for step, scalars in logged if "time_s" in scalars] == list(range(1, 15))
+
+    def test_a_run_that_is_kept_in_a_bucket_goes_on_in_its_run(self):
+        url = f"memory://bucket/{uuid.uuid4()}"
+        first, second = Fake(), Fake()
+        for tracker, epochs in ((first, 1), (second, 2)):
+            fit(callbacks.checkpoint(url), callbacks.track(tracker, name="mine"), epochs=epochs, log_every=1)
+        assert first.calls[0][-1] is False
+        assert second.calls[0] == ("start", first.calls[0][1], {}, True)
+        steps = [[call[1] for call in each.calls if call[0] == "log" and "loss" in call[2]] for each in (first, second)]
+        assert steps == [list(range(1, 8)), list(range(8, 15))]
+        told = [callbacks.track(Fake(), name="mine") for _ in range(2)]
+        with pytest.raises(ConfigError, match=r"take each other's place in memory:///bucket/.*/tracker-mine\.json"):
+            fit(callbacks.checkpoint(url), *told, epochs=3)
+
+    def test_into_a_bucket_the_marks_are_written_now_and_then_and_none_is_left_out(self, monkeypatch):
+        written: list[dict[str, int]] = []
+        write = BucketPath.write_text
+
+        def spied(path: BucketPath, text: str) -> None:
+            write(path, text)
+            if path.name == "tracker-mine.json":
+                written.append(json.loads(text)["steps"])
+
+        def wait(moment: callbacks.Moment) -> None:
+            deadline = time.monotonic() + 60
+            while moment.step == 6 and written[-1].get("loss") != 5:  # by then no row comes any more
+                assert time.monotonic() < deadline, written
+                time.sleep(0.01)
+
+        monkeypatch.setattr(BucketPath, "write_text", spied)
+        saves, told = callbacks.checkpoint(f"memory://bucket/{uuid.uuid4()}"), callbacks.track(Fake(), name="mine")
+        fit(saves, told, callbacks.Callback(on_step=wait), log_every=1)
+        assert len(written) < 10  # before and after the start; 14 rows are in fewer
+        assert written[-1]["loss"] == 14
 
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path):
         trackers = [Fake(), Fake()]

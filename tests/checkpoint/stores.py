@@ -3,8 +3,10 @@
 `pip install "jdist[remote,emulators]"` brings the emulators, which are too large for every run of the tests.
 """
 
+import http.server
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -81,3 +83,45 @@ def gs() -> Iterator[tuple[dict[str, str], object]]:
         yield {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}, server
     finally:
         server.stop()
+
+
+class _Refusal(http.server.BaseHTTPRequestHandler):
+    """Answers as a store does to those who may do nothing there."""
+
+    def _refuse(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        text = self.server.text.encode()
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml" if text.startswith(b"<") else "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _refuse
+
+    def log_message(self, *_):
+        """Says nothing on standard error."""
+
+
+REFUSALS = {
+    "s3": "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>",
+    "gs": '{"error": {"code": 403, "message": "Anonymous caller does not have storage.objects.list access."}}',
+}
+
+
+@contextmanager
+def refusing(protocol: str) -> Iterator[dict[str, str]]:
+    """Runs a store that refuses everything; gives the environment in which its clients find it."""
+    need({"s3": "s3fs", "gs": "gcsfs"}[protocol])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusal)
+    server.text = REFUSALS[protocol]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    try:
+        yield {"STORAGE_EMULATOR_HOST": address} if protocol == "gs" else {"FSSPEC_S3_ENDPOINT_URL": address, **keys}
+    finally:
+        server.shutdown()
+        server.server_close()

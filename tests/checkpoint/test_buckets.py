@@ -37,6 +37,7 @@ STAGES = [
     ("after write_pieces", 2, True),
     ("before write_manifest", 2, True),
     ("after write_manifest", 2, False),
+    ("after commit", 2, False),  # of a folder; in a bucket the manifest is it
     ("inside remove", 1, True),
     ("after remove", 1, False),
 ]
@@ -242,7 +243,7 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch):
         Checkpointer("s3://bucket/run")
 
 
-def train(url, steps):
+def train(url, steps, *callbacks):
     """Trains a line with a checkpoint in a bucket."""
 
     @jdist.distribute(jdist.mirrored(jax.devices()[:2]))
@@ -253,7 +254,8 @@ def train(url, steps):
     x = np.linspace(-1, 1, 32, dtype=np.float32)
     data = jdist.data.from_arrays({"x": x, "y": 3 * x}, global_batch=8, shuffle_seed=0, epochs=None)
     state = {"w": jnp.float32(0), "n": jnp.int32(0)}
-    return jdist.fit(step, state, data, steps=steps, log_every=3, callbacks=[jdist.callbacks.checkpoint(url, every=3)])
+    saves = jdist.callbacks.checkpoint(url, every=3)
+    return jdist.fit(step, state, data, steps=steps, log_every=3, callbacks=[saves, *callbacks])
 
 
 def test_fit_goes_on_from_a_bucket_with_its_history(url, tmp_path):
@@ -268,6 +270,24 @@ def test_fit_goes_on_from_a_bucket_with_its_history(url, tmp_path):
     assert [step for step, _ in rows[0]] == [3, 4, 6]
     with pytest.raises(StepError, match=r"`resume=False` sets a folder aside, and folderstore://.* is none"):
         jdist.callbacks.checkpoint(url, resume=False)
+
+
+def test_fit_names_a_bucket_that_vanishes_and_goes_on_from_what_it_holds(url, monkeypatch):
+    whole = train(f"{url}_whole", 9)
+    with monkeypatch.context() as patch:
+
+        def vanish(moment):
+            if moment.step == 5:
+                Failing(patch).fail(ConnectionError("the network is unreachable"), *ALL)
+
+        with pytest.raises(CheckpointError, match=rf"{url}.*cannot be .*: ConnectionError: the network is unreachable"):
+            train(url, 9, jdist.callbacks.Callback(on_step=vanish))
+    begun = []
+    resumed = train(url, 9, jdist.callbacks.Callback(on_start=lambda moment: begun.append(moment.step)))
+    assert begun == [3]
+    assert np.asarray(resumed[0]["w"]).tobytes() == np.asarray(whole[0]["w"]).tobytes()
+    values = [[(row["step"], row.get("w")) for row in history.rows] for _, history in (resumed, whole)]
+    assert values[0] == values[1]
 
 
 def test_what_needs_a_disk_refuses_a_url():

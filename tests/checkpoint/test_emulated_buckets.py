@@ -2,8 +2,13 @@
 
 import json
 import os
+import random
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import fsspec
 import jax.numpy as jnp
@@ -14,7 +19,8 @@ from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.errors import CheckpointError
 from tests.checkpoint import stores
 from tests.checkpoint.save_forever import KEEP, state_at
-from tests.checkpoint.test_buckets import STAGES, check_after_kill, run_killed, save_two, unfinished
+from tests.checkpoint.test_buckets import ROOT, SCRIPT, STAGES, check_after_kill, run_killed, save_two, unfinished
+from tests.children import without_devices
 
 pytestmark = [
     pytest.mark.full,
@@ -56,6 +62,28 @@ def test_a_kill_at_each_stage(store, url, stage, call, leaves_something):
     committed = run_killed(url, stage, call, store[1], 2)
     assert bool(unfinished(url)) == (leaves_something and stage != "inside write_pieces")
     check_after_kill(url, committed)
+
+
+def child(env):
+    return {**without_devices(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **env}
+
+
+def test_kills_at_random_moments(store, url):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")  # shown if the test fails; the moment within a stage is the scheduler's
+    rng, committed = random.Random(seed), 0
+    for _ in range(4):
+        line = [sys.executable, str(SCRIPT), url]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=child(store[1])) as process:
+            assert process.stdout is not None
+            has_saved = False
+            for said in process.stdout:
+                if said.startswith("saved"):
+                    has_saved, committed = True, int(said.split()[1])
+                if has_saved and rng.random() < 0.1:
+                    process.kill()
+        assert process.returncode == -9
+        committed = check_after_kill(url, committed)
 
 
 def test_many_megabytes_go_in_several_parts(url):
@@ -131,3 +159,49 @@ def test_a_bucket_without_credentials(monkeypatch, tmp_path):
         enter(monkeypatch, {"HOME": str(tmp_path), **{k: v for k, v in env.items() if "ACCESS" not in k}})
         with pytest.raises(CheckpointError, match=r"cannot be listed: NoCredentialsError.* Give credentials that may"):
             Checkpointer(f"s3://{stores.BUCKET}/run")
+
+
+@pytest.mark.parametrize("protocol", STORES)
+def test_a_store_that_refuses(protocol):
+    before = dict(fsspec.config.conf)
+    with stores.refusing(protocol) as env, pytest.MonkeyPatch.context() as patch:
+        enter(patch, env)
+        fsspec.filesystem(protocol).clear_instance_cache()
+        says = (
+            rf"{protocol}://bucket/run: cannot be listed: .*(Denied|access)\. Give credentials that may read and write"
+        )
+        with pytest.raises(CheckpointError, match=says) as caught:
+            Checkpointer(f"{protocol}://bucket/run")
+        assert "\n" not in str(caught.value)
+    fsspec.config.conf.clear()
+    fsspec.config.conf.update(before)
+
+
+SAVES_TWICE = """
+import sys
+from jdist.train import Checkpointer
+from tests.checkpoint.save_forever import state_at
+with Checkpointer(sys.argv[1], timeout_s=10.0) as checkpoints:
+    checkpoints.save(1, state_at(1), wait=True)
+    print("saved", flush=True)
+    sys.stdin.readline()
+    checkpoints.save(2, state_at(2), wait=True)
+"""
+
+
+@pytest.mark.parametrize("protocol", STORES)
+def test_a_server_that_falls_silent_in_mid_save(protocol):
+    """It takes connections and never answers: the wait ends by its deadline, and then the process ends."""
+    url = f"{protocol}://{stores.BUCKET}/run"
+    with STORES[protocol]() as (env, server):
+        line = [sys.executable, "-c", SAVES_TWICE, url]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(line, text=True, env=child(env), **pipes) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "saved\n"
+            server.stop()
+            port = urlsplit(env.get("STORAGE_EMULATOR_HOST") or env["FSSPEC_S3_ENDPOINT_URL"]).port
+            with socket.create_server(("127.0.0.1", port)):
+                _, errors = process.communicate("\n", timeout=120)
+    assert process.returncode == 1
+    assert f"CheckpointError: saving step 2 in {url}: not done after 10 s" in errors

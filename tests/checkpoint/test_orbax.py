@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
+from flax.training import checkpoints as flax_checkpoints
 from flax.training.train_state import TrainState as FlaxTrainState
 
 import jdist
 from jdist.checkpoint import orbax
 from jdist.errors import CheckpointError
 from jdist.train import Checkpointer, CheckpointWarning, from_orbax, to_orbax
+from tests.by_default import some
 
 ocp = pytest.importorskip("orbax.checkpoint")
 ocp1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
@@ -106,6 +108,109 @@ def test_a_state_of_nnx_is_read_with_its_keys(tmp_path):
     assert same(from_orbax(tmp_path / "pure", state), pure)
 
 
+def manager_of_items(directory):
+    """Two trees and what is no tree, as a program with a position and an average saves them."""
+    with ocp.CheckpointManager(directory) as manager:
+        for step in (1, 2):
+            items = {
+                "state": ocp.args.StandardSave(create_flax(step)),
+                "ema": ocp.args.StandardSave(create_flax(step + 5).params),
+                "data": ocp.args.JsonSave({"position": step}),
+            }
+            manager.save(step, args=ocp.args.Composite(**items), metrics={"loss": 1.0})
+
+
+def v1_checkpointables(directory):
+    with ocp1.training.Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            items = {"state": create_flax(step), "ema": create_flax(step + 5).params, "data": {"position": step}}
+            checkpointer.save_checkpointables(step, items)
+
+
+@pytest.mark.parametrize("save", [manager_of_items, v1_checkpointables])
+def test_one_of_several_items_is_read_and_which_has_to_be_said(tmp_path, save):
+    save(tmp_path)
+    like = jax.eval_shape(create_jdist)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/2: holds the items .*ema, state; say which by `item`"):
+        from_orbax(tmp_path, like)
+    with pytest.raises(CheckpointError, match=r"holds the items .*ema, state; say which by `item`, not 'best'"):
+        from_orbax(tmp_path, like, item="best")
+    for step in (None, 1):
+        state = from_orbax(tmp_path, like, item="state", step=step)
+        assert same(state.params, create_flax(step or 2).params)
+        assert same(state.opt_state, create_flax(step or 2).opt_state)
+    assert same(from_orbax(tmp_path, like.params, item="ema"), create_flax(7).params)
+
+
+def one_tree_and_a_position(directory):
+    with ocp.CheckpointManager(directory) as manager:
+        items = {"state": ocp.args.StandardSave(create_flax(2)), "data": ocp.args.JsonSave({"position": 2})}
+        manager.save(2, args=ocp.args.Composite(**items))
+
+
+def names_of_steps(directory):
+    options = ocp.CheckpointManagerOptions(step_prefix="ckpt", step_format_fixed_length=8)
+    with ocp.CheckpointManager(directory, options=options) as manager:
+        for step in (9, 10):
+            manager.save(step, args=ocp.args.StandardSave(create_flax(2 if step == 10 else 1)))
+
+
+def manager_of_v1(directory):
+    with ocp1.training.Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, create_flax(step))
+
+
+def flax_itself(directory):
+    flax_checkpoints.save_checkpoint(directory, create_flax(2), step=2)
+
+
+def unfinished(directory):
+    one_tree_and_a_position(directory)
+    (directory / "3.orbax-checkpoint-tmp-12" / "state").mkdir(parents=True)
+
+
+def stored_as(**options):
+    def save(directory):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+            checkpointer.save(directory / "2", create_flax(2))
+
+    return save
+
+
+WAYS = {
+    "one tree and a position": one_tree_and_a_position,
+    "names of steps": names_of_steps,
+    "manager of v1": manager_of_v1,
+    "flax.training.checkpoints": flax_itself,
+    "a newer one is unfinished": unfinished,
+    "a file for each leaf": stored_as(use_ocdbt=False, use_zarr3=False),
+    "zarr 3": stored_as(use_ocdbt=True, use_zarr3=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*orbax:DeprecationWarning")  # flax's own call
+@pytest.mark.parametrize("way", some(WAYS, ["one tree and a position", "manager of v1"]))
+def test_the_ways_in_which_programs_of_flax_save(tmp_path, way):
+    WAYS[way](tmp_path)
+    state = from_orbax(tmp_path, jax.eval_shape(create_jdist))
+    assert same(state.params, create_flax(2).params)
+    assert same(state.opt_state, create_flax(2).opt_state)
+    assert int(state.step) == 1
+
+
+def test_parameters_of_nnx_alone_are_read_out_of_a_manager(tmp_path):
+    def model(seed):
+        rngs = nnx.Rngs(seed)
+        return nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
+
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(nnx.state(model(1)))))
+    with pytest.warns(CheckpointWarning, match=r"2 leaves are not in the state and were left: .*mean"):
+        params = from_orbax(tmp_path, nnx.state(model(0), nnx.Param))
+    assert same(params, nnx.state(model(1), nnx.Param))
+
+
 def test_parameters_alone_are_read_and_what_is_left_is_named(managed):
     like = {"params": create_jdist().params}
     with pytest.warns(CheckpointWarning, match=r"leaves are not in the state and were left: .*opt_state\.1\.0\.count"):
@@ -127,8 +232,10 @@ def test_what_does_not_fit_is_refused_by_name(managed):
 
 def test_what_is_no_checkpoint_of_orbax_is_refused(managed, tmp_path):
     like = create_jdist()
+    (tmp_path / "checkpoint_4").write_bytes(serialization.to_bytes(create_flax()))
     for path, more, match in [
         (tmp_path / "none", {}, "there is no such folder"),
+        (tmp_path / "checkpoint_4", {}, "is a file, .* One of flax's msgpack is read by flax"),
         (tmp_path, {}, "there is no checkpoint of a tree by Orbax"),
         (managed, {"step": 7}, r"has no step 7; there are \[1, 2\]"),
         (managed / "1", {"item": "params"}, "holds the items default; say which by `item`, not 'params'"),

@@ -1,7 +1,10 @@
 """Files that do not fit or are damaged: each named with file and tensor before anything is read, and nothing is lost."""
 
 import json
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,9 @@ from safetensors.numpy import load_file, save_file
 import jdist
 from jdist.errors import CheckpointError
 from jdist.train import CheckpointWarning
+from tests.by_default import some
+from tests.children import without_devices
+from tests.weights import save_killed
 
 LIKE = {"body": {"kernel": jnp.zeros((4, 6)), "bias": jnp.zeros(6)}, "head": jnp.zeros(3)}
 RULES = [("l.{name}.weight", "{name}/kernel", "out in -> in out"), ("l.{name}.bias", "{name}/bias"), ("head", "head")]
@@ -213,6 +219,49 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch, fails_at):
     with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device\. Free or mend the disk"):
         jdist.weights.save(LIKE, tmp_path, RULES, max_file_bytes=60)
     assert not list(tmp_path.iterdir())
+
+
+# The size of a file, where the save is killed, the how many-th time, and what a folder with older weights then holds.
+KILLS = [
+    (10**9, "before add", 2, None),
+    (10**9, "before rename", 1, None),
+    (10**9, "after rename", 1, "new"),
+    (40_000, "before add", 2, "old"),
+    (40_000, "after rename", 1, "old"),
+    (40_000, "after rename", 3, "old"),  # all but the index
+    (40_000, "after rename", 4, "new"),
+]
+
+
+@pytest.mark.parametrize(("size", "stage", "call", "left"), some(KILLS, [KILLS[0], KILLS[5]]))
+def test_a_save_that_is_killed_leaves_the_old_weights_or_none(tmp_path, size, stage, call, left):
+    if size < 10**9:  # in files of other names; into one of the same name nothing is saved
+        jdist.weights.save(save_killed.weights(0), tmp_path)
+    line = [sys.executable, save_killed.__file__, tmp_path, str(size), stage, str(call)]
+    killed = subprocess.run(
+        line, env={**without_devices(), "PYTHONPATH": str(Path(__file__).parents[2])}, timeout=120, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    like = save_killed.weights(100)
+    if left is None:
+        assert [path.name for path in tmp_path.iterdir()] == [".saving_model.safetensors"]
+        with pytest.raises(CheckpointError, match=r"has no \*\.safetensors"):
+            jdist.weights.load(tmp_path, like, skip_mismatch=True)
+        jdist.weights.save(save_killed.weights(7), tmp_path)  # what is left is in nobody's way
+    loaded = jdist.weights.load(tmp_path, like)
+    jax.tree.map(np.testing.assert_array_equal, loaded, save_killed.weights(0 if left == "old" else 7))
+
+
+def test_a_file_of_several_is_not_taken_for_the_whole(index):
+    index.unlink()
+    (first, *others) = sorted(index.parent.glob("model-*"))
+    says = (
+        f"{index.parent}: {first.name} is one of several files, and their index, *.safetensors.index.json, is not there"
+    )
+    assert says in refusal(index.parent)
+    for other in others:
+        other.unlink()
+    assert says in refusal(index.parent, skip_mismatch=True)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "5GB", True])

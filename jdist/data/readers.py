@@ -227,8 +227,11 @@ class Pass(Iterator[PyTree]):
             self._ended = True
             raise
         except Exception as error:
-            kind = getattr(self._source, "kind", None)
-            if kind is not None and not isinstance(self._source, RandomAccessSource):
+            source = self._source
+            if isinstance(source, StatefulSource) and (rows := source.describe_batch(self._number, error)):
+                error.add_note(f"while reading {rows}")
+            kind = getattr(source, "kind", None)
+            if kind is not None and not isinstance(source, RandomAccessSource):
                 error.add_note(f"while making batch {self._number:,} (from 0) of a {kind}")
             raise
         if self._number == self._start.position.step:

@@ -1,12 +1,15 @@
 """What feeding by other libraries' datasets costs: a step fed by Grain from files, and each adapter for a batch.
 
-    python benchmarks/datasets_of_others.py [--megabytes 64] [--steps 4] [--rounds 6] [--batches 300]
+    python benchmarks/datasets_of_others.py [--megabytes 64] [--steps 4] [--rounds 6] [--batches 300] [--far 100000]
 
 The first table alternates a step on batches that Grain reads from ArrayRecord files with one on a batch held in memory.
 Target: step time within 5 %.
 
 The second table goes through small batches by a library's own loop and by jdist's adapter of the same dataset, on the host,
 with no thread of jdist's, both behind the same plain pipeline (checks, mask). Target: an adapter adds under 50 us a batch.
+The third table goes through a pass up to batch `--far`, saves the position and restores it in a new dataset: the time to
+the first batch there, beside that to the first batch of a pass. Target: under a second.
+
 Libraries that are not installed are left out.
 """
 
@@ -63,11 +66,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps in a round")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, default=300, help="small batches in a round")
+    parser.add_argument("--far", type=int, default=100_000, help="number of the batch that is gone to")
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         fed_from_files(Path(folder), args)
     adapters(args)
+    far(args)
 
 
 def fed_from_files(folder: Path, args: argparse.Namespace) -> None:
@@ -162,6 +167,46 @@ def adapters(args: argparse.Namespace) -> None:
         added = [1e6 * (a - b) / args.batches for a, b in zip(times["adapted"], times["own"], strict=True)]
         loop_us = statistics.median(times["own"]) * 1e6 / args.batches
         print(f"| {name} | {loop_us:,.0f} | {statistics.median(added):,.0f} |")
+
+
+def far(args: argparse.Namespace) -> None:
+    """Prints how long it takes to a far batch, by the position that was saved there."""
+    import json
+
+    from jdist.data import distributed_dataset
+
+    def fed(make: Callable[[], Any]) -> Any:
+        return distributed_dataset(make(), num_replicas=1, place=None, prefetch=0)
+
+    def first_of(make: Callable[[], Any], state: str | None) -> tuple[float, Any]:
+        start = time.perf_counter()
+        dataset = fed(make)
+        if state is not None:
+            dataset.restore(json.loads(state))
+        batch = next(iter(dataset))
+        return time.perf_counter() - start, batch
+
+    print(f"\ntime to a batch of a new dataset, s, median of {args.rounds}")
+    print(f"| dataset | batch 0 | batch {args.far:,} by its position | all batches before it |\n|---|---|---|---|")
+    for name, make, _ in kinds(args.far + 2):
+        dataset = fed(make)
+        if not dataset.is_resumable:
+            continue
+        start = time.perf_counter()
+        batches = iter(dataset)
+        for _ in range(args.far):
+            next(batches)
+        all_before = time.perf_counter() - start
+        state = json.dumps(dataset.state())
+        expected = next(batches)
+        batches.close()
+        near = statistics.median(first_of(make, None)[0] for _ in range(args.rounds))
+        took = []
+        for _ in range(args.rounds):
+            seconds, batch = first_of(make, state)
+            np.testing.assert_array_equal(batch["y"], expected["y"])
+            took.append(seconds)
+        print(f"| {name} | {near:.3f} | {statistics.median(took):.3f} | {all_before:.1f} |", flush=True)
 
 
 def kinds(batches: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Iterator[Any]]]]:

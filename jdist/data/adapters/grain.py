@@ -106,8 +106,8 @@ def _pipeline_hash(dataset: Any) -> str:
         settings = {
             name: value
             for name, value in vars(node).items()
-            # What a class has under the same name is computed in use.
-            if isinstance(value, str | bool | int | float) and not hasattr(type(node), name)
+            # What changes in use is none: `has_child`, and what a class has under the same name and computes.
+            if isinstance(value, str | bool | int | float) and name != "has_child" and not hasattr(type(node), name)
         }
         steps.append([type(node).__name__, sorted(settings.items())])
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", json.dumps(steps)).encode()).hexdigest()[:12]

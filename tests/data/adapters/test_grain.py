@@ -80,6 +80,16 @@ def test_batches_are_those_of_grain_to_the_bit(kind):
             np.testing.assert_array_equal(ours[name], leaf, strict=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dataset_that_was_looked_at_is_the_same(kind):
+    given = KINDS[kind]()
+    before = adapted(given).fingerprint
+    if kind != "iterator":
+        next(iter(given))
+        assert len(rows(fed(given)))
+    assert adapted(given).fingerprint == adapted(KINDS[kind]()).fingerprint == before
+
+
 def test_a_dataset_without_end_has_no_len():
     dataset = fed(elements().repeat().batch(6))
     assert dataset.is_endless

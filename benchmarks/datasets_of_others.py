@@ -16,7 +16,9 @@ Libraries that are not installed are left out.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import json
 import os
 import statistics
 import sys
@@ -171,18 +173,16 @@ def adapters(args: argparse.Namespace) -> None:
 
 def far(args: argparse.Namespace) -> None:
     """Prints how long it takes to a far batch, by the position that was saved there."""
-    import json
-
     from jdist.data import distributed_dataset
 
     def fed(make: Callable[[], Any]) -> Any:
         return distributed_dataset(make(), num_replicas=1, place=None, prefetch=0)
 
-    def first_of(make: Callable[[], Any], state: str | None) -> tuple[float, Any]:
+    def first_of(make: Callable[[], Any], state: Any) -> tuple[float, Any]:
         start = time.perf_counter()
         dataset = fed(make)
         if state is not None:
-            dataset.restore(json.loads(state))
+            dataset.restore(json.loads(json.dumps(state)))
         batch = next(iter(dataset))
         return time.perf_counter() - start, batch
 
@@ -192,21 +192,37 @@ def far(args: argparse.Namespace) -> None:
         dataset = fed(make)
         if not dataset.is_resumable:
             continue
-        start = time.perf_counter()
         batches = iter(dataset)
-        for _ in range(args.far):
-            next(batches)
-        all_before = time.perf_counter() - start
-        state = json.dumps(dataset.state())
-        expected = next(batches)
+        if name == "grain DataLoader":  # of which Grain makes 100 batches a second
+            first = next(batches)["y"]
+            state = moved(dataset.state(), args.far)
+            order = [
+                make()._sampler[number].record_key for number in (*range(8), *range(8 * args.far, 8 * args.far + 8))
+            ]
+            assert order[:8] == first.tolist()
+            expected, all_before = order[8:], "not read"
+        else:
+            start = time.perf_counter()
+            for _ in range(args.far):
+                next(batches)
+            all_before = f"{time.perf_counter() - start:.1f}"
+            state, expected = dataset.state(), next(batches)["y"]
         batches.close()
         near = statistics.median(first_of(make, None)[0] for _ in range(args.rounds))
         took = []
         for _ in range(args.rounds):
             seconds, batch = first_of(make, state)
-            np.testing.assert_array_equal(batch["y"], expected["y"])
+            np.testing.assert_array_equal(batch["y"], expected)
             took.append(seconds)
-        print(f"| {name} | {near:.3f} | {statistics.median(took):.3f} | {all_before:.1f} |", flush=True)
+        print(f"| {name} | {near:.3f} | {statistics.median(took):.3f} | {all_before} |", flush=True)
+
+
+def moved(state: dict[str, Any], batches: int) -> dict[str, Any]:
+    """Moves a position of a DataLoader, as Grain writes it, to behind so many batches of 8 rows."""
+    own = json.loads(base64.b64decode(state["sources"][0]["state"]["data"]))
+    own["last_seen_indices"] = {"0": 8 * batches - 1}
+    state["sources"][0]["state"]["data"] = base64.b64encode(json.dumps(own, indent=4).encode()).decode()
+    return {**state, "step": batches}
 
 
 def kinds(batches: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Iterator[Any]]]]:

@@ -361,9 +361,7 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
         alike["the number of files"] = f"{len(source.paths):,}"
         alike["the hash of the files' names"] = hashlib.sha256(os.fsencode(names)).hexdigest()[:16]
         alike |= fields(source.fingerprint)
-    elif not isinstance(source, FileSource) and (
-        isinstance(source, StatefulSource) or (random_access and autoshard == "data")
-    ):
+    elif autoshard == "data" and isinstance(source, StatefulSource | RandomAccessSource):
         alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
     description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
     if random_access and autoshard == "off":

@@ -356,8 +356,9 @@ def test_batches_that_change_are_named():
         return batch if len(batch["y"]) == 6 else {**batch, "x": batch["x"].astype(np.int8)}
 
     for given in (elements().batch(6).map(change), elements().batch(6).map(change).to_iter_dataset()):
-        with pytest.raises(BatchError, match=r"\['x'\] was float32\[rows, 3\] and is int8"):
+        with pytest.raises(BatchError, match=r"\['x'\] was float32\[rows, 3\] and is int8") as caught:
             rows(fed(given))
+        assert caught.value.__notes__ == ["in batch 3 (from 0) of the pass"]
 
 
 def test_a_position_of_another_pipeline_is_refused():

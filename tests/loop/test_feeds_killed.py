@@ -42,12 +42,12 @@ def test_what_was_killed_in_mid_epoch_goes_on_to_the_same_bits(kind, killed, res
             launch = ["launch", "--processes", str(processes), "--devices-per-process", str(replicas // processes)]
             log = ["--log-dir", tmp_path / f"launch_{len(step)}"]
             command = [sys.executable, "-m", "jdist", *launch, *log, "--", *command[1:]]
-        with open(tmp_path / f"out_{len(step)}", "w+") as out:  # a pipe would stay open in Grain's workers
+        with open(tmp_path / f"out_{len(step)}", "w+") as out:  # a pipe would stay open in workers
             process = subprocess.Popen(command, stdout=out, stderr=out, env=without_devices(), start_new_session=True)
             try:
                 code = process.wait(timeout=200)
             finally:
-                with contextlib.suppress(ProcessLookupError):  # Grain's workers outlive who started them
+                with contextlib.suppress(ProcessLookupError):  # workers outlive who started them
                     os.killpg(process.pid, signal.SIGKILL)
             out.seek(0)
             text = out.read()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import traceback
 
 import numpy as np
@@ -13,7 +14,7 @@ from jdist.data.adapters.recognize import adapted
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError, PeerFailedError
 from tests.by_default import some
-from tests.data.adapters.positions import Counted, check_position, fed, flat, rows
+from tests.data.adapters.positions import Counted, check_nothing_is_read_again, check_position, fed, flat, rows
 from tests.data.job import Job
 
 grain = pytest.importorskip("grain")
@@ -113,6 +114,11 @@ def test_a_far_batch_is_reached_without_reading_those_before(kind):
     batch = next(iter(dataset))
     assert sorted(set(source.reads) - {0, 10**8 - 1}) == sorted(set(batch["y"].tolist()) - {0, 10**8 - 1})
     assert len(source.reads) <= 2 * 64 + 2  # the first batch, for its shape, and the ends, for the fingerprint
+
+
+@pytest.mark.parametrize("make", [loader, lambda counted: elements(counted).batch(6).to_iter_dataset()])
+def test_what_was_had_is_not_read_again(make):
+    check_nothing_is_read_again(make, stop=40)
 
 
 def test_each_process_reads_its_own_rows_alone():
@@ -325,7 +331,21 @@ def test_an_error_behind_a_filter_names_the_batch_alone():
     assert "of a grain IterDataset" in caught.value.__notes__[-1]
 
 
-def test_a_worker_that_dies_is_named_and_its_rows_are_not_read_again():
+def dying(row):
+    if row["y"] == 7:
+        os._exit(3)
+    return row
+
+
+@pytest.mark.full  # starts processes
+def test_a_worker_that_dies_is_named():
+    given = elements().map(dying).batch(6).to_iter_dataset().mp_prefetch(in_processes(1))
+    with pytest.raises(RuntimeError, match="Worker process was terminated unexpectedly with exit code 3") as caught:
+        rows(fed(given))
+    assert caught.value.__notes__[-1].endswith("of a grain IterDataset")
+
+
+def test_rows_of_a_worker_that_died_are_not_read_again():
     source = Counted(20)
     given = elements(source).batch(6).to_iter_dataset()
     died = RuntimeError("Worker process was terminated unexpectedly with exit code -9.")

@@ -59,11 +59,25 @@ def numbers_of(path: str, leaf: Any) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError) as error:
         raise BatchError(f"batch leaf {path} is a {type(leaf).__name__} that numpy cannot read: {error}") from error
     if not is_numeric(array.dtype):
+        if unlike := _unlike_rows(array):
+            raise BatchError(
+                f"batch leaf {path} (a {type(leaf).__name__}) has dtype {array.dtype}, as its rows differ: {unlike}. "
+                "Pad or crop all rows to one shape, and fill in what is missing"
+            )
         raise BatchError(
             f"batch leaf {path} (a {type(leaf).__name__}) has dtype {array.dtype}, which a device cannot "
             "hold; turn it into arrays of numbers (token ids, an index) or leave it out of the batch"
         )
     return array
+
+
+def _unlike_rows(array: np.ndarray) -> str | None:
+    """Describes the first two rows of an object array that are no part of one array of numbers; None: there are none."""
+    if not array.dtype.hasobject or array.ndim != 1:
+        return None
+    rows = ["missing (None)" if row is None else f"of shape {np.shape(row)}" for row in array]
+    other = next((number for number, row in enumerate(rows) if row != rows[0]), None)
+    return None if other is None else f"row 0 of the batch is {rows[0]}, and row {other} {rows[other]}"
 
 
 def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from jdist.data.batching import (
 from jdist.data.prefetch import Prefetcher
 from jdist.data.process_shard import NumberedPart
 from jdist.data.sources.stateful import Position
-from jdist.errors import DatasetError
+from jdist.errors import BatchError, DatasetError
 from jdist.support.tracebacks import hide_own_frames
 
 PyTree = Any
@@ -58,7 +58,11 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
             yield None
             continue
         position, part = numbered_part
-        fitted = fit(layout, part)
+        try:
+            fitted = fit(layout, part)
+        except BatchError as error:
+            error.add_note(f"in batch {position.step - 1:,} (from 0) of the pass")
+            raise
         if fitted is None:
             continue
         group.append(fitted)

@@ -8,12 +8,13 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jdist.data.batching import padded_rows
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
+from jdist.data.passes import Pass, Source
 from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
@@ -22,18 +23,16 @@ from jdist.data.sources.protocol import (
     RandomAccessSource,
     Resumable,
     fields,
-    refuse_a_row,
     steps_from,
 )
 from jdist.data.sources.replica_batches import ReplicaBatches
 from jdist.data.sources.rows import BatchSource
 from jdist.data.sources.shards import Policy, by_file, has_files_for
-from jdist.data.sources.stateful import Place, Position, StatefulBatches, StatefulSource
+from jdist.data.sources.stateful import Place, Position, StatefulSource
 from jdist.data.workers import ordered_map
 from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
-Source = Iterable[PyTree] | RandomAccessSource
 
 
 class GlobalReader:
@@ -85,7 +84,7 @@ class GlobalReader:
             return self._by_number(start.position.step, workers=getattr(self.source, "workers", 1) if ahead else 1)
         self._full = start.full
         opened = Pass(self.source, start)
-        batches = map(to_numpy, opened)
+        batches = opened.as_numpy()
         if self._peers is not None:
             channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
             batches = channel.over(batches_in_step(batches, channel))
@@ -206,59 +205,6 @@ class LocalReader:
         return self.source.batch_at(self.source.num_steps - 1)
 
 
-class Pass(Iterator[PyTree]):
-    """The batches of a source from a place on, which the first `next` opens; of a plain iterable from its beginning on."""
-
-    def __init__(self, source: Source, start: Place):
-        self._source = source
-        self._start = start
-        self._number = start.position.step
-        self._batches: Iterator[PyTree] | None = None
-        self._ended = False
-
-    def __next__(self) -> PyTree:
-        if self._ended:
-            raise StopIteration
-        try:
-            if self._batches is None:
-                self._batches = self._open()
-            batch = next(self._batches)
-        except StopIteration:
-            self._ended = True
-            raise
-        except Exception as error:
-            kind = getattr(self._source, "kind", None)
-            if kind is not None and not isinstance(self._source, RandomAccessSource):
-                error.add_note(f"while making batch {self._number:,} (from 0) of a {kind}")
-            raise
-        if self._number == self._start.position.step:
-            refuse_a_row(batch, self._source)
-        self._number += 1
-        return batch
-
-    def _open(self) -> Iterator[PyTree]:
-        source, start = self._source, self._start
-        if isinstance(source, RandomAccessSource):
-            return map(source.batch_at, steps_from(source, start.position.step))
-        if not isinstance(source, StatefulSource):
-            return iter(source)
-        return iter(()) if start.position.ended else source.open(start.epoch, start.position.state)
-
-    def position(self, step: int) -> Position:
-        """Returns the position behind the batch that came last, which is the consumer's `step`."""
-        if not isinstance(self._source, StatefulSource):
-            return Position(step)
-        if self._ended:
-            return Position(step, self.state_at_end(), ended=True)
-        return Position(step, self._batches.state() if isinstance(self._batches, StatefulBatches) else None)
-
-    def state_at_end(self) -> Any:
-        """Returns the state that the next pass begins with; None: it needs none."""
-        if isinstance(self._batches, StatefulBatches):
-            return self._batches.state_at_end()
-        return self._start.position.state if self._start.position.ended else None
-
-
 def _from_first_rows(batches: Iterator[PyTree]) -> Iterator[PyTree]:
     """Leaves out the batches before the first one with rows."""
     return itertools.dropwhile(lambda batch: count_rows(to_numpy(batch)) == 0, batches)
@@ -358,9 +304,7 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
         alike["the number of files"] = f"{len(source.paths):,}"
         alike["the hash of the files' names"] = hashlib.sha256(os.fsencode(names)).hexdigest()[:16]
         alike |= fields(source.fingerprint)
-    elif not isinstance(source, FileSource) and (
-        isinstance(source, StatefulSource) or (random_access and autoshard == "data")
-    ):
+    elif autoshard == "data" and isinstance(source, StatefulSource | RandomAccessSource):
         alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
     description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
     if random_access and autoshard == "off":

@@ -13,7 +13,7 @@ import optax
 from rich.console import Console
 
 from jdist.core.strategy import Strategy
-from jdist.data.dataset import distributed_dataset
+from jdist.data.feed import distributed_dataset
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config

@@ -11,7 +11,8 @@ import jax
 from jdist.core.strategy import Strategy
 from jdist.data.adapters.recognize import adapted
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
-from jdist.data.dataset import DistributedDataset, distributed_dataset
+from jdist.data.dataset import DistributedDataset
+from jdist.data.feed import distributed_dataset
 from jdist.data.lockstep import Peers
 from jdist.data.options import FeedOptions, InputContext
 from jdist.data.process_shard import ProcessShard

@@ -16,7 +16,8 @@ from jdist.core.state_picture import StatePicture
 from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
-from jdist.data.dataset import DistributedDataset, distributed_dataset
+from jdist.data.dataset import DistributedDataset
+from jdist.data.feed import distributed_dataset
 from jdist.data.options import FeedOptions
 from jdist.errors import DatasetError, StepError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator

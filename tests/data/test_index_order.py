@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.data import from_arrays
+from jdist.data import distributed_dataset, from_arrays, from_rows
 from jdist.data.sources.index_order import rows_at
 from jdist.errors import DatasetError
 from tests.data.counting import feed
@@ -70,6 +71,45 @@ def test_an_epoch_of_a_thousand_million_rows_begins_without_drawing_it():
     source = from_arrays(rows, global_batch=4, shuffle_seed=0, shuffle="index", epochs=None)
     assert source.batch_at(10**12).shape == (4,)
     assert source._orders == {}
+
+
+class Numbers:
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        return {"y": np.int64(number)}
+
+
+def shuffled_arrays(count):
+    arrays = {"y": np.broadcast_to(np.int8(0), (count,))}
+    return from_arrays(arrays, global_batch=64, shuffle_seed=0, shuffle="index", epochs=None)
+
+
+def shuffled_rows(count):
+    return from_rows(Numbers(count), global_batch=64, shuffle_seed=0, epochs=None, workers=2)
+
+
+@pytest.mark.parametrize("make", [shuffled_arrays, shuffled_rows])
+def test_memory_does_not_grow_with_the_rows(make):
+    def peak(count):
+        tracemalloc.start()
+        dataset = distributed_dataset(make(count), num_replicas=1, place=None)
+        for step in (0, 2 * count // 64):  # of the first epoch and of the third
+            dataset.go_to(step)
+            batches = iter(dataset)
+            for _ in range(20):
+                next(batches)
+            batches.close()
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    peak(1000)  # what is imported and kept once
+    assert peak(10**9) < peak(10**5) + 200_000, "a drawn order takes 8 GB"
 
 
 def test_a_position_of_the_other_order_is_refused_by_name():

@@ -12,10 +12,10 @@ import numpy as np
 
 from jdist.data.adapters.identity import element_bytes
 from jdist.data.adapters.recognize import adapted, is_known
-from jdist.data.leaves import differences, tree_spec
+from jdist.data.adapters.refusals import refuse_unlike_rows
 from jdist.data.sources.protocol import whole_number
 from jdist.data.sources.rows import RowSource
-from jdist.errors import BatchError, DatasetError
+from jdist.errors import DatasetError
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
@@ -100,16 +100,10 @@ class SequenceElements:
 
     def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
         rows = [self.element(number, epoch) for number in numbers]
-        first = tree_spec(jax.tree.map(np.atleast_2d, rows[0]))
         try:
             return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         except ValueError:
-            for number, row in zip(numbers, rows, strict=True):
-                if (spec := tree_spec(jax.tree.map(np.atleast_2d, row))) != first:
-                    raise BatchError(
-                        f"row {int(number):,} (from 0) of the {self.kind} differs from row {int(numbers[0]):,}: "
-                        f"{differences(first, spec)}. All rows need one structure, one dtype a leaf and one shape: pad or crop"
-                    ) from None
+            refuse_unlike_rows(rows, [f"row {int(number):,} (from 0)" for number in numbers], self.kind)
             raise
 
     def identity(self) -> Mapping[str, str]:

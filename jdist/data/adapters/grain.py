@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags  # comes with Grain
 
-from jdist.data.adapters.grain_files import row_text
+from jdist.data.adapters.grain_files import batch_text, nodes, row_text
 from jdist.data.adapters.identity import content_hash
 from jdist.data.adapters.plain import from_plain, to_plain
-from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.adapters.refusals import refuse_rows, refuse_unlike_rows
 from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.data.sources.stateful import StatefulBatches, StatefulSource
 from jdist.errors import DatasetError
@@ -61,12 +61,17 @@ class GrainElements:
     def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
         assert self._stack is not None, "the elements are rows"
         rows = [self.element(number, epoch) for number in numbers]
-        batch = self._stack(rows)
+        try:
+            batch = self._stack(rows)
+        except ValueError:
+            names = [row_text(self._dataset, epoch * len(self) + int(n), n, epoch) for n in numbers]
+            refuse_unlike_rows(rows, names, self.kind)
+            raise
         return jax.tree.map(np.array, batch) if len(rows) == 1 else batch  # else a view of the row
 
     def identity(self) -> Mapping[str, str]:
         if not self._identity:
-            sources = [node for node in _nodes(self._dataset) if not getattr(node, "parents", ())]
+            sources = [node for node in nodes(self._dataset) if not getattr(node, "parents", ())]
             self._identity["pipeline"] = _pipeline_hash(self._dataset)
             self._identity["content"] = content_hash(sources)
         return self._identity
@@ -74,7 +79,7 @@ class GrainElements:
 
 def map_dataset(dataset: Any, global_batch: int | None) -> RowSource | BatchSource:
     """Adapts a `grain.MapDataset`: of batches, or with `global_batch` of rows."""
-    is_batched = any(type(node).__name__ == "BatchMapDataset" for node in _nodes(dataset))
+    is_batched = any(type(node).__name__ == "BatchMapDataset" for node in nodes(dataset))
     if global_batch is not None:
         if is_batched:
             refuse_rows("grain MapDataset", global_batch)
@@ -94,22 +99,15 @@ def _is_of_grain(function: Any) -> bool:
     return getattr(function, "__module__", type(function).__module__).partition(".")[0] == "grain"
 
 
-def _nodes(dataset: Any) -> Iterator[Any]:
-    """Yields a dataset and all those that it is made of."""
-    yield dataset
-    for parent in getattr(dataset, "parents", ()) or ():
-        yield from _nodes(parent)
-
-
 def _pipeline_hash(dataset: Any) -> str:
     """Hashes the transformations of a dataset: their names and their numbers, such as seeds and sizes."""
     steps = []
-    for node in _nodes(dataset):
+    for node in nodes(dataset):
         settings = {
             name: value
             for name, value in vars(node).items()
-            # What a class has under the same name is computed in use.
-            if isinstance(value, str | bool | int | float) and not hasattr(type(node), name)
+            # What changes in use is none: `has_child`, and what a class has under the same name and computes.
+            if isinstance(value, str | bool | int | float) and name != "has_child" and not hasattr(type(node), name)
         }
         steps.append([type(node).__name__, sorted(settings.items())])
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", json.dumps(steps)).encode()).hexdigest()[:12]
@@ -123,11 +121,19 @@ class GrainSource(StatefulSource):
         "the MapDataset that it begins with"
     )
 
-    def __init__(self, kind: str, make: Callable[[], Any], pipeline: str, own_part: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[[], Any],
+        pipeline: str,
+        own_part: tuple[int, int] | None = None,
+        dataset: Any = None,
+    ):
         self.kind = kind
         self._make = make
         self._pipeline = pipeline
         self.own_part = own_part
+        self._dataset = dataset  # of which the batches are made; None: not known
 
     def open(self, epoch: int, state: Any) -> StatefulBatches:
         if not flags.FLAGS.is_parsed():  # by absl's `app.run`; Grain's workers ask for their defaults
@@ -140,6 +146,9 @@ class GrainSource(StatefulSource):
     @property
     def fingerprint(self) -> str:
         return f"kind={self.kind.replace(' ', '_')} pipeline={self._pipeline}"
+
+    def describe_batch(self, number: int, error: Exception) -> str | None:
+        return None if self._dataset is None else batch_text(self._dataset, number, error)
 
     def to_plain(self, state: Any) -> Any:
         return to_plain(state, self.kind)
@@ -162,10 +171,10 @@ class _GrainBatches(StatefulBatches):
 def iter_dataset(dataset: Any, global_batch: int | None) -> GrainSource:
     """Adapts a `grain.IterDataset`: of batches, or with `global_batch` of rows."""
     if global_batch is not None:
-        if any(type(node).__name__.startswith("Batch") for node in _nodes(dataset)):
+        if any(type(node).__name__.startswith("Batch") for node in nodes(dataset)):
             refuse_rows("grain IterDataset", global_batch)
         dataset = dataset.batch(global_batch)
-    return GrainSource("grain IterDataset", lambda: iter(dataset), _pipeline_hash(dataset))
+    return GrainSource("grain IterDataset", lambda: iter(dataset), _pipeline_hash(dataset), dataset=dataset)
 
 
 def data_loader(loader: Any, global_batch: int | None) -> GrainSource:
@@ -173,7 +182,7 @@ def data_loader(loader: Any, global_batch: int | None) -> GrainSource:
     refuse_rows("grain DataLoader", global_batch)
     options = loader._shard_options
     part = (options.shard_index, options.shard_count) if options.shard_count > 1 else None
-    return GrainSource("grain DataLoader", lambda: iter(loader), "its_own", part)
+    return GrainSource("grain DataLoader", lambda: iter(loader), "its_own", part, loader._dataset)
 
 
 def iterator(iterator: Any, global_batch: int | None) -> GrainSource:

@@ -1,6 +1,15 @@
 """Refusals that several adapters share."""
 
-from jdist.errors import DatasetError
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.data.leaves import differences, tree_spec
+from jdist.errors import BatchError, DatasetError
 
 
 def refuse_rows(kind: str, global_batch: int | None) -> None:
@@ -10,3 +19,20 @@ def refuse_rows(kind: str, global_batch: int | None) -> None:
             f"`global_batch` is {global_batch}, but `data` is a {kind}, which has batches of its own. Leave `global_batch` "
             "out, or the dataset's own batching."
         )
+
+
+def refuse_unlike_rows(rows: Sequence[Any], names: Sequence[str], kind: str) -> None:
+    """Raises a `BatchError` that names the first row that cannot be stacked with those before; returns if all can.
+
+    Args:
+        rows: of one batch, with arrays or numbers as leaves.
+        names: of each row, "row 3 (from 0)".
+        kind: of the dataset, "grain MapDataset".
+    """
+    specs = [tree_spec(jax.tree.map(np.atleast_2d, row)) for row in rows]
+    for name, spec in zip(names, specs, strict=True):
+        if spec != specs[0]:
+            raise BatchError(
+                f"in the {kind} {name} differs from {names[0]}: {differences(specs[0], spec)}. All rows need one structure, "
+                "one dtype a leaf and one shape: pad or crop"
+            ) from None

@@ -57,6 +57,10 @@ class StatefulSource(Iterable[PyTree], abc.ABC):
     def fingerprint(self) -> str:
         """Which data; a saved place only fits the same. Written as that of a `RandomAccessSource`."""
 
+    def describe_batch(self, number: int, error: Exception) -> str | None:
+        """Describes the rows of a batch of a pass in which an error was raised, for its message; None: not known."""
+        return None
+
     def to_plain(self, state: Any) -> Any:
         """Converts a state to values that JSON can hold."""
         return state

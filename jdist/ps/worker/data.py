@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.data.dataset import DistributedDataset, distributed_dataset
+from jdist.data.dataset import DistributedDataset
+from jdist.data.feed import distributed_dataset
 from jdist.data.options import InputContext
 from jdist.errors import DatasetError, WireError
 from jdist.ps.program.batch_tree import to_structure

@@ -54,6 +54,30 @@ def check_position(make, *, stops, passes=3, **options):
     return expected
 
 
+def check_nothing_is_read_again(make, *, stop):
+    """Goes on behind `stop` batches, and looks at the rows that are read for the next one.
+
+    Args:
+        make: makes the source of a `Counted`; the rows of a pass come once each.
+        stop: how many batches were had.
+    """
+    counted = Counted(10 * stop)
+    dataset = fed(make(counted), prefetch=0)
+    iterator = iter(dataset)
+    had = {row for _ in range(stop) for row in next(iterator)["y"].tolist()}
+    saved, expected = json.loads(json.dumps(dataset.state())), next(iterator)["y"].tolist()
+    iterator.close()
+    counted = Counted(10 * stop)
+    again = fed(make(counted), prefetch=0)
+    again.restore(saved)
+    counted.reads.clear()  # what a fingerprint reads
+    iterator = iter(again)
+    assert next(iterator)["y"].tolist() == expected
+    iterator.close()
+    assert set(expected) <= set(counted.reads)
+    assert not had & set(counted.reads)
+
+
 class Counted:
     """Rows that are read by number, and which were."""
 

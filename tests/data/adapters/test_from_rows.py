@@ -126,10 +126,10 @@ def test_the_batches_before_an_error_come_first(workers):
 
 def test_a_row_that_differs_is_named():
     with pytest.raises(
-        BatchError, match=r"row 2 \(from 0\) of the list differs from row 0: \['x'\] was int64.* and is"
+        BatchError, match=r"in the list row 2 \(from 0\) differs from row 0 .*: \['x'\] was int64.* and is"
     ):
         list(from_rows([{"x": [1, 2]}, {"x": [1, 2]}, {"x": [1]}], global_batch=3))
-    with pytest.raises(BatchError, match=r"row 1 .* differs from row 0: \['z'\] is new"):
+    with pytest.raises(BatchError, match=r"row 1 .* differs from row 0 .*: \['z'\] is new"):
         list(from_rows([{"x": 1}, {"x": 1, "z": 2}], global_batch=2))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import traceback
 
 import numpy as np
@@ -12,7 +13,8 @@ from jdist.data import distributed_dataset, from_rows
 from jdist.data.adapters.recognize import adapted
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError, PeerFailedError
-from tests.data.adapters.positions import Counted, check_position, fed, flat, rows
+from tests.by_default import some
+from tests.data.adapters.positions import Counted, check_nothing_is_read_again, check_position, fed, flat, rows
 from tests.data.job import Job
 
 grain = pytest.importorskip("grain")
@@ -79,6 +81,16 @@ def test_batches_are_those_of_grain_to_the_bit(kind):
             np.testing.assert_array_equal(ours[name], leaf, strict=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dataset_that_was_looked_at_is_the_same(kind):
+    given = KINDS[kind]()
+    before = adapted(given).fingerprint
+    if kind != "iterator":
+        next(iter(given))
+        assert len(rows(fed(given)))
+    assert adapted(given).fingerprint == adapted(KINDS[kind]()).fingerprint == before
+
+
 def test_a_dataset_without_end_has_no_len():
     dataset = fed(elements().repeat().batch(6))
     assert dataset.is_endless
@@ -102,6 +114,11 @@ def test_a_far_batch_is_reached_without_reading_those_before(kind):
     batch = next(iter(dataset))
     assert sorted(set(source.reads) - {0, 10**8 - 1}) == sorted(set(batch["y"].tolist()) - {0, 10**8 - 1})
     assert len(source.reads) <= 2 * 64 + 2  # the first batch, for its shape, and the ends, for the fingerprint
+
+
+@pytest.mark.parametrize("make", [loader, lambda counted: elements(counted).batch(6).to_iter_dataset()])
+def test_what_was_had_is_not_read_again(make):
+    check_nothing_is_read_again(make, stop=40)
 
 
 def test_each_process_reads_its_own_rows_alone():
@@ -243,14 +260,115 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
     assert caught.value.__notes__[0].endswith(f"record 7 of the ArrayRecordDataSource: record 3 of {paths[1]!r}")
 
 
-@pytest.mark.full  # starts a process; that a library's error comes with its traceback is tested above
-def test_an_error_in_a_worker_process_has_its_traceback():
-    options = grain.multiprocessing.MultiprocessingOptions(num_workers=1)
-    dataset = fed(elements().map(broken).batch(6).to_iter_dataset().mp_prefetch(options))
+def in_processes(workers):
+    return grain.MultiprocessingOptions(num_workers=workers)
+
+
+def broken_loader(workers):
+    class Broken(grain.transforms.Map):
+        def map(self, row):
+            return broken(row)
+
+    sampler = grain.samplers.IndexSampler(
+        20, num_epochs=2, shuffle=True, seed=1, shard_options=grain.sharding.NoSharding()
+    )
+    return grain.DataLoader(
+        data_source=Source(Counted(20)),
+        sampler=sampler,
+        operations=[Broken(), grain.transforms.Batch(6)],
+        worker_count=workers,
+    )
+
+
+ITERATED = {
+    "batched before": lambda workers: (
+        elements().map(broken).batch(6).to_iter_dataset().mp_prefetch(in_processes(workers))
+    ),
+    "batched behind": lambda workers: (
+        elements().to_iter_dataset().map(broken).batch(6).mp_prefetch(in_processes(workers))
+    ),
+    "repeated": lambda workers: (
+        elements().repeat(3).map(broken).batch(6).to_iter_dataset().mp_prefetch(in_processes(workers))
+    ),
+    "DataLoader": broken_loader,
+}
+
+
+# With worker processes it takes 6 s each.
+@pytest.mark.parametrize(
+    ("kind", "workers"), some([(kind, n) for kind in ITERATED for n in (0, 2)], default=[(k, 0) for k in ITERATED])
+)
+def test_an_error_in_an_iteration_has_its_traceback_and_names_the_record(kind, workers):
+    dataset = fed(ITERATED[kind](workers))
+    batches = []
     with pytest.raises(ValueError, match="bad pixel") as caught:
-        rows(dataset)
-    assert "raise ValueError" in "".join(traceback.format_exception(caught.value))
-    assert any("of a grain IterDataset" in note for note in caught.value.__notes__)
+        batches.extend(batch for batch in dataset)
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+    *_, record, batch = caught.value.__notes__
+    assert record.startswith("while reading element ")
+    assert record.endswith(f"(from 0), record 7 of the {'Source' if kind == 'DataLoader' else 'Counted'}")
+    assert batch.startswith(f"while making batch {len(batches)} (from 0) of a grain ")
+
+
+def test_an_error_of_a_batch_names_all_of_its_records():
+    def broken_batch(batch):
+        if 7 in batch["y"]:
+            raise ValueError("bad batch")
+        return batch
+
+    with pytest.raises(ValueError, match="bad batch") as caught:
+        rows(fed(grain.MapDataset.source(Counted(20)).batch(3).to_iter_dataset().map(broken_batch)))
+    *_, record, _ = caught.value.__notes__
+    expected = "; ".join(f"element {i} (from 0), record {i} of the Counted" for i in (6, 7, 8))
+    assert record == f"while reading one of {expected}"
+
+
+def test_an_error_behind_a_filter_names_the_batch_alone():
+    given = elements().to_iter_dataset().filter(lambda row: row["y"] != 3).map(broken).batch(6)
+    with pytest.raises(ValueError, match="bad pixel") as caught:
+        rows(fed(given))
+    assert not any("while reading" in note for note in caught.value.__notes__)
+    assert "of a grain IterDataset" in caught.value.__notes__[-1]
+
+
+def dying(row):
+    if row["y"] == 7:
+        os._exit(3)
+    return row
+
+
+@pytest.mark.full  # starts processes
+def test_a_worker_that_dies_is_named():
+    given = elements().map(dying).batch(6).to_iter_dataset().mp_prefetch(in_processes(1))
+    with pytest.raises(RuntimeError, match="Worker process was terminated unexpectedly with exit code 3") as caught:
+        rows(fed(given))
+    assert caught.value.__notes__[-1].endswith("of a grain IterDataset")
+
+
+def test_rows_of_a_worker_that_died_are_not_read_again():
+    source = Counted(20)
+    given = elements(source).batch(6).to_iter_dataset()
+    died = RuntimeError("Worker process was terminated unexpectedly with exit code -9.")
+    assert adapted(given).describe_batch(0, died) is None
+    assert not source.reads
+
+
+def test_a_row_that_differs_within_a_batch_is_named():
+    def crop(row):
+        return {**row, "x": row["x"][:2]} if row["y"] == 7 else row
+
+    with pytest.raises(
+        BatchError, match=r"element 7 \(from 0\), record 7 of the Counted differs from element 6 .*\['x'\] was"
+    ):
+        rows(fed(grain.MapDataset.source(Counted(20)).map(crop).batch(6)))
+
+
+def test_positions_of_other_data_are_refused_in_worker_processes_too():
+    first, other = (
+        fed(elements(Counted(20)).shuffle(seed=n).batch(6).to_iter_dataset().mp_prefetch(in_processes(2)))
+        for n in (1, 2)
+    )
+    assert first._reader.source.fingerprint != other._reader.source.fingerprint
 
 
 def test_batches_that_change_are_named():
@@ -258,8 +376,9 @@ def test_batches_that_change_are_named():
         return batch if len(batch["y"]) == 6 else {**batch, "x": batch["x"].astype(np.int8)}
 
     for given in (elements().batch(6).map(change), elements().batch(6).map(change).to_iter_dataset()):
-        with pytest.raises(BatchError, match=r"\['x'\] was float32\[rows, 3\] and is int8"):
+        with pytest.raises(BatchError, match=r"\['x'\] was float32\[rows, 3\] and is int8") as caught:
             rows(fed(given))
+        assert caught.value.__notes__ == ["in batch 3 (from 0) of the pass"]
 
 
 def test_a_position_of_another_pipeline_is_refused():

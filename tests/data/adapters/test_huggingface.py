@@ -142,8 +142,28 @@ def test_what_a_device_cannot_hold_is_named():
     with pytest.raises(BatchError, match=r"\['name'\].*dtype <U1.*leave it out"):
         rows(fed(from_rows(named, global_batch=2)))
     ragged = datasets.Dataset.from_dict({"y": [[1], [1, 2]]})
-    with pytest.raises(BatchError, match=r"\['y'\].*dtype object"):
+    with pytest.raises(
+        BatchError, match=r"\['y'\].*dtype object.* row 0 of the batch is of shape \(1,\), and row 1 of shape \(2,\)"
+    ):
         rows(fed(from_rows(ragged, global_batch=2)))
+
+
+def test_rows_that_change_in_a_stream_are_named_with_their_batch():
+    def streamed_with(row):
+        def generate():
+            yield from ({"x": np.zeros(3), "y": number} for number in range(7))
+            yield row
+
+        return datasets.IterableDataset.from_generator(generate).batch(4)
+
+    changes = {
+        r"row 3 of shape \(2,\)": {"x": np.zeros(2), "y": 7},
+        r"row 3 missing \(None\)": {"y": 7},
+    }
+    for message, row in changes.items():
+        with pytest.raises(BatchError, match=message) as caught:
+            rows(fed(streamed_with(row)))
+        assert caught.value.__notes__ == ["while making batch 1 (from 0) of a Hugging Face IterableDataset"]
 
 
 def test_an_error_names_the_row_and_the_batch():

@@ -1,5 +1,6 @@
 """Loaders with `state_dict` and `load_state_dict`, and states that JSON has to hold."""
 
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -9,23 +10,24 @@ import pytest
 from jdist.data.adapters.plain import from_plain, to_plain
 from jdist.errors import DatasetError
 from tests.data.adapters.positions import check_position, fed, flat, rows
+from tests.data.job import Job
 
 
 class Loader:
     """Batches in a random order, drawn from a generator that goes on from pass to pass; 7 of 3 rows."""
 
-    def __init__(self):
-        self.generator, self.order, self.at = np.random.default_rng(5), None, 0
+    def __init__(self, batches=7):
+        self.batches, self.generator, self.order, self.at = batches, np.random.default_rng(5), None, 0
 
     def __iter__(self) -> Iterator:
-        if self.order is None or self.at == 7:
-            self.order, self.at = self.generator.permutation(21), 0
-        while self.at < 7:
+        if self.order is None or self.at == self.batches:
+            self.order, self.at = self.generator.permutation(3 * self.batches), 0
+        while self.at < self.batches:
             start, self.at = 3 * self.at, self.at + 1
             yield {"y": self.order[start : start + 3]}
 
     def __len__(self):
-        return 7
+        return self.batches
 
     def state_dict(self):
         return {"at": self.at, "order": self.order, "generator": self.generator.bit_generator.state}
@@ -40,6 +42,30 @@ def test_a_position_is_exact():
     assert sorted(flat(first)) == sorted(flat(second)) == [*range(21)]
     assert first == second, "the convention has no state between passes, so that each begins as the first"
     assert len(fed(Loader())) == 7
+
+
+def test_processes_whose_loaders_end_unequally_end_together_and_go_on():
+    def program(job, saved=None, stop=None):
+        def run(process):
+            dataset = job.dataset(process, Loader((7, 4)[process]), autoshard="off")
+            if saved is not None:
+                dataset.restore(saved)
+            batches = [batch["y"][batch["mask"]].tolist() for batch in itertools.islice(dataset, stop)]
+            return batches if stop is None else dataset.state()
+
+        return job.run(run)
+
+    whole = program(Job(2))
+    assert [len(batches) for batches in whole] == [7, 7]
+    assert [sorted(flat(batches)) for batches in whole] == [[*range(21)], [*range(12)]]
+    for stop in (2, 5):  # before and behind the end of the second
+        saved, _ = program(Job(2), stop=stop)
+        assert program(Job(2), saved=saved) == [batches[stop:] for batches in whole]
+
+
+def test_processes_that_share_a_loader_need_the_same():
+    refused = Job(2).batches([Loader(7), Loader(4)], autoshard="auto")
+    assert all("batches is 7 on process 0, and 4 on process 1" in str(error) for error in refused)
 
 
 def test_states_survive_json():

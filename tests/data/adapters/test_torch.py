@@ -1,13 +1,15 @@
 """PyTorch's loaders as they are; `make test-loaders` runs this where PyTorch is not installed."""
 
+import os
+
 import numpy as np
 import pytest
 
 import jdist
 from jdist.checkpoint import CheckpointWarning
 from jdist.data import from_rows
-from jdist.errors import DatasetError
-from tests.data.adapters.positions import check_position, fed, flat, rows
+from jdist.errors import BatchError, DatasetError
+from tests.data.adapters.positions import check_nothing_is_read_again, check_position, fed, flat, rows
 from tests.data.job import Job
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; `make test-loaders` runs these tests")
@@ -87,6 +89,46 @@ def test_a_position_is_exact_in_this_pass_and_the_next_ones(kind):
     passes = check_position(KINDS[kind], stops=(0, 2, 4))
     assert all(sorted(flat(each)) == [*range(20)] for each in passes) or kind == "with replacement"
     assert (passes[0] != passes[1]) == (kind not in ("in order", "stream"))
+
+
+def test_what_was_had_is_not_read_again():
+    check_nothing_is_read_again(lambda counted: shuffled(data=counted), stop=40)
+
+
+def test_processes_whose_loaders_end_unequally_end_together():
+    def program(process):
+        return rows(
+            job.dataset(process, stateful(torch.utils.data.Subset(Rows(), range((20, 8)[process]))), autoshard="off")
+        )
+
+    job = Job(2)
+    zero, one = job.run(program)
+    assert (flat(zero), flat(one)) == ([*range(20)], [*range(8)])
+    assert [len(batch) for batch in one] == [6, 2, 0, 0]
+
+
+class Dying(Rows):
+    def __getitem__(self, number):
+        if number == 7:
+            os._exit(3)
+        return super().__getitem__(number)
+
+
+def test_a_worker_that_dies_is_named():
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly") as caught:
+        rows(fed(stateful(Dying(), num_workers=1)))
+    assert caught.value.__notes__[-1].endswith("of a StatefulDataLoader")
+
+
+def test_batches_that_change_are_named():
+    class Changing(Rows):
+        def __getitem__(self, number):
+            row = super().__getitem__(number)
+            return row if number < 12 else {**row, "x": row["x"].to(torch.int8)}
+
+    with pytest.raises(BatchError, match=r"\['x'\] was float32\[rows, 3\] and is int8") as caught:
+        rows(fed(stateful(Changing())))
+    assert caught.value.__notes__ == ["in batch 2 (from 0) of the pass"]
 
 
 def test_len_and_epochs():

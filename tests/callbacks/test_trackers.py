@@ -358,8 +358,8 @@ class TestRows:
         written: list[dict[str, int]] = []
         write = BucketPath.write_text
 
-        def spied(path: BucketPath, text: str) -> None:
-            write(path, text)
+        def spied(path: BucketPath, text: str, **options: Any) -> None:
+            write(path, text, **options)
             if path.name == "tracker-mine.json":
                 written.append(json.loads(text)["steps"])
 

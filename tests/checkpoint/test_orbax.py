@@ -17,7 +17,6 @@ import jdist
 from jdist.checkpoint import orbax
 from jdist.errors import CheckpointError
 from jdist.train import Checkpointer, CheckpointWarning, from_orbax, to_orbax
-from tests.by_default import some
 
 ocp = pytest.importorskip("orbax.checkpoint")
 ocp1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
@@ -190,7 +189,7 @@ WAYS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*orbax:DeprecationWarning")  # flax's own call
-@pytest.mark.parametrize("way", some(WAYS, ["one tree and a position", "manager of v1"]))
+@pytest.mark.parametrize("way", WAYS)
 def test_the_ways_in_which_programs_of_flax_save(tmp_path, way):
     WAYS[way](tmp_path)
     state = from_orbax(tmp_path, jax.eval_shape(create_jdist))

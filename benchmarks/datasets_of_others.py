@@ -8,6 +8,7 @@ Target: step time within 5 %.
 
 The second table goes through small batches by a library's own loop and by jdist's adapter of the same dataset, on the host,
 with no thread of jdist's, both behind the same plain pipeline (checks, mask). Target: an adapter adds under 50 us a batch.
+
 The third table goes through a pass up to batch `--far`, saves the position and restores it in a new dataset: the time to
 the first batch there, beside that to the first batch of a pass. Target: under a second.
 

@@ -1,12 +1,14 @@
 """What feeding by other libraries' datasets costs: a step fed by Grain from files, and each adapter for a batch.
 
     python benchmarks/datasets_of_others.py [--megabytes 64] [--steps 4] [--rounds 6] [--batches 300] [--far 100000]
+        [--tables fed adapters far]
 
 The first table alternates a step on batches that Grain reads from ArrayRecord files with one on a batch held in memory.
 Target: step time within 5 %.
 
 The second table goes through small batches by a library's own loop and by jdist's adapter of the same dataset, on the host,
 with no thread of jdist's, both behind the same plain pipeline (checks, mask). Target: an adapter adds under 50 us a batch.
+
 The third table goes through a pass up to batch `--far`, saves the position and restores it in a new dataset: the time to
 the first batch there, beside that to the first batch of a pass. Target: under a second.
 
@@ -69,12 +71,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, default=300, help="small batches in a round")
     parser.add_argument("--far", type=int, default=100_000, help="number of the batch that is gone to")
+    parser.add_argument("--tables", nargs="+", choices=("fed", "adapters", "far"), default=("fed", "adapters", "far"))
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        fed_from_files(Path(folder), args)
-    adapters(args)
-    far(args)
+    if "fed" in args.tables:
+        with tempfile.TemporaryDirectory() as folder:
+            fed_from_files(Path(folder), args)
+    if "adapters" in args.tables:
+        adapters(args)
+    if "far" in args.tables:
+        far(args)
 
 
 def fed_from_files(folder: Path, args: argparse.Namespace) -> None:

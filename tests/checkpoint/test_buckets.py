@@ -19,6 +19,7 @@ import pytest
 from pydantic import ValidationError
 
 import jdist
+from jdist.checkpoint import locks
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.errors import CheckpointError, StepError
 from jdist.experiment.config import LogSection
@@ -113,7 +114,7 @@ def test_a_checkpoint_is_pruned_saved_again_and_the_best_kept(url):
         assert checkpoints.steps() == [2, 3]
         assert checkpoints.best_step == 2
         assert checkpoints.restore(LIKE).data == {"loss": 2.5}
-    assert [name.split("/")[0] for name in objects(url) if name.endswith("manifest.json")] == [
+    assert [name[: len("step_00000002_save_00002")] for name in objects(url) if name.endswith("manifest.json")] == [
         "step_00000002_save_00002",
         "step_00000003_save_00004",
     ]
@@ -162,6 +163,36 @@ def test_the_job_that_came_last_holds_the_directory(url):
     with Checkpointer(url) as third:  # a job that begins later takes over
         third.save(2, state_at(2), wait=True)
         assert third.steps() == [1, 2]
+
+
+def test_a_fenced_job_that_wakes_up_late_touches_nothing_of_its_successor(url, monkeypatch):
+    """Both save step 2, each as its second save."""
+    is_writing, goes_on = threading.Event(), threading.Event()
+    module = sys.modules["jdist.checkpoint.save"]
+    write_pieces = module.write_pieces
+
+    def stalled(*args):
+        is_writing.set()
+        assert goes_on.wait(60)
+        return write_pieces(*args)
+
+    with Checkpointer(url) as first:
+        first.save(1, state_at(1), wait=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_pieces", stalled)
+            first.save(2, state_at(2))
+            assert is_writing.wait(60)
+        with monkeypatch.context() as patch:  # as if in another process
+            patch.setattr(locks, "_token", lambda _: "another")
+            patch.setattr(locks, "_saving", {})
+            with Checkpointer(url) as second:
+                second.save(2, state_at(2), wait=True)
+        goes_on.set()
+        with pytest.raises(CheckpointError, match="has begun to save here since"):
+            first.wait()
+        assert first.steps() == [1, 2]
+        assert first.restore(LIKE).step == 2
+    assert unfinished(url) == []
 
 
 class Failing:

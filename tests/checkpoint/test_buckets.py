@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileOpener
 from pydantic import ValidationError
 
 import jdist
-from jdist.checkpoint import locks
+from jdist.checkpoint import bucket, locks
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+from jdist.cluster.runtime import Runtime
+from jdist.cluster.spec import ClusterSpec
 from jdist.errors import CheckpointError, StepError
 from jdist.experiment.config import LogSection
 from tests.by_default import some
@@ -195,6 +198,25 @@ def test_a_fenced_job_that_wakes_up_late_touches_nothing_of_its_successor(url, m
     assert unfinished(url) == []
 
 
+def test_large_values_are_read_and_written_by_blocks(url, monkeypatch):
+    """fsspec's files copy what they are asked for, so a whole leaf would be in memory twice more."""
+    sizes = []
+    for name in ("readinto", "write"):
+
+        def counted(self, data, name=name):
+            sizes.append(len(data))
+            return getattr(self.f, name)(data)
+
+        monkeypatch.setattr(LocalFileOpener, name, counted, raising=False)
+    monkeypatch.setattr(bucket, "_BLOCK_BYTES", 64)
+    state = {"x": jnp.arange(100.0)}
+    with Checkpointer(url) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        assert checkpoints.restore({"x": jnp.zeros(100)}).state["x"].tolist() == state["x"].tolist()
+    assert [size for size in sizes if size <= 64] == sizes
+    assert sum(sizes) >= 2 * 400
+
+
 class Failing:
     """Makes the operations of a store fail or hang from now on."""
 
@@ -268,9 +290,54 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch):
     def missing(*_, **__):
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(CheckpointError, match=r'Install s3fs.*pip install "jdist\[remote\]"'):
         Checkpointer("s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (ConnectionError("oauth2.googleapis.com: access token"), "cannot be opened: ConnectionError.*Give credentials"),
+        (FileNotFoundError(2, "No such file", "/keys.json"), r"cannot be opened: FileNotFoundError.*/keys.json'$"),
+        (ValueError("Must provide an account name"), "cannot be opened: ValueError: Must provide an account name"),
+    ],
+)
+def test_credentials_that_cannot_be_had_are_named(url, monkeypatch, error, match):
+    """Google's file system looks for them, in the network too, when it is made."""
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(bucket.BucketError, match=match):
+        Checkpointer(url)
+
+
+def test_credentials_are_looked_for_until_the_deadline(url, monkeypatch):
+    answered = threading.Event()
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda *_, **__: answered.wait(60))
+    with pytest.raises(bucket.BucketError, match=r"to be opened: not done after 0\.3 s"):
+        Checkpointer(url, timeout_s=0.3)
+    answered.set()
+
+
+class Pair(Runtime):
+    """Process 0 of two, of which the other says what this one says."""
+
+    def __init__(self):
+        super().__init__(ClusterSpec(jobs={"worker": ("a:1", "b:1")}, task_type="worker", task_index=0), 60)
+        self.said = {}
+
+    def exchange(self, what, value, timeout_s):
+        self.said[what] = value
+        return [value, value]
+
+
+def test_a_store_that_process_0_cannot_list_is_an_error_of_all(url, monkeypatch):
+    pair = Pair()
+    with Checkpointer(url, cluster=pair) as checkpoints:
+        Failing(monkeypatch).fail(PermissionError("Forbidden"), "ls")
+        with pytest.raises(CheckpointError, match="cannot be listed"):
+            checkpoints.restore(LIKE)
+    (failure,) = [value for what, value in pair.said.items() if what.endswith("listing")]
+    assert "cannot be listed: PermissionError" in failure[0]
 
 
 def train(url, steps):

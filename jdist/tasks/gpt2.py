@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jdist.errors import BatchError
+
 _EPSILON = 1e-5
 
 
@@ -94,6 +96,8 @@ class GPT2(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
+        if tokens.shape[1] > self.positions:  # `Embed` would give NaN
+            raise BatchError(f"a sequence has {tokens.shape[1]} tokens, and the model `positions` for {self.positions}")
         dropout = self.dropout if train else 0.0
         normal = nn.initializers.normal
         wte = nn.Embed(self.vocabulary, self.width, embedding_init=normal(0.02), dtype=self.dtype, name="wte")

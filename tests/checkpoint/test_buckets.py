@@ -20,7 +20,9 @@ from fsspec.implementations.local import LocalFileOpener
 from pydantic import ValidationError
 
 import jdist
+from jdist.callbacks.bucket_history import BucketHistory
 from jdist.checkpoint import bucket, locks
+from jdist.checkpoint.bucket import open_path
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.cluster.runtime import Runtime
 from jdist.cluster.spec import ClusterSpec
@@ -366,6 +368,22 @@ def test_fit_goes_on_from_a_bucket_with_its_history(url, tmp_path):
     assert [step for step, _ in rows[0]] == [3, 4, 6]
     with pytest.raises(StepError, match=r"`resume=False` sets a folder aside, and folderstore://.* is none"):
         jdist.callbacks.checkpoint(url, resume=False)
+
+
+def test_a_fenced_job_leaves_the_history_of_its_successor(url):
+    place = open_path(url, 60) / "history.jsonl"
+    with Checkpointer(url) as checkpoints:
+        checkpoints.claim()
+        history = BucketHistory(place, [])
+        history.write(1, {"loss": 3.0})
+        history.sync()
+        assert place.read_text().count("\n") == 1
+        (place.parent / ".job").write_text(json.dumps({"token": "another", "who": "process 7 on host-b"}))
+        place.write_text("of the successor")
+        history.write(2, {"loss": 2.0})
+        with pytest.raises(CheckpointError, match="process 7 on host-b has begun to save here since"):
+            history.sync()
+    assert place.read_text() == "of the successor"
 
 
 def test_what_needs_a_disk_refuses_a_url():

@@ -206,7 +206,8 @@ def test_large_values_are_read_and_written_by_blocks(url, monkeypatch):
     for name in ("readinto", "write"):
 
         def counted(self, data, name=name):
-            sizes.append(len(data))
+            if "pieces" in self.path:
+                sizes.append(len(data))
             return getattr(self.f, name)(data)
 
         monkeypatch.setattr(LocalFileOpener, name, counted, raising=False)
@@ -215,8 +216,8 @@ def test_large_values_are_read_and_written_by_blocks(url, monkeypatch):
     with Checkpointer(url) as checkpoints:
         checkpoints.save(1, state, wait=True)
         assert checkpoints.restore({"x": jnp.zeros(100)}).state["x"].tolist() == state["x"].tolist()
-    assert [size for size in sizes if size <= 64] == sizes
-    assert sum(sizes) >= 2 * 400
+    assert max(sizes) == 64
+    assert sum(sizes) == 2 * state["x"].nbytes
 
 
 class Failing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from jdist.errors import CheckpointError
 NAME = "model.safetensors"
 INDEX = ".index.json"
 _SUFFIX = ".safetensors"
+_PART = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -186,8 +188,16 @@ def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
         if len(there) > 1:
             named = ", ".join(path.name for path in there[:5])
             raise CheckpointError(f"{folder}: has {len(there)} of {pattern}: {named}. Say which, or give a list of all")
+        if there and there[0].name.endswith(INDEX):
+            return _of_index(there[0])
         if there:
-            return _of_index(there[0]) if there[0].name.endswith(INDEX) else [(there[0], None)]
+            part = _PART.search(there[0].name)
+            if part and int(part[1]) > 1:
+                raise CheckpointError(
+                    f"{there[0]}: is one of {int(part[1])} files, and their index is not there. Copy all anew, or give this "
+                    "file itself"
+                )
+            return [(there[0], None)]
     raise CheckpointError(f"{folder}: has no *{_SUFFIX} and no index of such files, or is not there")
 
 

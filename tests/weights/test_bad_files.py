@@ -235,6 +235,17 @@ def test_any_path_of_the_standard_library_is_taken(file):
     assert np.asarray(jdist.weights.load(Other(), LIKE, RULES)["head"]).tolist() == [1.0] * 3
 
 
+def test_a_part_of_several_files_is_no_whole(tmp_path):
+    """As a save that was killed, or a copy that was broken off, leaves it."""
+    first, *others = jdist.weights.save(LIKE, tmp_path, RULES, max_file_bytes=60)
+    for file in others:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=rf"{first}: is one of \d files, and their index is not there"):
+        jdist.weights.load(tmp_path, LIKE, RULES, skip_mismatch=True)
+    with pytest.warns(CheckpointWarning):
+        jdist.weights.load(first, LIKE, RULES, skip_mismatch=True)
+
+
 def test_two_saves_at_once_into_one_place(tmp_path, monkeypatch):
     """As by processes that do not save together: the second writes nothing, and the first is whole."""
     module = sys.modules["jdist.weights.save"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdist.checkpoint.bucket import BucketPath
+from jdist.checkpoint.locks import check_held
 from jdist.report.metrics_file import Row, to_line, to_row
 
 
@@ -26,8 +27,13 @@ class BucketHistory:
         self.rows.append(to_row(step, values))
 
     def sync(self) -> None:
-        """Writes the rows, if there are new ones."""
+        """Writes the rows, if there are new ones.
+
+        Raises:
+            CheckpointError: another job holds the directory since, whose rows these would replace; or the bucket fails.
+        """
         if self._written < len(self.rows):
+            check_held(self._path.parent)
             self._path.write_text("".join(map(to_line, self.rows)))
             self._written = len(self.rows)
 

@@ -19,7 +19,7 @@ from jdist.checkpoint.job import Job
 from jdist.errors import CheckpointError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
-_BLOCK_BYTES = 16 << 20  # of what is handed on at a time: the library keeps a copy
+_BLOCK_BYTES = 16 << 20  # of what is read or written at a time: the library makes a copy
 _SHUT_OUT = re.compile(
     r"credential|permission|forbidden|access ?denied|unauthori[sz]ed|anonymous|token|\b40[13]\b", re.IGNORECASE
 )
@@ -122,7 +122,7 @@ class BucketPath:
             handle.close()
 
     def _give_up(self, handle: Any, mode: str, error: BaseException) -> None:
-        """Leaves a file that failed: closing it would write what is there so far."""
+        """Discards a file that failed, as closing it would write what was sent so far."""
         if mode == "rb":
             return
         try:
@@ -172,14 +172,14 @@ class BucketPath:
         except CheckpointError as error:
             raise BucketError(str(error)) from error
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and doing != "written":
+            if isinstance(error, FileNotFoundError) and doing not in ("opened", "written"):
                 raise
             kind = type(error).__name__
             said = " ".join(f"{error}".split()).rstrip(".")  # Google's errors have several lines
             text = f"{self}: cannot be {doing}: {kind}: {said:.300}"
             if _SHUT_OUT.search(text.removeprefix(str(self))):
                 text += f". Give credentials that may read and write there, as fsspec's {self.protocol!r} takes them"
-            elif isinstance(error, FileNotFoundError):
+            elif isinstance(error, FileNotFoundError) and doing == "written":
                 text += ". Is there a bucket of this name?"
             raise BucketError(text) from error
 
@@ -200,7 +200,8 @@ class _Handle:
 
     def readinto(self, data: memoryview) -> int:
         with self._path._translated(self._doing):
-            return self._handle.readinto(data)
+            blocks = (data[first : first + _BLOCK_BYTES] for first in range(0, len(data), _BLOCK_BYTES))
+            return sum(self._handle.readinto(block) for block in blocks)
 
     def write(self, data: memoryview) -> int:
         with self._path._translated(self._doing):
@@ -214,6 +215,7 @@ def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) 
 
     Raises:
         CheckpointError: the URL's protocol is not known, or what reads it is not installed.
+        BucketError: its credentials are not to be had.
     """
     if isinstance(directory, BucketPath):
         return directory
@@ -227,8 +229,7 @@ def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) 
     try:
         import fsspec
 
-        # Another process writes there too: what was listed before is no answer.
-        fs, path = fsspec.url_to_fs(str(directory), use_listings_cache=False)
+        fsspec.get_filesystem_class(match["protocol"])
     except ImportError as error:
         raise CheckpointError(
             f"{directory}: what opens {match['protocol']}:// is not installed: {error}. "
@@ -236,4 +237,7 @@ def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) 
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{directory}: fsspec does not know {match['protocol']}://: {error}") from error
+    unopened = BucketPath(None, match["path"], match["protocol"], timeout_s)
+    # With a deadline: Google's looks for credentials in the network. No listing is kept, as other processes write there too.
+    fs, path = unopened._ask("opened", lambda: fsspec.url_to_fs(str(directory), use_listings_cache=False))
     return BucketPath(fs, path.rstrip("/"), match["protocol"], timeout_s)

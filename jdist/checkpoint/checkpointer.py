@@ -30,9 +30,10 @@ from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.checkpoint.fit import Only, Rename, Selection, first_few
 from jdist.checkpoint.folder import Damaged, Place, open_shared
+from jdist.checkpoint.job import Job
 from jdist.checkpoint.pieces import LocalLeaf
 from jdist.checkpoint.restore import read_together
-from jdist.checkpoint.save import Job, save_together
+from jdist.checkpoint.save import save_together
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
@@ -307,7 +308,8 @@ class Checkpointer:
         wanted = codec.flatten(like)
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
-            there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
+            with together(f"{self._name}: listing", self._timeout_s, self._cluster):
+                there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
             asked = [there, None if step is None else as_int(step)]
             all_asked = self._cluster.exchange(f"{self._name}: what there is", asked, self._timeout_s)
             if any(each[1] != asked[1] for each in all_asked):

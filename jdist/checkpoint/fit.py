@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,12 @@ class Selection:
             raise CheckpointError(
                 f"`rename` is {self.rename!r:.80}: it must be a mapping from old paths to new ones, or a function"
             )
+        if isinstance(self.rename, Mapping):
+            for old, new in self.rename.items():
+                if not isinstance(old, str) or not isinstance(new, str | None):
+                    raise CheckpointError(
+                        f"`rename`: {old!r:.80}: {new!r:.80}: paths are texts, and a new one may be None"
+                    )
         if not isinstance(self.skip_mismatch, bool):
             raise CheckpointError(f"`skip_mismatch` is {self.skip_mismatch!r:.80}: it must be True or False")
 
@@ -70,7 +76,9 @@ class Selection:
         """The regular expressions of `only`; empty where it is a function, or everything."""
         if self.only is None or callable(self.only):
             return ()
-        patterns = (self.only,) if isinstance(self.only, str) else tuple(self.only)
+        patterns = (
+            (self.only,) if isinstance(self.only, str) or not isinstance(self.only, Iterable) else tuple(self.only)
+        )
         if not patterns or not all(isinstance(each, str) for each in patterns):
             raise CheckpointError(
                 f"`only` is {self.only!r:.80}: it must be a regular expression, several, or a function of a path"
@@ -104,7 +112,11 @@ class Selection:
         if self.rename is None:
             return list(paths)
         if callable(self.rename):
-            return [self.rename(path) for path in paths]
+            renamed = {path: self.rename(path) for path in paths}
+            for path, new in renamed.items():
+                if not isinstance(new, str | None):
+                    raise CheckpointError(f"`rename` returned {new!r:.80} for {path!r}: it must be a path or None")
+            return list(renamed.values())
         old_names = sorted(self.rename, key=len, reverse=True)
         found: list[str | None] = []
         used = set[str]()
@@ -231,20 +243,21 @@ def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: s
     return numbers
 
 
-def check_has_values(checkpoint: Place, fitted: Fit, like: Mapping[str, Any]) -> None:
-    """Refuses a state of which a leaf is to keep its value and has none."""
-    for path in _without_values(fitted, like):
-        raise CheckpointError(
-            f"{checkpoint}: leaf {name_of(path)} is not restored, and `like` has only its shape, no value to keep. Give an "
-            "array there, as `strategy.init` makes it, or leave it out of `like`."
-        )
+def check_has_values(where: object, like: Mapping[str, Any], filled: Container[str]) -> None:
+    """Refuses a state of which a leaf is to keep its value and has none.
 
-
-def _without_values(fitted: Fit, like: Mapping[str, Any]) -> Iterator[str]:
-    for (path, leaf), number in zip(like.items(), fitted.numbers, strict=True):
+    Args:
+        where: the values come from, for the message.
+        like: the leaves of the state by path.
+        filled: the paths of those that get a value.
+    """
+    for path, leaf in like.items():
         stored = leaf.stored if is_sharded_leaf(leaf) else leaf
-        if number is None and isinstance(stored, jax.ShapeDtypeStruct):
-            yield path
+        if path not in filled and isinstance(stored, jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                f"{where}: leaf {name_of(path)} is not restored, and `like` has only its shape, no value to keep. Give an "
+                "array there, as `strategy.init` makes it, or leave it out of `like`."
+            )
 
 
 def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:

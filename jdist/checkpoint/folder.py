@@ -28,10 +28,8 @@ from jdist.errors import CheckpointError, ClusterError
 
 FORMAT = 2  # 1 is read as well, see pieces.py
 MANIFEST = "manifest.json"
-NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(
-    r"manifest\.json|arrays|pieces_\d+(_[0-9a-f]+)?(\.bin)?|part_\d+(_[0-9a-f]+)?\.json"
-)  # the files of a checkpoint
+NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})(?:_[0-9a-f]{8})?")
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # the files of a checkpoint
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 Place = Path | BucketPath
 
@@ -56,10 +54,15 @@ def list_committed(directory: Place) -> list[Place]:
     return sorted((path for path in there if isinstance(path, Path) or MANIFEST in path.sizes()), key=number_of)
 
 
-def next_number(directory: Place) -> int:
-    """Finds a number that no save in the directory has had."""
+def next_name(directory: Place, step: int) -> str:
+    """Makes a name that no save in the directory has had.
+
+    In a bucket it ends at random: a job that was given up may still write, or remove, what it began under the same number.
+    """
     matches = (NAME.search(path.name) for path in directory.iterdir())
-    return 1 + max((int(match[2]) for match in matches if match), default=0)
+    number = 1 + max((int(match[2]) for match in matches if match), default=0)
+    tag = "" if isinstance(directory, Path) else f"_{secrets.token_hex(4)}"
+    return f"step_{step:08d}_save_{number:05d}{tag}"
 
 
 def is_ours_alone(path: Place) -> bool:
@@ -106,12 +109,6 @@ def begin(path: Place) -> Place:
     if isinstance(part, Path):
         part.mkdir()
     return part
-
-
-def tag_of(part: Place) -> str:
-    """Makes what the names of this process's files end with: in a bucket, where a process that was given up may write
-    late, no name twice."""
-    return "" if isinstance(part, Path) else f"_{secrets.token_hex(4)}"
 
 
 def discard(part: Place) -> None:
@@ -318,7 +315,7 @@ def open_shared(directory: Place, cluster: Runtime, timeout_s: float, name: str)
                 _await(directory / first, cluster.process_index)
     finally:
         if cluster.is_chief and cluster.num_processes > 1:
-            with contextlib.suppress(OSError):  # it was never made, or it stays, which does no harm
+            with contextlib.suppress(OSError, BucketError):  # it was never made, or it stays, which does no harm
                 token.unlink()
     return strangers
 

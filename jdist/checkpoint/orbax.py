@@ -5,7 +5,6 @@ Leaves are matched by their names, whatever the nodes between are: an attribute,
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 import os
@@ -24,6 +23,7 @@ from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.bucket import open_path
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+from jdist.checkpoint.fit import check_has_values, first_few
 from jdist.checkpoint.folder import describe_error
 from jdist.checkpoint.job import Job
 from jdist.checkpoint.pieces import read_leaves
@@ -32,6 +32,7 @@ from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support.arrays import is_key
+from jdist.support.paths import names_in
 
 PyTree = Any
 Names = tuple[str, ...]
@@ -39,8 +40,6 @@ Names = tuple[str, ...]
 _TIMEOUT_S = 600.0
 _TOGETHER_BYTES = 64 << 20  # each call reads the description of the whole tree again
 _STEP = re.compile(r"(?:.*_)?(\d+)")
-# A key as `jax.tree_util.keystr` writes it: `.name`, `['key']`, `[0]`, `[<flat index 0>]`.
-_KEY = re.compile(r"""\.(\w+)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|\[<flat index (\d+)>\]|\[([^\[\]]*)\]""")
 _BESIDE = re.compile(r"(loss scale|residuals of |kept )(.*)", re.DOTALL)
 _KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
@@ -77,19 +76,21 @@ def from_orbax(
         2
     """
     ocp = _import_orbax(path)
-    directory = _find_tree(ocp, path, step, item)
+    directory = Job(lambda: _find_tree(ocp, path, step, item)).result(_TIMEOUT_S, f"looking for {path}")
     like = pack(shapes_of(like))
     wanted = codec.flatten(like)
     leaves = list(wanted.values())
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree, saved = _describe(handler, directory)
+        tree, saved = Job(lambda: _describe(handler, directory)).result(_TIMEOUT_S, f"reading {directory}")
         places = _fit(directory, saved, wanted)
+        paths = list(wanted)
+        check_has_values(directory, wanted, {paths[i] for i in places.values()})
         for group in _groups(saved, places):
             read = Job(lambda group=group: _read(ocp, handler, directory, tree, group))
             arrays = read.result(_TIMEOUT_S, f"reading {directory}")
             for names in group:
                 i = places[names]
-                leaves[i] = codec.place(list(wanted)[i], arrays.pop(names), _key_kind(leaves[i]), leaves[i])
+                leaves[i] = codec.place(paths[i], arrays.pop(names), _key_kind(leaves[i]), leaves[i])
             jax.block_until_ready([leaves[places[names]] for names in group])  # the host's arrays are kept until then
     return unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves))
 
@@ -105,7 +106,7 @@ def to_orbax(
 
     Such a program needs no change: `CheckpointManager(to).restore(step)` gives the tree by names, and its custom metadata has
     the position in the data, metrics and metadata. Arrays without elements, which Orbax does not take, are left out with a
-    warning. The whole checkpoint passes through this host's memory.
+    warning; with `like` they are refused. The whole checkpoint passes through this host's memory.
 
     Args:
         directory: of the `Checkpointer`.
@@ -133,14 +134,14 @@ def to_orbax(
         [0.0, 1.0, 2.0]
     """
     ocp = _import_orbax(to)
+    path = _find_saved(directory, step)
     if like is None:
-        body, tree = _tree_of_names(directory, step)
+        body, tree = _tree_of_names(path)
     else:
         with Checkpointer(directory) as checkpoints:
-            restored = checkpoints.restore(like, step=step)
-        if restored is None:
-            raise CheckpointError(f"{directory}: there is no checkpoint here")
-        tree = jax.tree.map(np.asarray, restored.state, is_leaf=is_sharded_leaf)
+            restored = checkpoints.restore(like, step=disk.step_of(path))  # and none before it
+        assert restored is not None, "there is this step"
+        tree = jax.tree.map(_on_host, restored.state, is_leaf=is_sharded_leaf)
         body = {name: getattr(restored, name) for name in ("step", "data", "metrics", "metadata")}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     try:
@@ -239,14 +240,7 @@ def _describe(handler: Any, directory: Any) -> tuple[PyTree, dict[Names, dict[st
 
 
 def _names_of(path: Any) -> Names:
-    return _names(jax.tree_util.keystr(path))
-
-
-def _names(written: str) -> Names:
-    """Reads the names in a path that `jax.tree_util.keystr` wrote."""
-    return tuple(
-        ast.literal_eval(q) if q else name or index or other for name, q, index, other in _KEY.findall(written)
-    )
+    return names_in(jax.tree_util.keystr(path))
 
 
 def _plain(names: Names) -> Names:
@@ -262,13 +256,13 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
     for i, (path, leaf) in enumerate(wanted.items()):
         if _BESIDE.match(path):
             continue  # what a step keeps beside the user's state stays
-        names = by_name.get(_plain(_names(path)))
+        names = by_name.get(_plain(names_in(path)))
         if names is None:
             problems.append(f"leaf {path}: not in the checkpoint")
             continue
         there, here = saved[names], codec.describe_leaf(path, leaf)
         if is_key(leaf):
-            here = {"shape": [*here["shape"], *there["shape"][len(here["shape"]) :]], "dtype": "uint32"}
+            here = {"shape": list(jax.eval_shape(jax.random.key_data, leaf).shape), "dtype": "uint32"}
         dtypes = (there["dtype"], here["dtype"])
         fits = dtypes[0] == dtypes[1] or (there["shape"] == [] and any(dtype.startswith("python ") for dtype in dtypes))
         if there["shape"] != here["shape"] or not fits or there["dtype"] == "string":
@@ -276,9 +270,10 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
         places[names] = i
     left = [".".join(names) for names in saved if names not in places]
     if problems:
-        text = "\n  ".join([*problems[:5], *([f"and {len(problems) - 5} more"] if len(problems) > 5 else [])])
         there = f"\n  in the checkpoint alone: {', '.join(left[:5])}{', ...' * (len(left) > 5)}" if left else ""
-        raise CheckpointError(f"{directory}: does not fit the state, which is left as it is:\n  {text}{there}")
+        raise CheckpointError(
+            f"{directory}: does not fit the state, which is left as it is:\n  {first_few(problems)}{there}"
+        )
     if left:
         text = f"{directory}: {len(left)} leaves are not in the state and were left: {', '.join(left[:5])}"
         warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=3)
@@ -330,30 +325,35 @@ def _key_kind(leaf: Any) -> str | None:
     return str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else _KEY_KINDS[str(leaf.dtype)]
 
 
-def _tree_of_names(directory: str | os.PathLike[str], step: int | None) -> tuple[dict[str, Any], PyTree]:
-    """Reads a checkpoint of jdist's as nested dicts and lists; also returns the body of its manifest."""
+def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Place:
+    """Finds the checkpoint of jdist's that was saved last, or last of a step."""
     folder = open_path(directory, _TIMEOUT_S)
     paths = disk.list_committed(folder) if folder.is_dir() else []
     if step is not None:
         paths = [path for path in paths if disk.step_of(path) == step]
     if not paths:
         raise CheckpointError(f"{folder}: there is no checkpoint here{'' if step is None else f' of step {step}'}")
-    body = disk.read_manifest(paths[-1])
+    return paths[-1]
+
+
+def _tree_of_names(path: disk.Place) -> tuple[dict[str, Any], PyTree]:
+    """Reads a checkpoint of jdist's as nested dicts and lists; also returns the body of its manifest."""
+    body = disk.read_manifest(path)
     tree: dict[str, Any] = {}
     left: list[str] = []
     begun_s = time.monotonic()
-    reading = read_leaves(paths[-1], body, dict.fromkeys(range(len(body["leaves"]))))
-    while (arrays := Job(lambda: next(reading, None)).result(_TIMEOUT_S, f"reading {paths[-1]}", begun_s)) is not None:
+    reading = read_leaves(path, body, dict.fromkeys(range(len(body["leaves"]))))
+    while (arrays := Job(lambda: next(reading, None)).result(_TIMEOUT_S, f"reading {path}", begun_s)) is not None:
         for number, array in arrays.items():
             leaf = body["leaves"][number]
             if not array.size:
                 left.append(leaf["path"])
                 continue
             beside = _BESIDE.match(leaf["path"])
-            names = (beside[1].strip(), *_names(beside[2])) if beside else _names(leaf["path"]) or ("state",)
+            names = (beside[1].strip(), *names_in(beside[2])) if beside else names_in(leaf["path"]) or ("state",)
             _put(tree, names, _value(array, leaf))
     if left:
-        text = f"{paths[-1]}: Orbax takes no arrays without elements; left out: {', '.join(left)}"
+        text = f"{path}: Orbax takes no arrays without elements; left out: {', '.join(left)}"
         warnings.warn(text, CheckpointWarning, stacklevel=3)
     return body, _with_lists(tree)
 
@@ -362,6 +362,10 @@ def _value(array: np.ndarray, leaf: Mapping[str, Any]) -> Any:
     if leaf["dtype"].startswith("python "):
         return array.item()
     return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf["key"]) if leaf.get("key") else array
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf if is_key(leaf) else np.asarray(leaf)
 
 
 def _with_lists(tree: Any) -> Any:

@@ -12,8 +12,8 @@ from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.fit import Fit, Selection, check_has_values, fit
 from jdist.checkpoint.folder import Damaged, Place
+from jdist.checkpoint.job import Job
 from jdist.checkpoint.pieces import read_leaves
-from jdist.checkpoint.save import Job
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, together
@@ -70,8 +70,10 @@ def _read(
     """Reads a checkpoint onto the devices leaf by leaf: of whole leaves the host holds one at a time."""
     body = disk.read_manifest(path)
     fitted = fit(path, body["leaves"], described, selection)
-    check_has_values(path, fitted, like)
     names, leaves = list(like), list(like.values())
+    check_has_values(
+        path, like, {name for name, number in zip(names, fitted.numbers, strict=True) if number is not None}
+    )
     places = {number: i for i, number in enumerate(fitted.numbers) if number is not None}
     reading = read_leaves(path, body, {number: codec.needed(leaves[i]) for number, i in places.items()})
     placed: list[Any] = []

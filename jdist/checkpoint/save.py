@@ -12,7 +12,6 @@ from typing import Any
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint.bucket import BucketError
 from jdist.checkpoint.folder import Place
-from jdist.checkpoint.job import Job as Job
 from jdist.checkpoint.locks import only_writer
 from jdist.checkpoint.pieces import LocalLeaf, write_pieces
 from jdist.cluster import failpoints
@@ -53,7 +52,7 @@ def save_together(
             with together(f"{name}: beginning to save", timeout_s, cluster):
                 if cluster.is_chief:
                     stack.enter_context(only_writer(directory, timeout_s))
-                    path = path.with_name(f"{path.name}_save_{disk.next_number(directory):05d}")
+                    path = directory / disk.next_name(directory, body["step"])
                     part = disk.begin(path)
             # From process 0: the others' view of the folder may be old.
             path = directory / cluster.exchange(f"{name}: the name", path.name, timeout_s)[0]
@@ -90,11 +89,10 @@ def _write_local(part: Place, leaves: list[LocalLeaf], process: int) -> dict[str
         As JSON holds it: the pieces of each leaf, the size of each file in bytes, and the name of the note.
     """
     disk.check_room(part, sum(box.values.nbytes for leaf in leaves for box in leaf.boxes))
-    tag = disk.tag_of(part)
-    file = part / f"pieces_{process}{tag}.bin"
+    file = part / f"pieces_{process}.bin"
     pieces = [[asdict(piece) for piece in each] for each in write_pieces(file, leaves)]
     written = {"pieces": pieces, "files": {file.name: disk.size_of(file)} if any(pieces) else {}}
-    note = f"part_{process}{tag}.json" if process and written["files"] else None
+    note = f"part_{process}.json" if process and written["files"] else None
     if note is not None:
         disk.write_json(part / note, written)
     return {**written, "note": note}

@@ -25,10 +25,20 @@ def parse_path(written: str) -> str:
         >>> parse_path(".params['block_0'][1].scale")
         'params/block_0/1/scale'
     """
-    names: list[str] = []
-    for name, quoted, index, other in _KEY.findall(written):
-        names.append(ast.literal_eval(quoted) if quoted else name or index or other)
-    return "/".join(names)
+    return "/".join(names_in(written))
+
+
+def names_in(written: str) -> tuple[str, ...]:
+    """Lists the names in a path that `jax.tree_util.keystr` wrote.
+
+    Example:
+        >>> names_in(".params['a/b'][1]")
+        ('params', 'a/b', '1')
+    """
+    return tuple(
+        ast.literal_eval(quoted) if quoted else name or index or other
+        for name, quoted, index, other in _KEY.findall(written)
+    )
 
 
 def matches_path(pattern: str, path: str) -> bool:

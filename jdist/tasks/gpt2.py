@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jdist.errors import BatchError
+
 _EPSILON = 1e-5
 
 
@@ -61,8 +63,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Logits of the next token at every position; the defaults are those of the smallest, of 124 million parameters.
 
-    `jdist.weights.gpt2()` are the rules for its weights on Hugging Face. For rows that texts were packed into, `segment_ids` [rows,
-    length] are each token's text, beyond which it does not attend, and `position_ids` its place there.
+    `jdist.weights.gpt2()` are the rules for its weights on Hugging Face. For rows that texts were packed into, `segment_ids`
+    [rows, length] are each token's text, beyond which it does not attend, and `position_ids` its place there.
 
     Attributes:
         vocabulary: number of different tokens.
@@ -102,6 +104,8 @@ class GPT2(nn.Module):
         position_ids: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
+        if tokens.shape[1] > self.positions:  # `Embed` would give NaN
+            raise BatchError(f"a sequence has {tokens.shape[1]} tokens, and the model `positions` for {self.positions}")
         dropout = self.dropout if train else 0.0
         normal = nn.initializers.normal
         wte = nn.Embed(self.vocabulary, self.width, embedding_init=normal(0.02), dtype=self.dtype, name="wte")

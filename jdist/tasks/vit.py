@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jdist.errors import BatchError
+
 _EPSILON = 1e-12
 
 
@@ -60,6 +62,9 @@ class ViT(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
+        height, width = images.shape[1:3]
+        if height % self.patch or width % self.patch:  # `Conv` would leave the rest of the pixels out
+            raise BatchError(f"images are {height} x {width}, which `patch`, {self.patch}, does not divide")
         size = (self.patch, self.patch)
         x = nn.Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="patches")(images)
         x = x.reshape(x.shape[0], -1, self.width)

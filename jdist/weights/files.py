@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -156,11 +156,11 @@ def _first_cut_off(path: Path) -> str | None:
 
 def _find(files: Any) -> list[tuple[Path, set[str] | None]]:
     """Lists the files that are meant, and what an index says is in each."""
-    paths = [files] if isinstance(files, str | Path) else list(files)
+    paths = list(files) if isinstance(files, Iterable) and not isinstance(files, str | os.PathLike) else [files]
     if not paths:
         raise CheckpointError("`files` is empty: give a file, a folder, an index or several files")
     found: list[tuple[Path, set[str] | None]] = []
-    for path in (Path(path).expanduser().absolute() for path in paths):
+    for path in map(local_path, paths):
         if path.is_dir():
             found += _in_folder(path)
         elif path.name.endswith(INDEX):
@@ -168,6 +168,17 @@ def _find(files: Any) -> list[tuple[Path, set[str] | None]]:
         else:
             found.append((path, None))
     return found
+
+
+def local_path(path: Any) -> Path:
+    """Makes a path absolute; refuses a URL, of which `pathlib` would make a folder on this disk."""
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"{path!r:.80} is no path of safetensors files")
+    if "://" in os.fspath(path):
+        raise CheckpointError(
+            f"{path}: is a URL, and safetensors files are read and written on a disk. Copy them there"
+        )
+    return Path(path).expanduser().absolute()
 
 
 def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
@@ -183,8 +194,10 @@ def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
         if len(there) > 1:
             named = ", ".join(path.name for path in there[:5])
             raise CheckpointError(f"{folder}: has {len(there)} of {pattern}: {named}. Say which, or give a list of all")
+        if there and there[0].name.endswith(INDEX):
+            return _of_index(there[0])
         if there:
-            return _of_index(there[0]) if there[0].name.endswith(INDEX) else [(there[0], None)]
+            return [(there[0], None)]
     if parts:
         raise CheckpointError(
             f"{folder}: {parts[0].name} is one of several files, and their index, *{_SUFFIX}{INDEX}, is not there. Copy it "
@@ -215,11 +228,6 @@ def _of_index(path: Path) -> list[tuple[Path, set[str] | None]]:
                 "them. Copy it beside the index"
             )
     return [(path.parent / file, names) for file, names in sorted(by_file.items())]
-
-
-def total_bytes(tensors: Iterable[tuple[Sequence[int], np.dtype]]) -> int:
-    """Counts the bytes of arrays by their shapes and dtypes."""
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
 
 def _safetensors() -> Any:

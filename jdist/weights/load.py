@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.checkpointer import CheckpointWarning
-from jdist.checkpoint.fit import Only, Selection, first_few, name_of
+from jdist.checkpoint.fit import Only, Selection, check_has_values, first_few, name_of
 from jdist.cluster.runtime import Runtime, alone, together
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
@@ -30,11 +30,11 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor that is a part of a leaf; `is_again` if another that was read before is the same part."""
+    """A tensor that is a part of a leaf; `is_duplicate` if one that was read before is the same part."""
 
     tensor: Tensor
     view: View
-    is_again: bool
+    is_duplicate: bool
 
 
 def load(
@@ -49,7 +49,8 @@ def load(
 ) -> PyTree:
     """Loads weights from safetensors files into a strategy's layout, leaf by leaf.
 
-    No process reads more of a file than the parts of its own devices, and none holds more on its host than that and one leaf.
+    No process reads more of a file than the parts of its own devices, and none holds more on its host than that, one leaf,
+    and what is being read of a tensor for it.
     All that the files' headers show is checked before anything is read.
 
     Args:
@@ -90,7 +91,7 @@ def load(
             raise CheckpointError(f"the weights do not fit the state, which is left as it is:\n  {first_few(problems)}")
         if not plan:
             raise CheckpointError(f"no tensor fits a leaf, so there is nothing to load:\n  {first_few(problems)}")
-        _check_has_values(leaves, plan)
+        check_has_values("the weights", leaves, plan)
         loaded = {path: _read_leaf(reader, path, leaves[path], parts) for path, parts in plan.items()}
     if problems:
         text = (
@@ -150,7 +151,7 @@ def _parts(
             elif text := _refuse_dtype(tensor.numpy_dtype, jnp.dtype(leaf.dtype), cast):
                 problems.append(f"{tensor}: has dtype {tensor.numpy_dtype}, and leaf {name} {leaf.dtype}: {text}")
             else:
-                parts.append(_Part(tensor, view, is_again=i > 0))
+                parts.append(_Part(tensor, view, is_duplicate=i > 0))
                 count += 0 if i else np.prod([b - a for a, b in view.extent], dtype=int)
     if not problems and count != np.prod(leaf.shape, dtype=int):
         problems.append(
@@ -160,7 +161,7 @@ def _parts(
 
 
 def _refuse_dtype(saved: np.dtype, wanted: Any, cast: bool) -> str | None:
-    """Says why values of one dtype do not go into another; None where they do."""
+    """Explains why values of one dtype do not go into another; None where they do."""
     if saved == wanted:
         return None
     if not (jnp.issubdtype(saved, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
@@ -185,23 +186,13 @@ def _left_over(reader: Reader, rules: Sequence[Rule] | None, known: set[str], se
     return problems
 
 
-def _check_has_values(leaves: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    for path, leaf in leaves.items():
-        stored = leaf.stored if is_sharded_leaf(leaf) else leaf
-        if path not in plan and isinstance(stored, jax.ShapeDtypeStruct):
-            raise CheckpointError(
-                f"leaf {name_of(path)} is not loaded, and `like` has only its shape, no value to keep. Give an array there, as "
-                "`strategy.init` makes it, or leave it out of `like`."
-            )
-
-
 def _read_leaf(reader: Reader, path: str, like: Any, parts: Sequence[_Part]) -> Any:
     """Reads what this process needs of a leaf, and puts it onto its devices."""
     array = np.empty(like.shape, jnp.dtype(like.dtype))
     needed = codec.needed(like)
     extents = [None] if needed is None else _once(needed)
     for part in parts:
-        act: Callable[..., Any] = _compare if part.is_again else _fill
+        act: Callable[..., Any] = _compare if part.is_duplicate else _fill
         for extent in extents:
             for box, ranges in part.view.boxes(extent):
                 act(part, reader.read(part.tensor, box), ranges, array)

@@ -10,7 +10,7 @@ from typing import Any
 from jdist.errors import CheckpointError
 from jdist.weights.axes import Axes, View, infer_sizes
 
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{([^\W\d]\w*)\}")
 _OPTION = re.compile(r"\[([^\[\]]*)\]")
 _FORM = (
     "a rule is (tensor, path), (tensor, path, axes) or (tensor, path, axes, numbers), such as "
@@ -62,8 +62,16 @@ class Rule:
             raise CheckpointError(f"`rules`: {rule!r:.120}: {_FORM}")
         self.tensor: str = tensor
         self.path: str | None = path
+        for template in (tensor, path or ""):
+            if left := re.search(r"[\[\]{}]", _OPTION.sub(r"\1", _FIELD.sub("", template))):
+                raise CheckpointError(
+                    f"`rules`: {rule!r:.120}: {left[0]!r} in {template!r} belongs to no {{field}} and no [option]; {_FORM}"
+                )
         self.axes = Axes.parse(axes) if axes else None
         self.numbers: Mapping[str, int] = numbers or {}
+        known = () if self.axes is None else {*self.axes.of_tensor, *self.axes.of_leaf}
+        if unknown := [name for name in self.numbers if name not in known]:
+            raise CheckpointError(f"`rules`: {rule!r:.120}: {unknown[0]!r} has a number and is no axis; {_FORM}")
         self._names = re.compile(_as_pattern(tensor))
         self._paths = None if path is None else re.compile(rf"(?:.*/)?{_as_pattern(path)}")
 
@@ -173,7 +181,7 @@ def _as_pattern(template: str) -> str:
         seen.add(name)
         return f"(?P={name})" if again else f"(?P<{name}>[^./]+)"
 
-    pattern = re.sub(r"\\\{(\w+)\\\}", field, re.escape(template))
+    pattern = re.sub(r"\\\{([^\W\d]\w*)\\\}", field, re.escape(template))
     return re.sub(r"\\\[(.*?)\\\]", r"(?:\1)?", pattern)
 
 

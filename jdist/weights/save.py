@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
 from jdist.errors import CheckpointError
 from jdist.support.checks import as_int
+from jdist.support.file_lock import hold
 from jdist.weights.axes import View
-from jdist.weights.files import DTYPES, INDEX, NAME
+from jdist.weights.files import DTYPES, INDEX, NAME, local_path
 from jdist.weights.rules import Rule, Rules, Source, parse_rules, sources_of
 
 PyTree = Any
@@ -62,8 +63,8 @@ def save(
 ) -> tuple[Path, ...]:
     """Saves weights as safetensors files, which any strategy and number of devices can load again to the bit.
 
-    A host holds one whole leaf at a time. What is being written has a hidden name until all of it is on the disk; of several
-    files the index comes last.
+    A host holds one whole leaf and its tensor at a time. What is being written has a hidden name until all of it is on the
+    disk; of several files the index comes last.
 
     Args:
         tree: parameters, or a state with `only`: arrays in any strategy's layout.
@@ -101,10 +102,12 @@ def save(
                 codec.check_savable(name, leaf, cluster.num_processes)
             tensors = _tensors(leaves, parsed)
             count = _allot(tensors, most)
-            target = _target(Path(path).expanduser().absolute())
+            target = _target(local_path(path))
             files = _file_names(target, count)
-            if there := [file for file in files if cluster.is_chief and file.exists()]:
-                raise CheckpointError(f"{there[0]}: is there already. Save elsewhere, or remove it first")
+            # Neither may stand beside the other: which of them a reader takes differs.
+            taken = dict.fromkeys([*files, target, _index_of(target)])
+            if cluster.is_chief:
+                _check_free(taken)
         _write_together(tensors, leaves, files, cluster)
     return tuple(files)
 
@@ -119,7 +122,18 @@ def _file_names(target: Path, count: int) -> list[Path]:
     if count > _MOST_FILES:
         raise CheckpointError(f"`max_file_bytes` makes {count:,} files of these weights; {_MOST_FILES:,} are possible")
     parts = [target.with_name(f"{target.stem}-{i:05d}-of-{count:05d}{target.suffix}") for i in range(1, count + 1)]
-    return [*parts, target.with_name(target.name + INDEX)]
+    return [*parts, _index_of(target)]
+
+
+def _check_free(files: Iterable[Path]) -> None:
+    """Refuses to save over a file."""
+    for file in files:
+        if file.exists():
+            raise CheckpointError(f"{file}: is there already. Save elsewhere, or remove it first")
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.name + INDEX)
 
 
 def _tensors(leaves: Mapping[str, Any], rules: Sequence[Rule] | None) -> list[_Tensor]:
@@ -162,6 +176,12 @@ def _tensor(name: str, parts: Sequence[tuple[str, Source]], leaves: Mapping[str,
     if len(shapes) > 1 or len(dtypes) > 1:
         raise CheckpointError(f"tensor {name}: its leaves {named} do not agree on its shape or dtype")
     (shape,), (dtype,) = shapes, dtypes
+    leaf_of: dict[frozenset[tuple[str, int]], str] = {}
+    for leaf, source in parts:
+        index = frozenset((axis, i) for axis, i in source.index.items() if axis in picked)
+        if (other := leaf_of.setdefault(index, leaf)) != leaf:
+            part = f"part {dict(index)}" if index else "all"
+            raise CheckpointError(f"tensor {name}: leaf {other} and leaf {leaf} are both {part} of it")
     sizes = sum(
         math.prod(view.sizes[axis] for axis in view.axes.of_tensor if axis not in view.index) for _, view in views
     )
@@ -177,7 +197,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _allot(tensors: Sequence[_Tensor], most: int) -> int:
-    """Says of each tensor in which file it goes and where, and returns how many files there are."""
+    """Assigns each tensor a file and an offset in it; returns the number of files."""
     file = used = 0
     for tensor in tensors:
         if used and used + tensor.num_bytes > most:
@@ -210,8 +230,7 @@ def _write_together(
     with together("writing weights", _TIMEOUT_S, cluster), contextlib.ExitStack() as ends:
         writer = _Writer(tensors, files) if cluster.is_chief else None
         if writer is not None:
-            ends.callback(writer.clean)
-            writer.attempt(writer.begin)
+            writer.attempt(writer.begin, ends)
         for name, leaf in leaves.items():
             whole = _gather(leaf)  # by all processes, in the same order
             if writer is not None:
@@ -264,10 +283,19 @@ class _Writer:
             except Exception as error:  # noqa: BLE001 - not swallowed: raised when all leaves are gathered
                 self.failure = error
 
-    def begin(self) -> None:
-        """Makes the files, with their headers."""
+    def begin(self, ends: contextlib.ExitStack) -> None:
+        """Makes the files, with their headers; `ends` removes those that have not got their names, at its end."""
         folder = self._files[0].parent
         folder.mkdir(parents=True, exist_ok=True)
+        try:
+            ends.enter_context(hold(self._hidden[0]))
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{self._files[0]}: is being saved already. Processes of one job save together, with "
+                "`cluster=strategy.cluster`; others save elsewhere"
+            ) from error
+        ends.callback(self._clean)
+        _check_free(self._files)  # another may have ended since
         check_room(folder, sum(tensor.num_bytes for tensor in self._tensors))
         groups = itertools.groupby(self._tensors, key=lambda tensor: tensor.file)
         for hidden, (_, group) in zip(self._hidden, groups, strict=False):  # the index comes at the end
@@ -302,7 +330,7 @@ class _Writer:
             hidden.rename(file)
         fsync(self._files[0].parent)
 
-    def clean(self) -> None:
+    def _clean(self) -> None:
         """Removes what has not got its name."""
         for hidden in self._hidden:
             hidden.unlink(missing_ok=True)

@@ -16,10 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileOpener
 from pydantic import ValidationError
 
 import jdist
+from jdist.callbacks.bucket_history import BucketHistory
+from jdist.checkpoint import bucket, locks
+from jdist.checkpoint.bucket import open_path
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+from jdist.cluster.runtime import Runtime
+from jdist.cluster.spec import ClusterSpec
 from jdist.errors import CheckpointError, StepError
 from jdist.experiment.config import LogSection
 from tests.by_default import some
@@ -114,7 +120,7 @@ def test_a_checkpoint_is_pruned_saved_again_and_the_best_kept(url):
         assert checkpoints.steps() == [2, 3]
         assert checkpoints.best_step == 2
         assert checkpoints.restore(LIKE).data == {"loss": 2.5}
-    assert [name.split("/")[0] for name in objects(url) if name.endswith("manifest.json")] == [
+    assert [name[: len("step_00000002_save_00002")] for name in objects(url) if name.endswith("manifest.json")] == [
         "step_00000002_save_00002",
         "step_00000003_save_00004",
     ]
@@ -163,6 +169,56 @@ def test_the_job_that_came_last_holds_the_directory(url):
     with Checkpointer(url) as third:  # a job that begins later takes over
         third.save(2, state_at(2), wait=True)
         assert third.steps() == [1, 2]
+
+
+def test_a_fenced_job_that_wakes_up_late_touches_nothing_of_its_successor(url, monkeypatch):
+    """Both save step 2, each as its second save."""
+    is_writing, goes_on = threading.Event(), threading.Event()
+    module = sys.modules["jdist.checkpoint.save"]
+    write_pieces = module.write_pieces
+
+    def stalled(*args):
+        is_writing.set()
+        assert goes_on.wait(60)
+        return write_pieces(*args)
+
+    with Checkpointer(url) as first:
+        first.save(1, state_at(1), wait=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_pieces", stalled)
+            first.save(2, state_at(2))
+            assert is_writing.wait(60)
+        with monkeypatch.context() as patch:  # as if in another process
+            patch.setattr(locks, "_token", lambda _: "another")
+            patch.setattr(locks, "_saving", {})
+            with Checkpointer(url) as second:
+                second.save(2, state_at(2), wait=True)
+        goes_on.set()
+        with pytest.raises(CheckpointError, match="has begun to save here since"):
+            first.wait()
+        assert first.steps() == [1, 2]
+        assert first.restore(LIKE).step == 2
+    assert unfinished(url) == []
+
+
+def test_large_values_are_read_and_written_by_blocks(url, monkeypatch):
+    """fsspec's files copy what they are asked for, so a whole leaf would be in memory twice more."""
+    sizes = []
+    for name in ("readinto", "write"):
+
+        def counted(self, data, name=name):
+            if "pieces" in self.path:
+                sizes.append(len(data))
+            return getattr(self.f, name)(data)
+
+        monkeypatch.setattr(LocalFileOpener, name, counted, raising=False)
+    monkeypatch.setattr(bucket, "_BLOCK_BYTES", 64)
+    state = {"x": jnp.arange(100.0)}
+    with Checkpointer(url) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        assert checkpoints.restore({"x": jnp.zeros(100)}).state["x"].tolist() == state["x"].tolist()
+    assert max(sizes) == 64
+    assert sum(sizes) == 2 * state["x"].nbytes
 
 
 class Failing:
@@ -238,9 +294,54 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch):
     def missing(*_, **__):
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(CheckpointError, match=r'Install s3fs.*pip install "jdist\[remote\]"'):
         Checkpointer("s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (ConnectionError("oauth2.googleapis.com: access token"), "cannot be opened: ConnectionError.*Give credentials"),
+        (FileNotFoundError(2, "No such file", "/keys.json"), r"cannot be opened: FileNotFoundError.*/keys.json'$"),
+        (ValueError("Must provide an account name"), "cannot be opened: ValueError: Must provide an account name"),
+    ],
+)
+def test_credentials_that_cannot_be_had_are_named(url, monkeypatch, error, match):
+    """Google's file system looks for them, in the network too, when it is made."""
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(bucket.BucketError, match=match):
+        Checkpointer(url)
+
+
+def test_credentials_are_looked_for_until_the_deadline(url, monkeypatch):
+    answered = threading.Event()
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda *_, **__: answered.wait(60))
+    with pytest.raises(bucket.BucketError, match=r"to be opened: not done after 0\.3 s"):
+        Checkpointer(url, timeout_s=0.3)
+    answered.set()
+
+
+class Pair(Runtime):
+    """Process 0 of two, of which the other says what this one says."""
+
+    def __init__(self):
+        super().__init__(ClusterSpec(jobs={"worker": ("a:1", "b:1")}, task_type="worker", task_index=0), 60)
+        self.said = {}
+
+    def exchange(self, what, value, timeout_s):
+        self.said[what] = value
+        return [value, value]
+
+
+def test_a_store_that_process_0_cannot_list_is_an_error_of_all(url, monkeypatch):
+    pair = Pair()
+    with Checkpointer(url, cluster=pair) as checkpoints:
+        Failing(monkeypatch).fail(PermissionError("Forbidden"), "ls")
+        with pytest.raises(CheckpointError, match="cannot be listed"):
+            checkpoints.restore(LIKE)
+    (failure,) = [value for what, value in pair.said.items() if what.endswith("listing")]
+    assert "cannot be listed: PermissionError" in failure[0]
 
 
 def train(url, steps, *callbacks):
@@ -288,6 +389,22 @@ def test_fit_names_a_bucket_that_vanishes_and_goes_on_from_what_it_holds(url, mo
     assert np.asarray(resumed[0]["w"]).tobytes() == np.asarray(whole[0]["w"]).tobytes()
     values = [[(row["step"], row.get("w")) for row in history.rows] for _, history in (resumed, whole)]
     assert values[0] == values[1]
+
+
+def test_a_fenced_job_leaves_the_history_of_its_successor(url):
+    place = open_path(url, 60) / "history.jsonl"
+    with Checkpointer(url) as checkpoints:
+        checkpoints.claim()
+        history = BucketHistory(place, [])
+        history.write(1, {"loss": 3.0})
+        history.sync()
+        assert place.read_text().count("\n") == 1
+        (place.parent / ".job").write_text(json.dumps({"token": "another", "who": "process 7 on host-b"}))
+        place.write_text("of the successor")
+        history.write(2, {"loss": 2.0})
+        with pytest.raises(CheckpointError, match="process 7 on host-b has begun to save here since"):
+            history.sync()
+    assert place.read_text() == "of the successor"
 
 
 def test_what_needs_a_disk_refuses_a_url():

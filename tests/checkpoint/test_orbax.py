@@ -328,6 +328,52 @@ def test_keys_numbers_and_empty_arrays_are_written_or_named(tmp_path):
         to_orbax(tmp_path / "run", tmp_path / "to", step=9)
 
 
+@pytest.mark.parametrize("like", [None, {"w": jnp.zeros(3)}], ids=["names", "state"])
+def test_a_damaged_checkpoint_is_not_written_nor_the_one_before_it(tmp_path, like):
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": jnp.ones(3)})
+    (file,) = (tmp_path / "run").glob("step_00000002_*/pieces_0.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CheckpointError, match="checksum does not match"):
+        to_orbax(tmp_path / "run", tmp_path / "to", like=like)
+    with pytest.raises(CheckpointError, match="there is no checkpoint here"):
+        to_orbax(tmp_path / "none", tmp_path / "to", like=like)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_state_with_keys_is_written_with_its_own_nodes(tmp_path):
+    state = {"key": jax.random.key(3), "w": jnp.ones(2)}
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state)
+    to_orbax(tmp_path / "run", tmp_path / "to", like=state)
+    read = from_orbax(tmp_path / "to", {"key": jax.random.key(0), "w": jnp.zeros(2)})
+    assert jax.random.key_data(read["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
+
+
+def test_a_key_of_another_kind_is_refused_by_name(tmp_path):
+    orbax_saves(tmp_path / "saved", {"key": jnp.zeros(4, jnp.uint32)})
+    with pytest.raises(CheckpointError, match=r"leaf \['key'\]: saved uint32\[4\], the state has uint32\[2\]"):
+        from_orbax(tmp_path / "saved", {"key": jax.random.key(0)})
+
+
+def test_what_a_step_keeps_beside_the_state_needs_a_value(tmp_path):
+    orbax_saves(tmp_path / "saved", {"w": jnp.ones(4)})
+    strategy = jdist.mirrored(jax.devices()[:2])
+
+    @jdist.distribute(strategy, precision=jdist.precision("fp16"))
+    def step(state, batch):
+        grads = jdist.grad(lambda w: jdist.mean(batch["x"] * w.sum(), batch["mask"]))(state["w"])
+        return {"w": state["w"] - 0.1 * grads}, {}
+
+    batches = list(strategy.distribute_dataset([{"x": np.ones(4, np.float32)}] * 2))
+    state, _ = step(strategy.init(lambda: {"w": jnp.zeros(4)}), batches[0])
+    shapes = strategy.shapes(state)
+    with pytest.raises(CheckpointError, match="leaf loss scale/scale is not restored, and `like` has only its shape"):
+        from_orbax(tmp_path / "saved", shapes)
+    step(from_orbax(tmp_path / "saved", state), batches[1])
+
+
 def test_a_host_holds_one_large_leaf_at_a_time(managed, monkeypatch):
     sizes = []
     read = orbax._read

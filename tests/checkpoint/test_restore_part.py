@@ -146,6 +146,10 @@ def test_an_average_takes_the_place_of_the_parameters(tmp_path):
         ({"only": "params/hed/.*"}, "matches no leaf of the state. The nearest path is 'params/head/kernel'"),
         ({"only": "("}, "not a regular expression"),
         ({"only": []}, "must be a regular expression"),
+        ({"only": 5}, "must be a regular expression"),
+        ({"rename": {"params": 5}}, "`rename`: 'params': 5: paths are texts"),
+        ({"rename": {5: "params"}}, "`rename`: 5: 'params': paths are texts"),
+        ({"rename": lambda path: 5}, "`rename` returned 5 for '.*': it must be a path or None"),
         ({"only": lambda path: False}, "takes no leaf"),
         (
             {"rename": {"params/bakbone": "x"}},

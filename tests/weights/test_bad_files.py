@@ -1,6 +1,7 @@
 """Files that do not fit or are damaged: each named with file and tensor before anything is read, and nothing is lost."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -201,6 +202,71 @@ def test_rules_by_which_nothing_can_be_saved(tmp_path, rules, says):
         jdist.weights.save(LIKE, tmp_path, rules)
     assert says in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_leaves_of_one_part_of_a_tensor(tmp_path):
+    """Their sizes make up the whole tensor, of which one part would be what the memory held."""
+    rules = [("qkv", name, "(qkv a) -> a", {"qkv": i}) for name, i in [("query", 0), ("key", 0), ("value", 2)]]
+    with pytest.raises(CheckpointError, match=r"tensor qkv: leaf key and leaf query are both part \{'qkv': 0\} of it"):
+        jdist.weights.save({name: jnp.ones(2) for name in ("query", "key", "value")}, tmp_path, rules)
+    with pytest.raises(CheckpointError, match="tensor w: leaf a and leaf b are both all of it"):
+        jdist.weights.save({"a": jnp.ones(2), "b": jnp.ones(2)}, tmp_path, [("w", "a"), ("w", "b")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first", [10**9, 60])
+def test_one_file_and_several_do_not_stand_beside_each_other(tmp_path, first):
+    """A reader would take the older of the two."""
+    jdist.weights.save(LIKE, tmp_path, RULES, max_file_bytes=first)
+    with pytest.raises(CheckpointError, match=r"/model\.safetensors(\.index\.json)?: is there already"):
+        jdist.weights.save(LIKE, tmp_path, RULES, max_file_bytes=60 + 10**9 - first)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"), [("s3://bucket/model.safetensors", "is a URL, and safetensors files"), (5, "5 is no path")]
+)
+def test_what_is_no_path_on_a_disk(tmp_path, monkeypatch, path, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in refusal(path)
+    with pytest.raises(CheckpointError, match=says):
+        jdist.weights.save(LIKE, path, RULES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_any_path_of_the_standard_library_is_taken(file):
+    class Other(os.PathLike):
+        def __fspath__(self):
+            return str(file)
+
+    assert np.asarray(jdist.weights.load(Other(), LIKE, RULES)["head"]).tolist() == [1.0] * 3
+
+
+def test_one_of_several_files_is_taken_where_it_is_named(tmp_path):
+    first, *others = jdist.weights.save(LIKE, tmp_path, RULES, max_file_bytes=60)
+    for file in others:
+        file.unlink()
+    with pytest.warns(CheckpointWarning):
+        jdist.weights.load(first, LIKE, RULES, skip_mismatch=True)
+
+
+def test_two_saves_at_once_into_one_place(tmp_path, monkeypatch):
+    """As by processes that do not save together: the second writes nothing, and the first is whole."""
+    module = sys.modules["jdist.weights.save"]
+    gather, refused = module._gather, []
+
+    def with_another(leaf):
+        monkeypatch.setattr(module, "_gather", gather)
+        with pytest.raises(CheckpointError, match=r"is being saved already.*`cluster=strategy\.cluster`") as raised:
+            jdist.weights.save(LIKE, tmp_path, RULES)
+        refused.append(raised)
+        return gather(leaf)
+
+    monkeypatch.setattr(module, "_gather", with_another)
+    tree = jax.tree.map(jnp.ones_like, LIKE)
+    (file,) = jdist.weights.save(tree, tmp_path, RULES)
+    assert len(refused) == 1
+    assert list(tmp_path.iterdir()) == [file]
+    jax.tree.map(np.testing.assert_array_equal, jdist.weights.load(file, LIKE, RULES), tree)
 
 
 def test_a_save_replaces_nothing(file):

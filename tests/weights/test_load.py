@@ -135,7 +135,7 @@ def test_a_new_head(tmp_path):
     with pytest.warns(CheckpointWarning, match=r"1 of 2 leaves keep .*\n.*tensor head: has shape \[4, 10\]"):
         loaded = jdist.weights.load(tmp_path, like, skip_mismatch=True)
     assert loaded["head"] is like["head"]
-    with pytest.raises(CheckpointError, match="leaf head is not loaded, and `like` has only its shape"):
+    with pytest.raises(CheckpointError, match="the weights: leaf head is not restored, and `like` has only its shape"):
         jdist.weights.load(tmp_path, jdist.mirrored().shapes(like), only="body")
 
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jdist
-from jdist.errors import CheckpointError
+from jdist.errors import BatchError, CheckpointError
 from jdist.tasks.gpt2 import GPT2
 from jdist.tasks.resnet import ResNet
 from jdist.tasks.vit import ViT
@@ -139,3 +139,11 @@ def test_16_bits_go_into_float32_exactly_and_back_when_asked(tmp_path, dtype):
         jdist.weights.load(wide, like, jdist.weights.gpt2())
     cast = jdist.weights.load(wide, like, jdist.weights.gpt2(), cast=True)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, cast), narrow)
+
+
+def test_inputs_that_a_model_does_not_take():
+    """flax would give NaN for the one, and leave the last pixels of the other out."""
+    with pytest.raises(BatchError, match="a sequence has 17 tokens, and the model `positions` for 16"):
+        GPT2(**GPT, heads=3).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
+    with pytest.raises(BatchError, match="images are 16 x 18, which `patch`, 4, does not divide"):
+        ViT(patch=4).init(jax.random.key(0), jnp.zeros((1, 16, 18, 3)))

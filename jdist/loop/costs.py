@@ -47,7 +47,7 @@ class Costs:
         self._thread = threading.get_ident()
         self._ideal_step_s: float | None = None
         self._is_training = False
-        self._compiling_steps = 0  # of the first call, which is no part of the speed
+        self._untimed_steps = 0  # that the first call made before it returned, which is no part of the speed
         self._since = (0, begun, dict(self.clock.seconds))  # step, time and seconds at the last row
         self._line = (_STARTUP, 0, begun, dict(self.clock.seconds))  # part, step, time and seconds of the next line
         self._file: TimesFile | None = None
@@ -104,7 +104,9 @@ class Costs:
             self._watch.add(token)
         self.clock.enter(OTHER)
         if not self._is_training:
-            self._is_training, self._compiling_steps = True, step - self._since[0]
+            self._is_training = True
+            runs_on = self._watch is not None and self._watch.idle_since() is None
+            self._untimed_steps = 0 if runs_on else step - self._since[0]
             self._write_line(step)
         elif self.clock.now() - self._line[2] >= _LINE_S:  # of a process that is killed the record says how far it came
             self._write_line(step)
@@ -132,7 +134,7 @@ class Costs:
         if now - self._line[2] >= _LINE_S:
             self._write_line(step)
         values = {name: round(share, 4) for name, share in shares(spent).items()}
-        steps, self._compiling_steps = step - step_before - self._compiling_steps, 0
+        steps, self._untimed_steps = step - step_before - self._untimed_steps, 0
         training_s = sum(spent[part] for part in TRAINING)
         if steps and training_s > 0:
             values["steps_per_s"] = _four_digits(steps / training_s)

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import sys
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ from jdist import callbacks
 from jdist.callbacks.progress import starved, summary
 from jdist.errors import OutOfMemoryError, StepError
 from jdist.loop import peaks
+from jdist.loop.costs import Costs
 from jdist.report.metrics_file import COSTS
 from jdist.report.part_clock import SHARES
 from jdist.step.mesh_step import DistributedStep
@@ -141,6 +143,43 @@ class TestShares:
         _, history = jdist.fit(train_step, create_state(), DATA, **options)
         assert history.rows[-1]["step"] == 7
         assert history.rows[-1]["compile_share"] > 0.5
+
+
+class Token:
+    """Stands for what the newest step computes: ready at once, or when the test says so."""
+
+    def __init__(self, *, is_ready: bool):
+        self.over = threading.Event()
+        if is_ready:
+            self.over.set()
+
+    def is_ready(self) -> bool:
+        return self.over.is_set()
+
+    def block_until_ready(self) -> None:
+        assert self.over.wait(10)
+
+
+class TestSpeed:
+    """A step counts where its time does: behind the first call, unless the devices were done when that returned."""
+
+    @pytest.mark.parametrize(("is_ready", "steps"), [(False, 2), (True, 1)])
+    def test_the_step_of_the_first_call(self, is_ready, steps):
+        costs = Costs(jdist.one_device(), begun=time.monotonic())
+        with contextlib.closing(costs):
+            costs.begin(0, None, ideal_step_s=None)
+            first: Any = Token(is_ready=is_ready)
+            second: Any = Token(is_ready=False)
+            costs.called(first, 1)
+            returned = time.monotonic()
+            time.sleep(STEP_S)
+            first.over.set()
+            costs.called(second, 2)
+            time.sleep(STEP_S)
+            second.over.set()
+            row = costs.row(2)
+            took_s = time.monotonic() - returned
+        assert row["steps_per_s"] == pytest.approx(steps / took_s, rel=0.1)
 
 
 class TestRows:

@@ -276,6 +276,11 @@ class TestPeak:
         def with_an_axis(state, batch):
             return self.step(state, {**batch, "x": jax.lax.psum(batch["x"], "replica")})
 
+        def of_eight_rows(state, batch):
+            assert batch["x"].shape[0] == 8  # of a replica
+            return self.step(state, batch)
+
+        assert self.of(monkeypatch, of_eight_rows) is None
         assert self.of(monkeypatch, with_a_loop) is None
         assert self.of(monkeypatch, with_an_axis) is None
         assert self.of(monkeypatch, self.step, None) is None

@@ -309,11 +309,10 @@ class TestGoodput:
             saves = callbacks.checkpoint(tmp_path, every=every)
             source = jdist.data.from_arrays({"x": np.zeros(100, np.float32)}, global_batch=2, epochs=None)
             step = jdist.distribute(slow_step, mirrored(), returns=("state", "metrics"), verify="off")
+            fit, state = jdist.fit, jnp.float32(0)  # the first imports the loop, which is no part of the run
             begun, history = time.monotonic(), None
             with contextlib.suppress(Killed):
-                _, history = jdist.fit(
-                    step, jnp.float32(0), source, steps=steps, log_every=5, callbacks=[saves, *also], **QUIET
-                )
+                _, history = fit(step, state, source, steps=steps, log_every=5, callbacks=[saves, *also], **QUIET)
             return begun, time.monotonic(), history
 
         first_begin, _, _ = go(every=3, steps=3)
@@ -335,6 +334,16 @@ class TestGoodput:
                 assert after["begin"] == pytest.approx(before["end"], abs=2e-6)
             for line in of_it:
                 assert sum(line["seconds"].values()) == pytest.approx(line["end"] - line["begin"], abs=2e-5)
+
+    def test_a_start_that_fails_before_its_first_step_was_not_killed(self, tmp_path):
+        def refuse(moment: callbacks.Moment) -> None:
+            raise StepError("refused")
+
+        told = [callbacks.checkpoint(tmp_path), callbacks.Callback(on_start=refuse, logs=())]
+        with pytest.raises(StepError, match="refused"):
+            jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=told, **QUIET)
+        last = json.loads((tmp_path / "times.jsonl").read_text().splitlines()[-1])
+        assert (last["event"], last["outcome"]) == ("end", "failed")
 
     def test_of_one_start_it_is_the_share_of_the_steps(self):
         _, history = jdist.fit(train_step, create_state(), DATA, global_batch=20, **QUIET)

@@ -23,7 +23,8 @@ from jdist.report.times_file import Earlier, Outcome, TimesFile
 PyTree = Any
 _COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling
 _SHORT_S = 0.001  # what is shorter has no line of its own in the file of times
-_LINE_S = 1.0  # between two lines of a loop that goes round undisturbed
+_LINE_S = 1.0  # between two lines of a loop that goes round undisturbed, at least
+_LINES = 5_000  # of a long attempt they are a part of its length apart: each start reads all of them
 _TRAIN, _STARTUP = "train", "startup"
 
 
@@ -108,7 +109,7 @@ class Costs:
             runs_on = self._watch is not None and self._watch.idle_since() is None
             self._untimed_steps = 0 if runs_on else step - self._since[0]
             self._write_line(step)
-        elif self.clock.now() - self._line[2] >= _LINE_S:  # of a process that is killed the record says how far it came
+        elif self._is_line_due(self.clock.now()):  # of a process that is killed the record says how far it came
             self._write_line(step)
 
     @contextlib.contextmanager
@@ -131,7 +132,7 @@ class Costs:
             return {}
         spent = {part: seconds[part] - before[part] for part in seconds}
         self._since = (step, now, seconds)
-        if now - self._line[2] >= _LINE_S:
+        if self._is_line_due(now):
             self._write_line(step)
         values = {name: round(share, 4) for name, share in shares(spent).items()}
         steps, self._untimed_steps = step - step_before - self._untimed_steps, 0
@@ -165,6 +166,9 @@ class Costs:
             self._watch.close()
         if self._file is not None:
             self._file.close()
+
+    def _is_line_due(self, now: float) -> bool:
+        return now - self._line[2] >= max(_LINE_S, (now - self.clock.begun) / _LINES)
 
     def _write_line(self, step: int, *, at: float | None = None, seconds: dict[str, float] | None = None) -> None:
         """Writes what the time up to now, or to `at`, went to, and begins anew."""

@@ -345,6 +345,22 @@ class TestGoodput:
         last = json.loads((tmp_path / "times.jsonl").read_text().splitlines()[-1])
         assert (last["event"], last["outcome"]) == ("end", "failed")
 
+    @pytest.mark.parametrize(("age_s", "lines"), [(0.0, 24), (1e6, 4)])
+    def test_of_a_long_start_lines_are_further_apart(self, tmp_path, monkeypatch, age_s, lines):
+        """Each start reads all lines: of one second each a week has 600,000."""
+        monkeypatch.setattr(sys.modules[Costs.__module__], "_LINE_S", 0.0)
+        token: Any = Token(is_ready=True)
+        costs = Costs(jdist.one_device(), begun=time.monotonic() - age_s)
+        with contextlib.closing(costs):
+            costs.begin(0, tmp_path, ideal_step_s=None)
+            for step in range(1, 21):
+                costs.called(token, step)
+            costs.row(20)
+            costs.end("finished", 20)
+        written = (tmp_path / "times.jsonl").read_text().splitlines()
+        assert len(written) == lines
+        assert json.loads(written[-2])["step"] == 20  # the last steps have their line
+
     def test_of_one_start_it_is_the_share_of_the_steps(self):
         _, history = jdist.fit(train_step, create_state(), DATA, global_batch=20, **QUIET)
         (row,) = history.rows

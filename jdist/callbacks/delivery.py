@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -74,7 +75,7 @@ class Delivery:
         self._records: queue.Queue[Record | _End] = queue.Queue(_MOST_WAITING)
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
-        self._given = self._taken = 0
+        self._given = self._taken = self._dropped = 0
         self._failures = 0
         self._is_off = False
         self._named: set[str] = set()
@@ -110,25 +111,33 @@ class Delivery:
         try:
             self._records.put_nowait(record)
         except queue.Full:
-            self._name_failure(f"it is {_MOST_WAITING:,} rows behind; those from step {record.step:,} on are lost")
+            self._dropped += 1
+            self._name_failure(
+                f"it is {_MOST_WAITING:,} rows behind; those that find no room are lost, from step {record.step:,} on"
+            )
 
     def end(self, status: Any, rows: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
         """Delivers the rest and the curves of all rows, and ends the tracker's run, within some seconds."""
         if self._path is not None:
             _IN_USE.discard(self._path)
-        try:
-            self._records.put_nowait(_End(status=status, rows=rows))
-        except queue.Full:
-            return  # named already
-        self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if self._thread.is_alive():
+            last = _End(status=status, rows=rows)
+            try:
+                self._records.put(last, timeout=timeout_s)
+            except queue.Full:  # a row makes room, so that the thread ends should the tracker come back
+                with contextlib.suppress(queue.Empty):
+                    self._records.get_nowait()
+                self._records.put_nowait(last)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._messages.put(
                 f"{self._name}: not done {timeout_s:g} s after the end; {self._given - self._taken:,} of {self._given:,} rows "
                 "are not known to be delivered. The run's own files have all of them."
             )
-        elif self._failures > 1:
+        elif (lost := self._failures + self._dropped) > 1:
             self._messages.put(
-                f"{self._name}: {self._failures:,} of {self._given + len(self._earlier):,} rows were lost on the way to it."
+                f"{self._name}: {lost:,} of {self._given + len(self._earlier):,} rows were lost on the way to it."
             )
 
     def take_messages(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Process`: a process of this machine with its guard."""
+"""A process of this machine with its guard: `Process`, and the functions that start a guard and take its end."""
 
 from __future__ import annotations
 
@@ -19,6 +19,65 @@ GUARD = Path(__file__).with_name("guard.py")
 GUARD_GONE_S = 10.0  # for a guard to end whose socket has closed
 
 
+def start_guard(
+    command: Sequence[str], environ: Mapping[str, str], *, folder: str | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts a process under its guard.
+
+    Args:
+        command: program and arguments.
+        environ: its whole environment.
+        folder: to run in; None: this process's own.
+
+    Returns:
+        The guard, whose standard output and error are the process's, and the socket to it.
+
+    Raises:
+        OSError: the guard cannot be started.
+    """
+    control, theirs = socket.socketpair()
+    with theirs:
+        try:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), *command],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(environ),
+                cwd=folder,
+                start_new_session=True,
+            )
+        except BaseException:
+            control.close()
+            raise
+    return guard, control
+
+
+def end_of(guard: subprocess.Popen[bytes], told: bytes) -> tuple[int, float | None]:
+    """Waits for a guard whose socket is at its end, and finds how the process ended.
+
+    Args:
+        guard: as of `start_guard`.
+        told: all that came from its socket.
+
+    Returns:
+        The process's exit code, minus the signal's number if it was killed; and when it ended, None if only the guard knew.
+    """
+    try:
+        returned = guard.wait(GUARD_GONE_S)
+    except subprocess.TimeoutExpired:
+        guard.kill()
+        returned = guard.wait()
+    lines = told.decode().splitlines()
+    if len(lines) == 2:
+        code, at = lines[1].split()
+        return int(code), float(at)
+    if lines:  # the guard was killed, and then the kernel kills the process; its own children are killed here
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(int(lines[0]), signal.SIGKILL)
+    return returned or 1, None
+
+
 class Process(Controlled):
     """A process under its guard, whose output is logged, and shown with `prefixes` on standard output and error.
 
@@ -36,20 +95,7 @@ class Process(Controlled):
         prefixes: tuple[bytes, bytes],
         console: Console,
     ) -> None:
-        control, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(GUARD), *command],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=dict(environ),
-                    start_new_session=True,
-                )
-            except BaseException:
-                control.close()
-                raise
+        self._guard, control = start_guard(command, environ)
         assert self._guard.stdout is not None
         assert self._guard.stderr is not None
         pipes = self._guard.stdout.fileno(), self._guard.stderr.fileno()
@@ -78,21 +124,10 @@ class Process(Controlled):
         Returns:
             The process's exit code, minus the signal's number if it was killed, and when it ended.
         """
-        try:
-            returned = self._guard.wait(GUARD_GONE_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            returned = self._guard.wait()
+        code, at = end_of(self._guard, self._from_guard)
         self.read_rest(now)
         self.close()
-        lines = self._from_guard.decode().splitlines()
-        if len(lines) == 2:
-            code, at = lines[1].split()
-            return int(code), min(float(at), now)
-        if lines:  # the guard was killed, and then the kernel kills the process; its own children are killed here
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(lines[0]), signal.SIGKILL)
-        return returned or 1, now
+        return code, now if at is None else min(at, now)
 
     def abandon(self) -> None:
         """Closes the socket, so that the guard kills all; waits for that a limited time."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from jdist.cluster.address import join
 from jdist.cluster.environment import RECORD_FOLDER
 from jdist.launcher.environment import OF_CLUSTER, free_ports
-from jdist.launcher.process import GUARD, GUARD_GONE_S
+from jdist.launcher.process import end_of, start_guard
 
 _CHUNK = 1 << 16
 POLL_S = 1.0
@@ -51,17 +51,9 @@ class Place:
         environ = {name: value for name, value in os.environ.items() if name not in OF_CLUSTER} | dict(variables)
         if not os.path.isdir(environ.get(RECORD_FOLDER, "")):
             environ.pop(RECORD_FOLDER, None)  # it is on the launcher's machine alone
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), *(part or sys.executable for part in line)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environ,
-                cwd=folder if os.path.isdir(folder) else None,
-                start_new_session=True,
-            )
+        self._guard, self._control = start_guard(
+            [part or sys.executable for part in line], environ, folder=folder if os.path.isdir(folder) else None
+        )
         self._control.setblocking(False)
         self._selector.register(self._control, selectors.EVENT_READ, None)
         for number, pipe in enumerate((self._guard.stdout, self._guard.stderr)):
@@ -90,11 +82,17 @@ class Place:
                 output[key.data] += self._take(key.fd)
         if not is_gone:
             return output[0], output[1], None
-        code = self._end()
+        assert self._guard is not None
+        assert self._control is not None
+        code, _ = end_of(self._guard, self._said)
         for key in list(self._selector.get_map().values()):
             while data := self._take(key.fd):
                 output[key.data] += data
         self._selector.close()
+        self._control.close()
+        for pipe in (self._guard.stdout, self._guard.stderr):
+            if pipe is not None:
+                pipe.close()
         return output[0], output[1], code
 
     def _listen(self) -> bool:
@@ -119,13 +117,3 @@ class Place:
         if not data:
             self._selector.unregister(pipe)
         return data
-
-    def _end(self) -> int:
-        assert self._guard is not None
-        try:
-            returned = self._guard.wait(GUARD_GONE_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            returned = self._guard.wait()
-        lines = self._said.decode().splitlines()
-        return int(lines[1].split()[0]) if len(lines) == 2 else returned or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import random
 import shlex
@@ -27,6 +28,7 @@ from jdist.launcher.options import (
 from jdist.launcher.output import Controlled, LogFile
 from jdist.launchers.actor import ANSWER_S, ActorProcess, first_line
 from jdist.launchers.place import Place
+from jdist.support.checks import as_real
 
 # Of the launcher's environment processes get what concerns the job; the rest is their node's.
 _SENT = ("JDIST_", "JAX_", "XLA_")
@@ -98,6 +100,7 @@ def ray(
         regrow_s=regrow_s,
         seed=random.SystemRandom().getrandbits(32),
     )
+    bundle = _bundle_of(num_cpus, num_gpus, resources)
     line = command_line(command, devices_per_process=devices_per_process)
     check_cpu_devices(devices_per_process, os.environ)
     try:
@@ -113,7 +116,7 @@ def ray(
             raise LaunchError(f"ray: address={address!r}: {first_line(exc)}. Start one by `ray start --head`.") from exc
     host = _RayHost(
         module,
-        bundle={"CPU": num_cpus, "GPU": num_gpus, **(resources or {})},
+        bundle=bundle,
         runtime_env=runtime_env,
         start_timeout_s=start_timeout_s,
     )
@@ -129,6 +132,28 @@ def ray(
             module.shutdown()
 
 
+def _bundle_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float] | None) -> dict[str, float]:
+    """Checks the resources of a process, and returns those that it takes, by Ray's names."""
+    if resources is not None and not isinstance(resources, Mapping):
+        raise LaunchError(f'resources={resources!r:.80} is no dict: give amounts by name, such as {{"TPU": 4}}.')
+    if both := {"CPU", "GPU"} & set(resources or {}):
+        raise LaunchError(f"resources has {', '.join(sorted(both))}: give that as num_cpus or num_gpus.")
+    named = {"num_cpus": ("CPU", num_cpus), "num_gpus": ("GPU", num_gpus)}
+    named |= {f"resources[{name!r}]": (name, amount) for name, amount in (resources or {}).items()}
+    bundle: dict[str, float] = {}
+    for argument, (name, amount) in named.items():
+        number = as_real(amount)
+        if number is None or not 0 <= number < math.inf:
+            raise LaunchError(f"{argument}={amount!r:.80} is not an amount: give a number from 0 on.")
+        if name == "GPU" and number > 1 and number != int(number):
+            raise LaunchError(f"{argument}={amount!r:.80} is not to be had: give a part of one GPU, or whole ones.")
+        if number:
+            bundle[name] = number
+    if not bundle:
+        raise LaunchError("a process takes nothing of the Ray cluster: give num_cpus, num_gpus or resources above 0.")
+    return bundle
+
+
 class _RayHost:
     """The actors of an attempt, in a placement group."""
 
@@ -141,7 +166,7 @@ class _RayHost:
         start_timeout_s: float,
     ):
         self._ray = ray
-        self._bundle = {name: amount for name, amount in bundle.items() if amount}
+        self._bundle = bundle
         self._runtime_env = runtime_env
         self._start_timeout_s = start_timeout_s
         self._group: Any = None

@@ -23,7 +23,8 @@ from jdist.report.times_file import Earlier, Outcome, TimesFile
 PyTree = Any
 _COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling
 _SHORT_S = 0.001  # what is shorter has no line of its own in the file of times
-_LINE_S = 1.0  # between two lines of a loop that goes round undisturbed
+_LINE_S = 1.0  # between two lines of a loop that goes round undisturbed, at least
+_LINES = 5_000  # of a long attempt they are a part of its length apart: each start reads all of them
 _TRAIN, _STARTUP = "train", "startup"
 
 
@@ -47,7 +48,7 @@ class Costs:
         self._thread = threading.get_ident()
         self._ideal_step_s: float | None = None
         self._is_training = False
-        self._compiling_steps = 0  # of the first call, which is no part of the speed
+        self._untimed_steps = 0  # that the first call made before it returned, which is no part of the speed
         self._since = (0, begun, dict(self.clock.seconds))  # step, time and seconds at the last row
         self._line = (_STARTUP, 0, begun, dict(self.clock.seconds))  # part, step, time and seconds of the next line
         self._file: TimesFile | None = None
@@ -104,9 +105,11 @@ class Costs:
             self._watch.add(token)
         self.clock.enter(OTHER)
         if not self._is_training:
-            self._is_training, self._compiling_steps = True, step - self._since[0]
+            self._is_training = True
+            runs_on = self._watch is not None and self._watch.idle_since() is None
+            self._untimed_steps = 0 if runs_on else step - self._since[0]
             self._write_line(step)
-        elif self.clock.now() - self._line[2] >= _LINE_S:  # of a process that is killed the record says how far it came
+        elif self._is_line_due(self.clock.now()):  # of a process that is killed the record says how far it came
             self._write_line(step)
 
     @contextlib.contextmanager
@@ -129,10 +132,10 @@ class Costs:
             return {}
         spent = {part: seconds[part] - before[part] for part in seconds}
         self._since = (step, now, seconds)
-        if now - self._line[2] >= _LINE_S:
+        if self._is_line_due(now):
             self._write_line(step)
         values = {name: round(share, 4) for name, share in shares(spent).items()}
-        steps, self._compiling_steps = step - step_before - self._compiling_steps, 0
+        steps, self._untimed_steps = step - step_before - self._untimed_steps, 0
         training_s = sum(spent[part] for part in TRAINING)
         if steps and training_s > 0:
             values["steps_per_s"] = _four_digits(steps / training_s)
@@ -163,6 +166,9 @@ class Costs:
             self._watch.close()
         if self._file is not None:
             self._file.close()
+
+    def _is_line_due(self, now: float) -> bool:
+        return now - self._line[2] >= max(_LINE_S, (now - self.clock.begun) / _LINES)
 
     def _write_line(self, step: int, *, at: float | None = None, seconds: dict[str, float] | None = None) -> None:
         """Writes what the time up to now, or to `at`, went to, and begins anew."""

@@ -13,7 +13,6 @@ from jdist.core.remote import shapes_of
 from jdist.core.sharded_leaf import map_leaves
 from jdist.core.step_state import user_state
 from jdist.core.strategy import Device, Strategy
-from jdist.errors import JDistError
 from jdist.jaxpr.flops import is_countable, products_of
 from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
@@ -79,7 +78,8 @@ def ideal_step_s(train_step: Distributed, state: PyTree, batch: PyTree) -> float
     one = step.like(default(), accumulate=1, steps_per_call=1, donate=False, verify="off")
     try:
         closed = one.jaxpr(*arguments)
-    except (JDistError, TypeError, ValueError, NameError):  # such as a step that names the replicas' axis itself
+    # The user's code, on other shapes than it trains on: it may name the replicas' axis, or assert how many rows a replica has.
+    except Exception:  # noqa: BLE001
         return None
     products = products_of(closed)
     if not products or not is_countable(closed):

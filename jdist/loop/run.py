@@ -130,15 +130,15 @@ class Run:
             state = self._train_step.prepare(state, self._feed.batches.element_spec)
             self._train_step.verify_next(verify, pads=self._feed.pads)
             self._preflight(state, depth + 1)
-            self._start(state, depth + 1)
-            if self._steps is not None and (left := max(self._steps - self.step, 0)) % self._per_call:
-                raise StepError(
-                    f"{self._length} is {self._steps}, of which {left} are left: no multiple of "
-                    f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
-                )
-            self.first = self.step
             outcome: Outcome = "failed"
             try:
+                self._start(state, depth + 1)
+                if self._steps is not None and (left := max(self._steps - self.step, 0)) % self._per_call:
+                    raise StepError(
+                        f"{self._length} is {self._steps}, of which {left} are left: no multiple of "
+                        f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
+                    )
+                self.first = self.step
                 with naming_leaves(self._live):
                     self._go_round(stop)
                 outcome = _outcome(self._reason, stop)

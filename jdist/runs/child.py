@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jdist.launcher.process import GUARD, GUARD_GONE_S
+from jdist.launcher.process import GUARD, end_of
 from jdist.report.files import writing
 
 
@@ -93,10 +93,4 @@ def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
             with stop.passed_on(send):
                 while part := control.recv(4096):  # as long as the run lasts; signals get through meanwhile
                     report += part
-    try:
-        guard_code = guard.wait(GUARD_GONE_S)
-    except subprocess.TimeoutExpired:
-        guard.kill()
-        guard_code = guard.wait()
-    lines = report.decode().splitlines()
-    return int(lines[1].split()[0]) if len(lines) == 2 else guard_code or 1
+    return end_of(guard, report)[0]

@@ -282,6 +282,30 @@ class TestFailures:
         assert time.monotonic() - began < 50
         release.set()
 
+    @pytest.mark.parametrize("comes_back", [True, False])
+    def test_rows_that_find_no_room_are_counted(self, monkeypatch, comes_back):
+        """Of a tracker that stands still a while, and of one that still does at the end."""
+        monkeypatch.setattr("jdist.callbacks.delivery._MOST_WAITING", 5)
+        release = threading.Event()
+        tracker = Fake("start", release=release)
+        timeout_s = 60.0 if comes_back else 0.5
+        goes_on = callbacks.Callback(on_end=lambda _: release.set() if comes_back else None, logs=())
+        with pytest.warns(TrackerWarning) as warned:
+            fit(callbacks.track(tracker, name="mine", timeout_s=timeout_s), goes_on, log_every=1)
+        first, last = (str(each.message) for each in warned)
+        release.set()
+        assert first.startswith("mine: it is 5 rows behind; those that find no room are lost, from step 6 on.")
+        if comes_back:
+            assert last == "mine: 9 of 14 rows were lost on the way to it."
+            assert [call[1] for call in tracker.calls if call[0] == "log"][:5] == [1, 2, 3, 4, 5]
+            assert tracker.calls[-1] == ("finish", "finished")
+        else:
+            assert last.startswith("mine: not done 0.5 s after the end; 14 of 14 rows are not known to be delivered.")
+            threads = [each for each in threading.enumerate() if each.name == "tracker mine"]
+            for thread in threads:
+                thread.join(10)
+            assert not any(thread.is_alive() for thread in threads)
+
     def test_a_full_disk_is_named(self, tmp_path, monkeypatch):
         def full(path: Path, content: Any) -> None:
             raise ConfigError(f"{path}: cannot be written: No space left on device.")

@@ -153,6 +153,13 @@ class TestArguments:
             ({"processes": 0}, "processes"),
             ({"start_timeout_s": 0}, "start_timeout_s"),
             ({"max_restarts": -1}, "max_restarts"),
+            ({"num_cpus": -1}, "num_cpus=-1 is not an amount"),
+            ({"num_gpus": "a"}, "num_gpus='a' is not an amount"),
+            ({"num_gpus": 1.5}, "num_gpus=1.5 is not to be had"),
+            ({"resources": [4]}, r"resources=\[4\] is no dict"),
+            ({"resources": {"TPU": "4"}}, r"resources\['TPU'\]='4' is not an amount"),
+            ({"resources": {"CPU": 4}}, "resources has CPU: give that as num_cpus"),
+            ({"num_cpus": 0}, "a process takes nothing of the Ray cluster"),
         ],
     )
     def test_what_is_not_allowed_is_refused(self, options: dict[str, Any], text: str):

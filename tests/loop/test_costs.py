@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import sys
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ from jdist import callbacks
 from jdist.callbacks.progress import starved, summary
 from jdist.errors import OutOfMemoryError, StepError
 from jdist.loop import peaks
+from jdist.loop.costs import Costs
 from jdist.report.metrics_file import COSTS
 from jdist.report.part_clock import SHARES
 from jdist.step.mesh_step import DistributedStep
@@ -143,6 +145,43 @@ class TestShares:
         assert history.rows[-1]["compile_share"] > 0.5
 
 
+class Token:
+    """Stands for what the newest step computes: ready at once, or when the test says so."""
+
+    def __init__(self, *, is_ready: bool):
+        self.over = threading.Event()
+        if is_ready:
+            self.over.set()
+
+    def is_ready(self) -> bool:
+        return self.over.is_set()
+
+    def block_until_ready(self) -> None:
+        assert self.over.wait(10)
+
+
+class TestSpeed:
+    """A step counts where its time does: behind the first call, unless the devices were done when that returned."""
+
+    @pytest.mark.parametrize(("is_ready", "steps"), [(False, 2), (True, 1)])
+    def test_the_step_of_the_first_call(self, is_ready, steps):
+        costs = Costs(jdist.one_device(), begun=time.monotonic())
+        with contextlib.closing(costs):
+            costs.begin(0, None, ideal_step_s=None)
+            first: Any = Token(is_ready=is_ready)
+            second: Any = Token(is_ready=False)
+            costs.called(first, 1)
+            returned = time.monotonic()
+            time.sleep(STEP_S)
+            first.over.set()
+            costs.called(second, 2)
+            time.sleep(STEP_S)
+            second.over.set()
+            row = costs.row(2)
+            took_s = time.monotonic() - returned
+        assert row["steps_per_s"] == pytest.approx(steps / took_s, rel=0.1)
+
+
 class TestRows:
     def test_a_row_without_a_step_since_the_last_has_none(self):
         _, history = jdist.fit(
@@ -237,6 +276,11 @@ class TestPeak:
         def with_an_axis(state, batch):
             return self.step(state, {**batch, "x": jax.lax.psum(batch["x"], "replica")})
 
+        def of_eight_rows(state, batch):
+            assert batch["x"].shape[0] == 8  # of a replica
+            return self.step(state, batch)
+
+        assert self.of(monkeypatch, of_eight_rows) is None
         assert self.of(monkeypatch, with_a_loop) is None
         assert self.of(monkeypatch, with_an_axis) is None
         assert self.of(monkeypatch, self.step, None) is None
@@ -265,11 +309,10 @@ class TestGoodput:
             saves = callbacks.checkpoint(tmp_path, every=every)
             source = jdist.data.from_arrays({"x": np.zeros(100, np.float32)}, global_batch=2, epochs=None)
             step = jdist.distribute(slow_step, mirrored(), returns=("state", "metrics"), verify="off")
+            fit, state = jdist.fit, jnp.float32(0)  # the first imports the loop, which is no part of the run
             begun, history = time.monotonic(), None
             with contextlib.suppress(Killed):
-                _, history = jdist.fit(
-                    step, jnp.float32(0), source, steps=steps, log_every=5, callbacks=[saves, *also], **QUIET
-                )
+                _, history = fit(step, state, source, steps=steps, log_every=5, callbacks=[saves, *also], **QUIET)
             return begun, time.monotonic(), history
 
         first_begin, _, _ = go(every=3, steps=3)
@@ -291,6 +334,32 @@ class TestGoodput:
                 assert after["begin"] == pytest.approx(before["end"], abs=2e-6)
             for line in of_it:
                 assert sum(line["seconds"].values()) == pytest.approx(line["end"] - line["begin"], abs=2e-5)
+
+    def test_a_start_that_fails_before_its_first_step_was_not_killed(self, tmp_path):
+        def refuse(moment: callbacks.Moment) -> None:
+            raise StepError("refused")
+
+        told = [callbacks.checkpoint(tmp_path), callbacks.Callback(on_start=refuse, logs=())]
+        with pytest.raises(StepError, match="refused"):
+            jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=told, **QUIET)
+        last = json.loads((tmp_path / "times.jsonl").read_text().splitlines()[-1])
+        assert (last["event"], last["outcome"]) == ("end", "failed")
+
+    @pytest.mark.parametrize(("age_s", "lines"), [(0.0, 24), (1e6, 4)])
+    def test_of_a_long_start_lines_are_further_apart(self, tmp_path, monkeypatch, age_s, lines):
+        """Each start reads all lines: of one second each a week has 600,000."""
+        monkeypatch.setattr(sys.modules[Costs.__module__], "_LINE_S", 0.0)
+        token: Any = Token(is_ready=True)
+        costs = Costs(jdist.one_device(), begun=time.monotonic() - age_s)
+        with contextlib.closing(costs):
+            costs.begin(0, tmp_path, ideal_step_s=None)
+            for step in range(1, 21):
+                costs.called(token, step)
+            costs.row(20)
+            costs.end("finished", 20)
+        written = (tmp_path / "times.jsonl").read_text().splitlines()
+        assert len(written) == lines
+        assert json.loads(written[-2])["step"] == 20  # the last steps have their line
 
     def test_of_one_start_it_is_the_share_of_the_steps(self):
         _, history = jdist.fit(train_step, create_state(), DATA, global_batch=20, **QUIET)

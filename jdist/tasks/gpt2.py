@@ -120,7 +120,7 @@ class GPT2(nn.Module):
                 nn.remat(lambda block, x, mask: (block(x, mask), None), prevent_cse=False),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
+                in_axes=nn.broadcast,  # type: ignore[arg-type]  # of the mask; flax has no annotation, and 0 by default
                 length=self.layers,
             )
             x, _ = of_layers(Block(self.heads, dropout, self.dtype, name="h"), x, mask)

@@ -53,8 +53,8 @@ class Clicks(nn.Module):
 def make(
     *,
     files: str | None = None,
-    rows: int = 100_000,
-    buckets: int = 10_000,
+    rows: int = 500_000,
+    buckets: int = 1000,
     width: int = 16,
     held_out: float = 0.1,
 ) -> Task:

@@ -88,11 +88,11 @@ $(GPU)/.installed: $(STAMP)
 	  $$($(BIN)/python -c 'import jax; print(*(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")))')
 	@touch $@
 
-# The tests of other libraries' loaders and models, in an environment of their own: PyTorch and TensorFlow take 6 GB.
+# The tests of other libraries' loaders and models, in an environment of their own: PyTorch and TensorFlow take 8 GB.
 test-loaders:
 	$(MAKE) setup VENV=.venv-loaders
 	.venv-loaders/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,loaders]'
-	.venv-loaders/bin/python -m pytest -n0 -m "full or not full" tests/data/adapters tests/loop/test_feeds_killed.py tests/weights/test_transformers.py
+	.venv-loaders/bin/python -m pytest -n0 -m "full or not full" tests/data/adapters tests/loop/test_feeds_killed.py tests/docs/test_input_guide.py tests/weights/test_transformers.py
 
 conformance: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"

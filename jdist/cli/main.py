@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JDistError as exc:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
-        print(f"jdist: {exc}", file=sys.stderr)
+        # The notes say where: which batch of which data, which checkpoint.
+        print(f"jdist: {exc}", *getattr(exc, "__notes__", ()), sep="\n", file=sys.stderr)
         code = exit_status.of(exc)
     except KeyboardInterrupt:
         print("jdist: interrupted", file=sys.stderr)

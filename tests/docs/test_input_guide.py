@@ -49,6 +49,6 @@ def test_every_format_is_tested():
 def test_the_example_of_a_format_gives_what_it_shows(section, tmp_path, monkeypatch):
     missing = [name for name in NEEDS[section] if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"{' and '.join(missing)} not installed, which the example of {section} needs")
+        pytest.skip(f"{' and '.join(missing)} not installed; `make test-loaders` runs the example of {section}")
     monkeypatch.chdir(tmp_path)
     assert run(SECTIONS[section], {"np": np, "jdist": jdist, "strategy": jdist.mirrored(["cpu:0", "cpu:1"])}) > 3

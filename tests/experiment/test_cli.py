@@ -116,3 +116,14 @@ def test_exit_codes_say_whether_to_start_again(error, code, monkeypatch, capsys)
     monkeypatch.setattr(cli, "_dispatch", fail)
     assert cli.main(["run"]) == code
     assert capsys.readouterr().err == f"jdist: {error}\n"
+
+
+def test_notes_of_an_error_are_printed_below_it(monkeypatch, capsys):
+    def fail(arguments):
+        error = errors.BatchError("a batch differs from the first one")
+        error.add_note("in batch 3 (from 0) of the pass")
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    assert cli.main(["run"]) != 0
+    assert capsys.readouterr().err == "jdist: a batch differs from the first one\nin batch 3 (from 0) of the pass\n"

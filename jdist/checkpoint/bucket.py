@@ -159,6 +159,10 @@ class BucketPath:
             if self.protocol not in _WITH_BUCKETS:
                 return
             raise BucketError(f"{self}: there is no bucket {bucket!r}. Make it, or correct its name.") from error
+        except BucketError as error:
+            # Credentials for the folder alone: as that could be listed, there is a bucket.
+            if not isinstance(error.__cause__, PermissionError):
+                raise
 
     def _ask(self, doing: str, work: Callable[[], Any]) -> Any:
         with self._translated(doing):

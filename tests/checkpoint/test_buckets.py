@@ -322,6 +322,21 @@ def test_credentials_are_looked_for_until_the_deadline(url, monkeypatch):
     answered.set()
 
 
+def test_credentials_for_the_folder_alone_are_enough(url, monkeypatch):
+    ls = FolderStore.ls
+
+    def limited(self, path, **options):
+        if "/bucket" not in path:
+            raise PermissionError("Access Denied")
+        return ls(self, path, **options)
+
+    monkeypatch.setattr(FolderStore, "ls", limited)
+    with Checkpointer(url) as checkpoints:
+        assert checkpoints.restore(LIKE) is None
+        checkpoints.save(1, state_at(1), wait=True)
+        assert checkpoints.steps() == [1]
+
+
 class Pair(Runtime):
     """Process 0 of two, of which the other says what this one says."""
 

@@ -3,11 +3,17 @@
 import os
 import signal
 import sys
+import threading
+import types
 
 import pytest
 
+from jdist.launcher.console import Console
 from jdist.launcher.events import Settings
+from jdist.launcher.exit_cause import WORKER, Task
 from jdist.launcher.loop import Launcher
+from jdist.launcher.output import LogFile
+from jdist.launchers.actor import ActorProcess
 from jdist.launchers.place import Place
 from tests.launcher.launch_children import await_gone, is_alive
 
@@ -88,3 +94,53 @@ def test_a_launch_without_room_that_is_asked_to_stop(tmp_path, sent, asked, code
         signal.signal(signal.SIGUSR1, before)
     assert (host.asked, end.exit_code, len(end.attempts)) == (asked, code, 1)
     assert heard == [each for each in sent if each == signal.SIGUSR1]
+
+
+class FakeRay:
+    """Ray with one actor, whose output fills the launcher's pipe, and which is gone once that is closed."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def __init__(self):
+        self.killed = threading.Event()
+
+    def get(self, answer, timeout):
+        if answer == "start":
+            return
+        if self.killed.wait(10):
+            raise self.exceptions.RayError("The actor died")
+
+    def kill(self, actor, no_restart):
+        self.killed.set()
+
+
+class FakeActor:
+    def __getattr__(self, name):
+        return types.SimpleNamespace(remote=lambda *_: name)
+
+
+def test_an_actor_that_is_gone_when_nobody_reads_any_more_ends_its_thread_quietly(tmp_path, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    process = ActorProcess(
+        FakeRay(),
+        FakeActor(),
+        Task(WORKER, 0),
+        ["true"],
+        {},
+        str(tmp_path),
+        log=LogFile(tmp_path / "log"),
+        prefixes=(b"", b""),
+        console=Console(),
+    )
+    (thread,) = (each for each in threading.enumerate() if each.name == "Ray actor of process 0")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream in process.streams:
+        os.dup2(nothing, stream.pipe)  # closes the end that is read
+    os.close(nothing)
+    process.abandon()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert raised == []

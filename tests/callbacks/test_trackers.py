@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,13 @@ class TestFailures:
         with pytest.warns(TrackerWarning, match="mine: its thread has ended: SystemExit: 1") as warned:
             _, history = fit(callbacks.track(Fake("start", error=SystemExit(1)), name="mine"), log_every=1)
         assert (len(history.rows), len(warned)) == (14, 1)
+
+    def test_the_next_run_of_the_process_is_told_again(self):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")  # as in a notebook, whose cell is run again
+            for _ in range(2):
+                fit(callbacks.track(Fake("start", error=ConnectionError("no route")), name="mine"), epochs=1)
+        assert [each.category for each in warned] == [TrackerWarning] * 2
 
     def test_a_row_that_is_refused_is_lost_alone(self):
         class Once(Fake):

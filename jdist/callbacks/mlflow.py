@@ -88,14 +88,19 @@ class _Client:
         if resumed and (there := self._client.search_runs([number], f"tags.`{_TAG}` = '{run_id}'")):
             self._run_id = there[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
+            if not there[0].data.params:  # a kill came before them
+                self._log_params(config)
             return Started(logged=self._last_steps())
         run = self._client.create_run(number, run_name=self._run_name, tags={**(self._tags or {}), _TAG: run_id})
         self._run_id = run.info.run_id
+        self._log_params(config)
+        return Started()
+
+    def _log_params(self, config: Mapping[str, Any]) -> None:
         param = self._service.entities.Param
         params = [param(key, str(value)[:_LONGEST_PARAM]) for key, value in flatten(config).items()]
         for first in range(0, len(params), _PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=params[first : first + _PARAMS_AT_ONCE])
-        return Started()
 
     def log(self, step: int, scalars: Mapping[str, float], images: Mapping[str, bytes]) -> None:
         now_ms = int(time.time() * 1000)

@@ -167,7 +167,8 @@ def _record(row: Mapping[str, Any]) -> Record:
 
 def _report(delivery: Delivery) -> None:
     for message in delivery.take_messages():
-        warnings.warn(message, TrackerWarning, stacklevel=2)
+        # Of its own registry, so that the next run of this process is told the same again.
+        warnings.warn_explicit(message, TrackerWarning, __file__, 0, module=__name__, registry={})
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

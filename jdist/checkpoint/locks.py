@@ -121,6 +121,24 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
     return let_go
 
 
+def is_claimed(directory: Path) -> bool:
+    """Whether a process holds a directory for its saves."""
+    import fcntl
+
+    if os.path.realpath(directory) in _claims:  # to close a file would end this process's own lock on it
+        return True
+    try:
+        handle = (directory / ".job").open()
+    except OSError:
+        return False
+    with handle:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
 def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
     """Locks the directory's file of its job, and names this process in it; None where the file cannot be made."""
     import fcntl

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jdist.errors import LaunchError
-from jdist.launcher.events import Settings
 from jdist.launcher.exit_cause import PS, WORKER, Task
 from jdist.launcher.loop import Launched, Launcher
 from jdist.launcher.options import (
     check_cpu_devices,
-    check_positive,
     command_line,
-    parse_processes,
+    make_settings,
     parse_servers,
-    whole_number,
 )
-
-_RESTARTS_OF_A_RANGE = 3
 
 
 def launch(
@@ -73,24 +67,18 @@ def launch(
         0
     """
     counts = parse_servers(workers, ps, processes)
-    smallest, largest = (1, 1) if counts else parse_processes(2 if processes is None else processes)
-    restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
-    for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
-        check_positive(name, seconds)
-    settings = Settings(
-        smallest=smallest,
-        largest=largest,
-        evaluator=evaluator,
-        chief=counts is not None,
-        max_restarts=whole_number("max_restarts", restarts, least=0),
+    settings = make_settings(
+        1 if counts else 2 if processes is None else processes,
+        max_restarts=max_restarts,
         grace_s=grace_s,
         stop_timeout_s=stop_timeout_s,
         regrow_s=regrow_s,
-        seed=random.SystemRandom().getrandbits(32),
+        evaluator=evaluator,
+        chief=counts is not None,
     )
     line = command_line(command, devices_per_process=devices_per_process)
     check_cpu_devices(devices_per_process, os.environ)
-    which = f"{largest} process{'es' if largest > 1 else ''}"
+    which = f"{settings.largest} process{'es' if settings.largest > 1 else ''}"
     servers: list[Task] = []
     if counts is not None:
         num_workers, num_ps = counts

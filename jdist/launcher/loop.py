@@ -97,7 +97,7 @@ class Launcher:
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
-        self._signals = -1
+        self._signals = self._others = -1
         self._timeout_at: float | None = None
         self._timed_out, self._failure = False, ""
         self._record = Record(log_dir, self._say)
@@ -123,9 +123,8 @@ class Launcher:
         )
 
     def _run(self) -> State:
-        with self._selector, _signals() as (signals, others):
-            self._signals = signals
-            self._selector.register(signals, selectors.EVENT_READ, "signals")
+        with self._selector, _signals() as (self._signals, self._others):
+            self._selector.register(self._signals, selectors.EVENT_READ, "signals")
             try:
                 began = time.monotonic()
                 self._timeout_at = None if self._timeout_s is None else began + self._timeout_s
@@ -133,7 +132,7 @@ class Launcher:
                 self._obey(commands)
                 while state.phase is not Phase.DONE:
                     if not self._events:
-                        self._wait(state, signals, others)
+                        self._wait(state)
                     while self._events:
                         state, commands = step(state, self._events.popleft())
                         self._obey(commands)
@@ -149,7 +148,7 @@ class Launcher:
         lines = "".join(f"[launch] {line}\n" for line in text.splitlines())
         self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
 
-    def _wait(self, state: State, signals: int, others: int) -> None:
+    def _wait(self, state: State) -> None:
         """Waits until something comes or is due, and handles it."""
         self._pause_if_full()
         times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
@@ -158,7 +157,7 @@ class Launcher:
             timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
         for key, _ in self._selector.select(timeout):
             if key.data == "signals":
-                self._hear(os.read(signals, 64), others)
+                self._hear(os.read(self._signals, 64))
             elif isinstance(key.data, Controlled):
                 if key.data.listen():
                     self._gone(key.data)
@@ -175,20 +174,22 @@ class Launcher:
             self._events.append(Tick(at=time.monotonic()))
 
     def _is_asked(self) -> bool:
-        """Whether a signal waits to be heard."""
-        return bool(select.select([self._signals], [], [], 0)[0])
+        """Takes in the signals that have come; returns whether the user has asked to stop."""
+        if select.select([self._signals], [], [], 0)[0]:
+            self._hear(os.read(self._signals, 64))
+        return any(isinstance(event, Asked) for event in self._events)
 
-    def _hear(self, numbers: bytes, others: int) -> None:
-        """Takes in signals; passes the numbers of those that are not the launcher's to the pipe `others`."""
+    def _hear(self, numbers: bytes) -> None:
+        """Takes in signals; passes the numbers of those that are not the launcher's on."""
         for number in numbers:
             if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
                 number = signal.SIGTERM
             if number in (signal.SIGINT, signal.SIGTERM):
                 self._record.add("signal", signal=signal.Signals(number).name)
                 self._events.append(Asked(at=time.monotonic(), signal=signal.Signals(number)))
-            elif others != -1:
+            elif self._others != -1:
                 with contextlib.suppress(OSError):  # full
-                    os.write(others, bytes([number]))
+                    os.write(self._others, bytes([number]))
 
     def _gone(self, process: Controlled) -> None:
         self._selector.unregister(process.control)
@@ -230,9 +231,11 @@ class Launcher:
                 self._spawn(task, self._line)
         except OSError as exc:
             self._say(f"attempt {command.attempt} cannot be started: {exc}")
+            asked = next((event.signal for event in self._events if isinstance(event, Asked)), None)
+            code = _CANNOT_BE_STARTED if asked is None else 128 + asked
             for task in command.tasks:
                 if task not in self._processes:
-                    self._events.append(End(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
+                    self._events.append(End(at=time.monotonic(), task=task, code=code))
 
     def _choose_ports(self, tasks: Sequence[Task]) -> None:
         """Chooses new ports for each attempt; servers keep theirs, and so does their chief."""

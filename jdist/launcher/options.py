@@ -1,15 +1,19 @@
-"""Checks of a launch's arguments: numbers, devices, and the program of each process."""
+"""Checks of a launch's arguments: its settings, numbers, devices, and the program of each process."""
 
 from __future__ import annotations
 
 import math
+import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdist.errors import LaunchError
+from jdist.launcher.events import Settings
 from jdist.support.checks import as_int, as_real
+
+_RESTARTS_OF_A_RANGE = 3
 
 
 def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
@@ -54,6 +58,40 @@ def parse_servers(workers: int | None, ps: int | None, processes: object) -> tup
         missing, there = ("workers", "ps") if workers is None else ("ps", "workers")
         raise LaunchError(f"`{there}` is given without `{missing}`; a parameter server needs both, from 1 on.")
     return whole_number("workers", workers, least=1), whole_number("ps", ps, least=1)
+
+
+def make_settings(
+    processes: int | str | tuple[int, int],
+    *,
+    max_restarts: int | None,
+    grace_s: float,
+    stop_timeout_s: float,
+    regrow_s: float,
+    evaluator: bool = False,
+    chief: bool = False,
+) -> Settings:
+    """Checks what a launch's attempts are made by; the arguments are those of `jdist.cluster.launch`.
+
+    `chief`: the program is that of a parameter server's chief.
+
+    Raises:
+        LaunchError: an argument is not allowed.
+    """
+    smallest, largest = parse_processes(processes)
+    restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
+    for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
+        check_positive(name, seconds)
+    return Settings(
+        smallest=smallest,
+        largest=largest,
+        evaluator=evaluator,
+        chief=chief,
+        max_restarts=whole_number("max_restarts", restarts, least=0),
+        grace_s=grace_s,
+        stop_timeout_s=stop_timeout_s,
+        regrow_s=regrow_s,
+        seed=random.SystemRandom().getrandbits(32),
+    )
 
 
 def command_line(command: Sequence[str], *, devices_per_process: int | None = None) -> list[str]:

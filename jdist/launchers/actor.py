@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -90,8 +91,9 @@ class ActorProcess(Controlled):
                 _write(self._err, err)
             self._code = int(code)
         except self._ray.exceptions.RayError as exc:
-            _write(self._err, f"jdist: the Ray actor of {self.task} is gone: {first_line(exc)}\n".encode())
             self._kill()  # one that only does not answer
+            with contextlib.suppress(BrokenPipeError):  # as below
+                _write(self._err, f"jdist: the Ray actor of {self.task} is gone: {first_line(exc)}\n".encode())
         except BrokenPipeError:  # the launcher has abandoned it
             pass
         finally:

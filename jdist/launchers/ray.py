@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import random
 import shlex
 import sys
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 from jdist.errors import LaunchError
 from jdist.launcher.console import Console
-from jdist.launcher.events import Settings
 from jdist.launcher.exit_cause import Task
 from jdist.launcher.launch import make_log_dir
 from jdist.launcher.loop import Launched, Launcher
@@ -22,8 +20,7 @@ from jdist.launcher.options import (
     check_cpu_devices,
     check_positive,
     command_line,
-    parse_processes,
-    whole_number,
+    make_settings,
 )
 from jdist.launcher.output import Controlled, LogFile
 from jdist.launchers.actor import ANSWER_S, ActorProcess, first_line
@@ -32,7 +29,6 @@ from jdist.support.checks import as_real
 
 # Of the launcher's environment processes get what concerns the job; the rest is their node's.
 _SENT = ("JDIST_", "JAX_", "XLA_")
-_RESTARTS_OF_A_RANGE = 3
 _POLL_S = 0.5
 
 
@@ -86,20 +82,10 @@ def ray(
     Example:
         `jdist.launchers.ray(["train.py"], processes=4, num_gpus=1, max_restarts=3)`
     """
-    smallest, largest = parse_processes(processes)
-    restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
-    check_positive("start_timeout_s", start_timeout_s)
-    for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
-        check_positive(name, seconds)
-    settings = Settings(
-        smallest=smallest,
-        largest=largest,
-        max_restarts=whole_number("max_restarts", restarts, least=0),
-        grace_s=grace_s,
-        stop_timeout_s=stop_timeout_s,
-        regrow_s=regrow_s,
-        seed=random.SystemRandom().getrandbits(32),
+    settings = make_settings(
+        processes, max_restarts=max_restarts, grace_s=grace_s, stop_timeout_s=stop_timeout_s, regrow_s=regrow_s
     )
+    check_positive("start_timeout_s", start_timeout_s)
     bundle = _bundle_of(num_cpus, num_gpus, resources)
     line = command_line(command, devices_per_process=devices_per_process)
     check_cpu_devices(devices_per_process, os.environ)
@@ -124,7 +110,7 @@ def ray(
         launcher = Launcher(
             settings, line, log_dir=make_log_dir(log_dir), devices_per_process=devices_per_process, host=host
         )
-        many = f"{largest} process{'es' if largest > 1 else ''}"
+        many = f"{settings.largest} process{'es' if settings.largest > 1 else ''}"
         return launcher.run(f"{many} in Ray actors of {shlex.join(command)}")
     finally:
         host.close()

@@ -18,8 +18,8 @@ from jdist.support.units import counted, size
 
 PyTree = Any
 _LISTED = 10
-# As accelerators say it, and CPU devices.
-_NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: *(.*)|.*(Out of memory allocating .*)")
+# As accelerators say it, and CPU devices; other resources than memory are a message that is too long, or a quota.
+_NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: *(.*(?i:memory|alloc).*)|.*(Out of memory allocating .*)")
 
 
 @contextlib.contextmanager

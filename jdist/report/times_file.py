@@ -87,23 +87,28 @@ class Earlier:
 
     def __init__(self, lines: Sequence[Row], *, step: int, at: float) -> None:
         kept: list[tuple[int, int, float]] = []  # first step, last step, seconds in them
-        began: list[float] = []
-        paused_s, paused_at = 0.0, None
+        self.wall_s = 0.0
+        last: float | None = None  # the time up to which is counted; None: from the next begin on
+
+        def count_to(when: float) -> None:  # a clock that was set back between two starts takes no time away
+            nonlocal last
+            self.wall_s += 0.0 if last is None else max(when - last, 0.0)
+            last = when
+
         for line in [*lines, {"event": "begin", "step": step, "at": at}]:
             match line:
                 case {"event": "begin", "step": int(first), "at": int() | float() as when}:
                     kept = [_up_to(first, *each) for each in kept if each[1] <= first or each[0] < first]
-                    paused_s += 0.0 if paused_at is None else max(when - paused_at, 0.0)
-                    paused_at = None
-                    began.append(when)
+                    count_to(when)
                 case {"event": "end", "at": int() | float() as when, "outcome": outcome}:
-                    paused_at = when if outcome in _ENDED_ON_PURPOSE else None
-                case {"seconds": dict(seconds), "first": int(first), "step": int(last)}:
-                    kept.append((first, last, seconds.get(STEPS, 0.0)))
+                    count_to(when)
+                    last = None if outcome in _ENDED_ON_PURPOSE else when
+                case {"seconds": dict(seconds), "first": int(first), "step": int(done), "end": int() | float() as when}:
+                    kept.append((first, done, seconds.get(STEPS, 0.0)))
+                    count_to(when)
                 case _:
                     pass  # of a newer jdist
         self.steps_s = sum(seconds for _, _, seconds in kept)
-        self.wall_s = max(at - began[0] - paused_s, 0.0)
 
 
 def _up_to(step: int, first: int, last: int, seconds: float) -> tuple[int, int, float]:

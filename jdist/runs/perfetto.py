@@ -78,7 +78,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             if process.name != name:
                 continue
             lane = {"pid": number, "tid": 1}
-            end = timeline.end if process.end is None else process.end
+            end = timeline.end_of(process)
             args = {"code": process.code, "how": process.how, "attempt": process.attempt}
             length = us(end) - us(process.begin)
             events.append(

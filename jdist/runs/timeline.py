@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import signal
@@ -143,6 +144,14 @@ class Timeline:
         """Seconds of steps that were done again."""
         return sum(attempt.lost_s for attempt in self.attempts)
 
+    def end_of(self, process: ProcessSpan) -> float:
+        """When a process was gone; of one whose end is not recorded the latest that it can have been."""
+        if process.end is not None:
+            return process.end
+        return min(
+            (p.begin for p in self.processes if p.name == process.name and p.begin > process.begin), default=self.end
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Returns the timeline as plain values."""
         values = {"lost_steps": self.lost_steps, "lost_s": self.lost_s, "begin": self.begin, "end": self.end}
@@ -170,7 +179,7 @@ def summary(timeline: Timeline) -> str:
     """Says in a line what happened."""
     if not timeline.attempts:
         return (
-            f"{timeline.name}: {counted(len(timeline.processes), 'process').replace('processs', 'processes')} in "
+            f"{timeline.name}: {len(timeline.processes):,} process{'' if len(timeline.processes) == 1 else 'es'} in "
             f"{timeline.end - timeline.begin:,.1f} s; none of them has recorded steps"
         )
     last = timeline.attempts[-1]
@@ -215,15 +224,17 @@ def read_timeline(path: Path) -> Timeline:
         )
     begins = [line for line in lines if line.get("event") == "begin"]
     launches = list(dict.fromkeys(line["launch"] for line in begins if "launch" in line))
-    by_launch = {(line["launch"], line["launch_attempt"]): line["attempt"] for line in begins if "launch" in line}
     folders = {each: path / each for each in launches} or {"": path}
     processes: list[ProcessSpan] = []
     signals: list[tuple[float, str]] = []
     for launch, folder in folders.items():
-        events = list(_read_events(folder / record.NAME))
-        signals += [(event["at"], event["signal"]) for event in events if event["event"] == "signal"]
-        processes += _processes(events, {n: attempt for (where, n), attempt in by_launch.items() if where == launch})
-    is_running = is_held(RunFolder(path).lock)
+        own = [line for line in begins if line.get("launch") == launch]
+        for events, begin, end in _launches(list(_read_events(folder / record.NAME))):
+            attempts = {line["launch_attempt"]: line["attempt"] for line in own if begin <= line["at"] < end}
+            signals += [(event["at"], event["signal"]) for event in events if event["event"] == "signal"]
+            processes += _processes(events, attempts)
+    has_ended = not lines or lines[-1].get("event") == "end"
+    is_running = is_held(RunFolder(path).lock) or (not has_ended and _is_saved_to(path))
     return Timeline(
         name=path.name,
         attempts=tuple(_attempts(lines, processes, is_running=is_running)),
@@ -249,6 +260,23 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
             yield event
         elif number < len(lines) or line.endswith("\n"):
             raise ConfigError(f'{path}:{number}: not a JSON object with "at" and "event". Mend or delete that line.')
+
+
+def _is_saved_to(path: Path) -> bool:
+    """Whether a `jdist.fit` goes on that saves to a folder."""
+    if not (path / ".job").is_file():
+        return False
+    from jdist.checkpoint.locks import is_claimed  # brings JAX
+
+    return is_claimed(path)
+
+
+def _launches(events: Sequence[dict[str, Any]]) -> Iterator[tuple[Sequence[dict[str, Any]], float, float]]:
+    """Divides a record among the launches with these logs, each with the time from its beginning to that of the next."""
+    firsts = [i for i, event in enumerate(events) if event["event"] == "launch"][1:]
+    times = [-math.inf, *(events[i]["at"] for i in firsts), math.inf]
+    for (first, last), begin, end in zip(itertools.pairwise([0, *firsts, len(events)]), times, times[1:], strict=False):
+        yield events[first:last], begin, end
 
 
 def _processes(events: Iterable[Mapping[str, Any]], attempts: Mapping[int, int]) -> list[ProcessSpan]:
@@ -313,10 +341,8 @@ def _attempts(
 
 def _split(span: Span, kept: int) -> Iterator[Span]:
     """Cuts what was done again off a span of steps."""
-    if span.part not in (TRAIN, STARTUP) or span.last <= kept or span.last == span.first:
-        yield span
-        return
-    if span.part == STARTUP:  # it has to be done before any step, and most of it is not the step
+    # A start has to be made before any step, and most of it is not the step.
+    if span.part != TRAIN or span.last <= kept or span.last == span.first:
         yield span
         return
     cut = span.begin + (span.end - span.begin) * max(0, kept - span.first) / (span.last - span.first)

@@ -136,7 +136,7 @@ def _lanes(timeline: Timeline) -> Iterable[tuple[str, list[_Bar], list[tuple[flo
             yield label, found, []
     for name in list(dict.fromkeys(process.name for process in timeline.processes))[:_MOST_PROCESSES]:
         own = [p for p in timeline.processes if p.name == name]
-        lives = [(p.begin, timeline.end if p.end is None else p.end, p) for p in own]
+        lives = [(p.begin, timeline.end_of(p), p) for p in own]
         yield name, [_Bar(b, e, "f", p.how) for b, e, p in lives], [(b, e, p.how) for b, e, p in lives]
 
 

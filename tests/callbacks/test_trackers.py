@@ -13,6 +13,7 @@ import threading
 import time
 import types
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,23 @@ class TestOneRun:
         assert run.data.params == {"a.b": "1"}
         assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, 15))
 
+    def test_a_run_of_mlflow_that_was_killed_before_its_params_gets_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        mlflow = pytest.importorskip("mlflow", reason="pip install 'jdist[mlflow]'; `make trackers` has it")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        uri = (tmp_path / "mlruns").as_uri()
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        run_id = client.create_run("0", tags={"jdist.run_id": "12345678"}).info.run_id
+        (tmp_path / "saved").mkdir()
+        (tmp_path / "saved/tracker-mlflow.json").write_text('{"run_id": "12345678", "steps": {}}')
+        fit(
+            callbacks.checkpoint(tmp_path / "saved"),
+            callbacks.mlflow(tracking_uri=uri, config={"a": {"b": 1}}),
+            epochs=1,
+        )
+        assert client.get_run(run_id).data.params == {"a.b": "1"}
+
 
 def records(content: bytes) -> Iterator[bytes]:
     """The records of a file of TFRecord's format."""
@@ -258,6 +276,13 @@ class TestFailures:
         with pytest.warns(TrackerWarning, match="mine: its thread has ended: SystemExit: 1") as warned:
             _, history = fit(callbacks.track(Fake("start", error=SystemExit(1)), name="mine"), log_every=1)
         assert (len(history.rows), len(warned)) == (14, 1)
+
+    def test_the_next_run_of_the_process_is_told_again(self):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")  # as in a notebook, whose cell is run again
+            for _ in range(2):
+                fit(callbacks.track(Fake("start", error=ConnectionError("no route")), name="mine"), epochs=1)
+        assert [each.category for each in warned] == [TrackerWarning] * 2
 
     def test_a_row_that_is_refused_is_lost_alone(self):
         class Once(Fake):

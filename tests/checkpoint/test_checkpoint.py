@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jdist
 from jdist.checkpoint import save as checkpoint_save
 from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.locks import is_claimed
 from jdist.errors import CheckpointError, DonatedStateError, ReplicaDivergenceError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -475,6 +476,7 @@ def test_a_folder_is_one_jobs_from_its_first_save_to_its_end(tmp_path):
         )
         assert f"{tmp_path}: process {first.pid} on " in done.stdout
         assert "a folder of checkpoints is one job's" in done.stdout
+        assert is_claimed(tmp_path)
         with Checkpointer(tmp_path) as reader:  # and anybody's to read
             assert reader.steps() == [1]
         first.kill()
@@ -482,6 +484,8 @@ def test_a_folder_is_one_jobs_from_its_first_save_to_its_end(tmp_path):
     with Checkpointer(tmp_path) as one, Checkpointer(tmp_path) as another:
         one.save(3, {"w": jnp.ones(2)}, wait=True)
         another.save(4, {"w": jnp.ones(2)}, wait=True)
+        assert is_claimed(tmp_path)
+    assert not is_claimed(tmp_path)
     subprocess.run([sys.executable, "-c", SAVES, tmp_path, "5"], input="", timeout=120, check=True)
     with Checkpointer(tmp_path) as reader:
         assert reader.steps() == [3, 4, 5]

@@ -136,7 +136,7 @@ class TestRay:
         timer.start()
         end = jdist.launchers.ray([SCRIPT], processes=3, start_timeout_s=200.0, log_dir=tmp_path / "logs")
         timer.join()
-        assert end.exit_code != 0
+        assert (end.exit_code, end.stop) == (143, signal.SIGTERM)
         assert "asked to stop before all actors were there" in capfd.readouterr().err
 
     def test_an_error_of_the_script_is_shown(self, ray_cluster: Any, tmp_path: Path, capfd: Any):

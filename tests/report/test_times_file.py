@@ -11,8 +11,8 @@ def begin(step, at):
     return {"event": "begin", "step": step, "at": at}
 
 
-def train(first, step, steps_s):
-    return {"part": "train", "first": first, "step": step, "seconds": {"steps": steps_s, "input": 1.0}}
+def train(first, step, steps_s, until=0.0):
+    return {"part": "train", "end": until, "first": first, "step": step, "seconds": {"steps": steps_s, "input": 1.0}}
 
 
 def end(outcome, at):
@@ -30,9 +30,14 @@ def end(outcome, at):
         # A line that goes beyond the saved step counts up to there.
         ([begin(0, 0.0), train(0, 20, 8), train(20, 30, 4)], 25, 10, 100),
         # Twice: what the second start made again counts once.
-        ([begin(0, 0.0), train(0, 20, 8), train(20, 30, 4), begin(20, 50.0), train(20, 40, 9)], 40, 17, 100),
+        (
+            [begin(0, 0.0), train(0, 20, 8), train(20, 30, 4), begin(20, 50.0), train(20, 40, 9, until=60.0)],
+            40,
+            17,
+            100,
+        ),
         # An older checkpoint than the last start's own.
-        ([begin(0, 0.0), train(0, 20, 8), begin(20, 50.0), train(20, 40, 9)], 10, 4, 100),
+        ([begin(0, 0.0), train(0, 20, 8), begin(20, 50.0), train(20, 40, 9, until=60.0)], 10, 4, 100),
         # A pause that somebody wanted is no loss; one after a failure or a preemption is.
         ([begin(0, 0.0), train(0, 20, 8), end("finished", 10.0)], 20, 8, 10),
         ([begin(0, 0.0), train(0, 20, 8), end("interrupted", 10.0)], 20, 8, 10),
@@ -40,6 +45,8 @@ def end(outcome, at):
         ([begin(0, 0.0), train(0, 20, 8), end("failed", 10.0)], 20, 8, 100),
         # A save is made where the next start begins; the step before it was waited for.
         ([begin(0, 0.0), train(0, 20, 8), train(20, 20, 1)], 20, 9, 100),
+        # The clock was set back before this start: the 150 s that the one before is known to have taken stay.
+        ([begin(0, 200.0), train(0, 20, 8, until=350.0)], 20, 8, 150),
         # A line of a newer jdist is left alone.
         ([begin(0, 0.0), {"event": "moved", "step": 3}, train(0, 20, 8)], 20, 8, 100),
     ],

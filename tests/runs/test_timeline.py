@@ -1,6 +1,8 @@
 """`jdist runs --timeline`: what happened in a run, from the records of the run and of its launcher."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -108,6 +110,42 @@ def test_processes_are_those_of_the_launches_that_the_run_names(run):
         ("process 0", 30, 45, "exit code 0", 1),
     ]
     assert timeline.signals == ((T + 45.5, "SIGTERM"),)
+
+
+def test_two_launches_with_one_folder_of_logs_are_told_apart(tmp_path):
+    """The launcher of the first was killed, so that of its process 0 no end is written; both count attempts from 0."""
+    lines = times("../logs")
+    lines[5]["launch_attempt"] = 0
+    write(tmp_path / "toy/times.jsonl", lines)
+    first = [line for line in events()[:5] if line.get("process") != "ps 0"]
+    second = [
+        {"at": T + 30, "event": "launch", "command": ["a"], "max_restarts": 3},
+        {"at": T + 30, "event": "process", "attempt": 0, "process": "0"},
+        {"at": T + 45, "event": "end", "attempt": 0, "process": "0", "code": 0},
+    ]
+    write(tmp_path / "logs/events.jsonl", first + second)
+    timeline = read_timeline(tmp_path / "toy")
+    found = [(p.name, p.begin - T, timeline.end_of(p) - T, p.how, p.attempt) for p in timeline.processes]
+    assert found == [
+        ("process 0", 0, 30, "end not recorded", 0),
+        ("process 1", 0, 22, "killed by SIGKILL", 0),
+        ("process 0", 30, 45, "exit code 0", 1),
+    ]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_fit_that_still_runs_was_not_killed(tmp_path, is_held):
+    write(tmp_path / "times.jsonl", times()[:5])
+    (tmp_path / ".job").touch()
+    holds = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    line = [sys.executable, "-c", holds if is_held else "print()", str(tmp_path / ".job")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if not is_held:
+            process.wait(30)
+        assert read_timeline(tmp_path).attempts[0].outcome == ("running" if is_held else "killed")
+        process.kill()
 
 
 def test_a_launch_that_is_no_run_has_its_processes(run, capsys):

@@ -141,21 +141,23 @@ def stored_in(leaf: Any) -> Any:
 def _key(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Any:
     """Makes a key that is equal for shardings by which each device has the same parts."""
     if isinstance(sharding, NamedSharding):
-        return sharding.mesh, frozenset(_cut_axes(sharding)), sharding.memory_kind
+        return sharding.mesh, tuple(_cut_axes(sharding)), sharding.memory_kind
     return frozenset(_parts_by_index(sharding, shape).items()), sharding.memory_kind
 
 
 def _cut_axes(sharding: NamedSharding) -> list[str]:
-    """Lists the mesh axes over which an array is divided, in the order of the mesh."""
-    cut = set(axes_of(sharding.spec))
-    return [axis for axis in sharding.mesh.axis_names if axis in cut and sharding.mesh.shape[axis] > 1]
+    """Lists the mesh axes over which an array is divided, in the order of its parts."""
+    return [axis for axis in axes_of(sharding.spec) if sharding.mesh.shape[axis] > 1]
 
 
 def _parts_by_index(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Device, int]:
-    """Numbers the parts of an array by the order of the devices that have them."""
-    indices = {device: str(index) for device, index in sharding.devices_indices_map(shape).items()}
-    numbers = {index: i for i, index in enumerate(dict.fromkeys(indices.values()))}
-    return {device: numbers[index] for device, index in indices.items()}
+    """Numbers the parts of an array by their order in it."""
+    starts = {
+        device: tuple(each.start or 0 for each in index)
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+    numbers = {start: i for i, start in enumerate(sorted(set(starts.values())))}
+    return {device: numbers[start] for device, start in starts.items()}
 
 
 def _way(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Way:

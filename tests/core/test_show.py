@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jdist
+from jdist.core import placement
 from jdist.core.state_picture import Group, More, Place, shown
 from jdist.errors import StepError
 from tests.by_default import some
@@ -104,8 +105,21 @@ def test_arrays_that_no_strategy_placed():
     assert held == {"host memory": 16, "cpu:1": 40}
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     both = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P("y", "x")))
-    assert "in 8 parts over x=4 x y=2" in str(jdist.show(both))
+    assert "in 8 parts over y=2 x x=4" in str(jdist.show(both))
     check_picture(picture._repr_svg_())
+
+
+@pytest.mark.parametrize("spec", [("x", "y"), ("y", "x"), (("x", "y"),), (("y", "x"),), ("y",), (None, "x")], ids=str)
+def test_the_number_of_a_part_is_its_place_in_the_array(spec):
+    sharding = jax.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), jax.P(*spec))
+    shards = jax.device_put(jnp.ones((8, 8)), sharding).addressable_shards
+    starts = {shard.device: tuple(each.start or 0 for each in shard.index) for shard in shards}
+    order = sorted(set(starts.values()))
+    numbers = {device: order.index(start) for device, start in starts.items()}
+    picture = jdist.show(jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding))
+    labels = {place.name: [each.label for each in place.holdings] for place in places(picture.groups)}
+    assert labels == {f"cpu:{device.id}": [f"part {i} of {len(order)}"] for device, i in numbers.items()}
+    assert placement._parts_by_index(sharding, (8, 8)) == numbers  # of shardings without a mesh
 
 
 @pytest.mark.parametrize(

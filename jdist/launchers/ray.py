@@ -177,8 +177,9 @@ class _RayHost:
         while not self._group.wait(_POLL_S):
             if not is_over():
                 continue
+            each = f"{len(tasks)} process{'' if len(tasks) == 1 else 'es'} of {_amounts(self._bundle)} each"
             raise OSError(
-                f"the Ray cluster has found no room for {len(tasks)} processes of {_amounts(self._bundle)} each in "
+                f"the Ray cluster has found no room for {each} in "
                 f"{self._start_timeout_s:g} s; it has {_amounts(ray.cluster_resources())} in all, and "
                 f"{_amounts(ray.available_resources())} free"
             )

@@ -173,8 +173,8 @@ class Callback:
         close: at the very end, also after an error; without arguments.
         keeps: arrays of its own, which are saved with the state under `name`.
         name: for errors, and for `keeps`, where no other callback of the run may have it.
-        folder: where it keeps what a run goes on from, on a disk or in a bucket; others may keep theirs beside it, each in a file
-            of its own.
+        folder: where it keeps what a run goes on from, on a disk or in a bucket; others may keep theirs beside it, each in a
+            file of its own.
         watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 

@@ -61,8 +61,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Logits of the next token at every position; the defaults are those of the smallest, of 124 million parameters.
 
-    `jdist.weights.gpt2()` are the rules for its weights on Hugging Face. For rows that texts were packed into, `segment_ids` [rows,
-    length] are each token's text, beyond which it does not attend, and `position_ids` its place there.
+    `jdist.weights.gpt2()` are the rules for its weights on Hugging Face. For rows that texts were packed into, `segment_ids`
+    [rows, length] are each token's text, beyond which it does not attend, and `position_ids` its place there.
 
     Attributes:
         vocabulary: number of different tokens.
@@ -112,11 +112,12 @@ class GPT2(nn.Module):
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # [rows, 1, length, length]
         if self.stacked:
+            to_all: Any = nn.broadcast  # Any: annotated as a number alone
             of_layers = nn.scan(
                 nn.remat(lambda block, x, mask: (block(x, mask), None), prevent_cse=False),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
+                in_axes=to_all,
                 length=self.layers,
             )
             x, _ = of_layers(Block(self.heads, dropout, self.dtype, name="h"), x, mask)

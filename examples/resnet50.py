@@ -24,7 +24,7 @@ import jdist
 from jdist.tasks import Task, options
 from jdist.tasks.resnet import ResNet
 
-MEAN, STD = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # of ImageNet's pixels
+MEAN, STD = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)  # of ImageNet's pixels
 
 
 class Crop(grain.transforms.RandomMap):
@@ -34,8 +34,8 @@ class Crop(grain.transforms.RandomMap):
         self.size = size
         self.least = least
 
-    def random_map(self, record: bytes, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        image, label = decode(record)
+    def random_map(self, element: bytes, rng: np.random.Generator):
+        image, label = decode(element)
         side = min(image.size) * rng.uniform(self.least, 1) ** 0.5
         left, top = rng.uniform(0, image.width - side), rng.uniform(0, image.height - side)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, (left, top, left + side, top + side))
@@ -43,7 +43,7 @@ class Crop(grain.transforms.RandomMap):
         return {"image": np.asarray(image), "label": label}
 
 
-def middle(record: bytes, size: int) -> dict[str, np.ndarray]:
+def middle(record: bytes, size: int) -> dict[str, object]:
     """Decodes a record and cuts out the middle, seven eighths of the shorter side."""
     image, label = decode(record)
     return {"image": np.asarray(ImageOps.fit(image, (size, size), bleed=1 / 16)), "label": label}

@@ -116,11 +116,12 @@ class GPT2(nn.Module):
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # [rows, 1, length, length]
         if self.stacked:
+            to_all: Any = nn.broadcast  # Any: annotated as a number alone
             of_layers = nn.scan(
                 nn.remat(lambda block, x, mask: (block(x, mask), None), prevent_cse=False),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,  # type: ignore[arg-type]  # of the mask; flax has no annotation, and 0 by default
+                in_axes=to_all,
                 length=self.layers,
             )
             x, _ = of_layers(Block(self.heads, dropout, self.dtype, name="h"), x, mask)

@@ -36,7 +36,8 @@ class Pass(Iterator[PyTree]):
             raise
         except Exception as error:
             source = self._source
-            if isinstance(source, StatefulSource) and (rows := source.describe_batch(self._number, error)):
+            is_read = self._batches is not None and isinstance(source, StatefulSource)
+            if is_read and (rows := source.describe_batch(self._number, error)):
                 error.add_note(f"while reading {rows}")
             self._note(error, self._number)
             raise

@@ -331,6 +331,16 @@ def test_an_error_behind_a_filter_names_the_batch_alone():
     assert "of a grain IterDataset" in caught.value.__notes__[-1]
 
 
+def test_a_position_that_grain_refuses_is_no_error_of_a_row():
+    other = fed(loader(Counted(21)))
+    next(iter(other))
+    dataset = fed(loader(Counted(20)))
+    dataset.restore(other.state())
+    with pytest.raises(ValueError, match="in checkpoint does not match") as caught:
+        rows(dataset)
+    assert not any("while reading" in note for note in caught.value.__notes__)
+
+
 def dying(row):
     if row["y"] == 7:
         os._exit(3)

@@ -185,7 +185,7 @@ class DataLoaderSource(GrainSource):
 
 class _LoaderBatches(_GrainBatches):
     def state(self) -> Any:
-        inner = getattr(self.iterator, "_iterator", None)
+        inner: Any = getattr(self.iterator, "_iterator", None)
         # Of another version of Grain, or with a FlatMap, the state is written otherwise.
         is_known = type(inner).__name__ == "_DataLoaderStateDatasetIterator"
         return inner.get_state() if is_known else self.iterator.get_state()

@@ -36,7 +36,10 @@ class Pass(Iterator[PyTree]):
             raise
         except Exception as error:
             source = self._source
-            if isinstance(source, StatefulSource) and (rows := source.describe_batch(self._number, error)):
+            rows = None
+            if isinstance(source, StatefulSource) and self._batches is not None:  # else its state was refused
+                rows = source.describe_batch(self._number, error)
+            if rows is not None:
                 error.add_note(f"while reading {rows}")
             self._note(error, self._number)
             raise

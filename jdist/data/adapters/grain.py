@@ -159,13 +159,41 @@ class GrainSource(StatefulSource):
 
 class _GrainBatches(StatefulBatches):
     def __init__(self, iterator: Any):
-        self._iterator = iterator
+        self.iterator = iterator
 
     def __next__(self) -> PyTree:
-        return next(self._iterator)
+        return next(self.iterator)
 
     def state(self) -> Any:
-        return self._iterator.get_state()
+        return self.iterator.get_state()
+
+
+class DataLoaderSource(GrainSource):
+    """Batches of a `grain.DataLoader`, whose iterators write their state as JSON: most of what an adapter would add.
+
+    So behind each batch the values of the state are kept, and are written when it is saved.
+    """
+
+    def open(self, epoch: int, state: Any) -> StatefulBatches:
+        batches = super().open(epoch, None if state is None else _written(state))
+        assert isinstance(batches, _GrainBatches)
+        return _LoaderBatches(batches.iterator)
+
+    def to_plain(self, state: Any) -> Any:
+        return super().to_plain(_written(state))
+
+
+class _LoaderBatches(_GrainBatches):
+    def state(self) -> Any:
+        inner: Any = getattr(self.iterator, "_iterator", None)
+        # Of another version of Grain, or with a FlatMap, the state is written otherwise.
+        is_known = type(inner).__name__ == "_DataLoaderStateDatasetIterator"
+        return inner.get_state() if is_known else self.iterator.get_state()
+
+
+def _written(state: Any) -> Any:
+    """Writes the state of a DataLoader's iterator as its own `get_state` does."""
+    return json.dumps(state, indent=4).encode() if isinstance(state, dict) else state
 
 
 def iter_dataset(dataset: Any, global_batch: int | None) -> GrainSource:
@@ -182,7 +210,7 @@ def data_loader(loader: Any, global_batch: int | None) -> GrainSource:
     refuse_rows("grain DataLoader", global_batch)
     options = loader._shard_options
     part = (options.shard_index, options.shard_count) if options.shard_count > 1 else None
-    return GrainSource("grain DataLoader", lambda: iter(loader), "its_own", part, loader._dataset)
+    return DataLoaderSource("grain DataLoader", lambda: iter(loader), "its_own", part, loader._dataset)
 
 
 def iterator(iterator: Any, global_batch: int | None) -> GrainSource:

@@ -81,6 +81,17 @@ def test_batches_are_those_of_grain_to_the_bit(kind):
             np.testing.assert_array_equal(ours[name], leaf, strict=True)
 
 
+def test_the_state_of_a_loader_is_the_one_that_grain_writes():
+    source, given = adapted(loader()), iter(loader())
+    batches = source.open(0, None)
+    for _ in range(3):
+        next(batches), next(given)
+        assert isinstance(state := batches.state(), dict), "values, which are written when they are saved"
+        assert source.from_plain(source.to_plain(state)) == given.get_state()
+    again = source.open(0, batches.state())
+    np.testing.assert_array_equal(next(again)["y"], next(given)["y"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dataset_that_was_looked_at_is_the_same(kind):
     given = KINDS[kind]()
@@ -329,6 +340,16 @@ def test_an_error_behind_a_filter_names_the_batch_alone():
         rows(fed(given))
     assert not any("while reading" in note for note in caught.value.__notes__)
     assert "of a grain IterDataset" in caught.value.__notes__[-1]
+
+
+def test_a_position_that_grain_refuses_is_no_error_of_a_row():
+    other = fed(loader(Counted(21)))
+    next(iter(other))
+    dataset = fed(loader(Counted(20)))
+    dataset.restore(other.state())
+    with pytest.raises(ValueError, match="in checkpoint does not match") as caught:
+        rows(dataset)
+    assert not any("while reading" in note for note in caught.value.__notes__)
 
 
 def dying(row):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -204,4 +205,5 @@ def test_a_server_that_falls_silent_in_mid_save(protocol):
             with socket.create_server(("127.0.0.1", port)):
                 _, errors = process.communicate("\n", timeout=120)
     assert process.returncode == 1
-    assert f"CheckpointError: saving step 2 in {url}: not done after 10 s" in errors
+    # Of the one answer or of the whole save, whose waits end almost at once.
+    assert re.search(rf"CheckpointError: .*{url}.*: not done after 10 s", errors)

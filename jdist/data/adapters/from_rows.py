@@ -77,6 +77,13 @@ def _is_torch_dataset(rows: Any) -> bool:
     return ("torch", "Dataset") in named and not any(package in ("datasets", "grain") for package, _ in named)
 
 
+def _stack(*leaves: np.ndarray) -> np.ndarray:
+    """Stacks a leaf of several rows; `np.stack` would convert them to one dtype, which another batch then has not."""
+    if len({leaf.dtype for leaf in leaves}) > 1:
+        raise ValueError("dtypes differ")
+    return np.stack(leaves)
+
+
 class SequenceElements:
     """The rows of anything with `len(rows)` and `rows[i]`."""
 
@@ -101,7 +108,7 @@ class SequenceElements:
     def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
         rows = [self.element(number, epoch) for number in numbers]
         try:
-            return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+            return jax.tree.map(_stack, *rows)
         except ValueError:
             refuse_unlike_rows(rows, [f"row {int(number):,} (from 0)" for number in numbers], self.kind)
             raise

@@ -34,5 +34,5 @@ def refuse_unlike_rows(rows: Sequence[Any], names: Sequence[str], kind: str) -> 
         if spec != specs[0]:
             raise BatchError(
                 f"in the {kind} {name} differs from {names[0]}: {differences(specs[0], spec)}. All rows need one structure, "
-                "one dtype a leaf and one shape: pad or crop"
+                "one dtype a leaf and one shape: pad, crop or convert"
             ) from None

@@ -10,7 +10,7 @@ from jdist.data.sources.plain import PlainSource
 
 def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
     """Adapts a `tf.data.Dataset`: of batches, or with `global_batch` of rows."""
-    if global_batch is not None and type(dataset).__name__.lstrip("_") == "BatchDataset":
+    if global_batch is not None and _is_batched(dataset):
         refuse_rows("tf.data.Dataset", global_batch)
     if global_batch is not None:
         dataset = dataset.batch(global_batch)
@@ -23,3 +23,15 @@ def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
         how_to_share="`dataset.shard(num_processes, process_index)`",
         length=count if count >= 0 else None,  # below: without end, or not known
     )
+
+
+def _is_batched(dataset: Any) -> bool:
+    """Whether the elements are batches, as far as the steps that made them tell: a function of `map` may do anything."""
+    while True:
+        made_by = type(dataset).__name__
+        if "Batch" in made_by and "Unbatch" not in made_by:
+            return True
+        inputs = dataset._inputs()
+        if len(inputs) != 1 or any(word in made_by for word in ("Unbatch", "FlatMap", "Interleave")):
+            return False
+        dataset = inputs[0]

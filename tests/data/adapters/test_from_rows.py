@@ -131,6 +131,8 @@ def test_a_row_that_differs_is_named():
         list(from_rows([{"x": [1, 2]}, {"x": [1, 2]}, {"x": [1]}], global_batch=3))
     with pytest.raises(BatchError, match=r"row 1 .* differs from row 0 .*: \['z'\] is new"):
         list(from_rows([{"x": 1}, {"x": 1, "z": 2}], global_batch=2))
+    with pytest.raises(BatchError, match=r"row 1 .* differs from row 0 .*: \['x'\] was int64.* and is float64"):
+        list(from_rows([{"x": 1}, {"x": 2.5}], global_batch=2))
 
 
 @pytest.mark.parametrize(

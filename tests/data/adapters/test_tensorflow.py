@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jdist.data.adapters.recognize import adapted
 from jdist.errors import BatchError, DatasetError
 from tests.data.adapters.positions import fed, rows
 
@@ -42,3 +43,18 @@ def test_rows_and_texts_are_refused():
         rows(fed(given()))
     with pytest.raises(BatchError, match=r"dtype object"):
         rows(fed(tf.data.Dataset.from_tensor_slices({"y": ["a", "b"]}).batch(2)))
+
+
+@pytest.mark.parametrize(
+    "batched",
+    [
+        lambda rows: rows.batch(4),
+        lambda rows: rows.batch(4).prefetch(1),
+        lambda rows: rows.padded_batch(4).map(lambda batch: batch, num_parallel_calls=2),
+        lambda rows: rows.ragged_batch(4),
+    ],
+)
+def test_global_batch_is_refused_for_batches(batched):
+    with pytest.raises(DatasetError, match=r"`global_batch` is 8, but `data` is a tf.data.Dataset, which has batches"):
+        adapted(batched(given()), 8)
+    assert next(iter(adapted(batched(given()).unbatch(), 8)))["y"].shape == (8,)

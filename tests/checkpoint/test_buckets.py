@@ -394,6 +394,11 @@ def test_fit_names_a_bucket_that_vanishes_and_goes_on_from_what_it_holds(url, mo
 
         def vanish(moment):
             if moment.step == 5:
+                fs, path = fsspec.url_to_fs(url)
+                until = time.monotonic() + 60
+                while not any(name.endswith("/manifest.json") for name in fs.find(path)):  # step 3 is being saved
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
                 Failing(patch).fail(ConnectionError("the network is unreachable"), *ALL)
 
         with pytest.raises(CheckpointError, match=rf"{url}.*cannot be .*: ConnectionError: the network is unreachable"):

@@ -204,7 +204,7 @@ class TestRows:
         jdist.fit(train_step, create_state(), DATA, global_batch=16, log_every=5, callbacks=[bar], **QUIET)
         line, *_, last = out.getvalue().splitlines()
         assert line.startswith("step 5/7  loss ")
-        for text in (" steps/s", "  input ", " MiB", "  goodput "):
+        for text in (" steps/s", "  input ", "iB  ", "  goodput "):
             assert text in line
         assert last.startswith("time: ")
         assert "compile " in last

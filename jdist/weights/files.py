@@ -20,6 +20,7 @@ from jdist.errors import CheckpointError
 
 NAME = "model.safetensors"
 INDEX = ".index.json"
+METADATA = "__metadata__"  # in the place of a tensor in a header
 _SUFFIX = ".safetensors"
 _ONE_OF = re.compile(r".*-\d+-of-(\d+)\.safetensors")
 DTYPES = {
@@ -147,7 +148,7 @@ def _first_cut_off(path: Path) -> str | None:
             if length > size:
                 return None
             header = json.loads(file.read(length))
-        ends = {name: each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"}
+        ends = {name: each["data_offsets"][1] for name, each in header.items() if name != METADATA}
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
     cut = [(end, name) for name, end in ends.items() if 8 + length + end > size]
@@ -211,7 +212,7 @@ def _of_index(path: Path) -> list[tuple[Path, set[str] | None]]:
         files = json.loads(path.read_text())["weight_map"]
         by_file: dict[str, set[str]] = {}
         for name, file in files.items():
-            by_file.setdefault(file, set()).add(name)
+            by_file.setdefault(os.fspath(file), set()).add(name)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

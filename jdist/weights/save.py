@@ -27,7 +27,7 @@ from jdist.errors import CheckpointError
 from jdist.support.checks import as_int
 from jdist.support.file_lock import hold
 from jdist.weights.axes import View
-from jdist.weights.files import DTYPES, INDEX, NAME, local_path
+from jdist.weights.files import DTYPES, INDEX, METADATA, NAME, local_path
 from jdist.weights.rules import Rule, Rules, Source, parse_rules, sources_of
 
 PyTree = Any
@@ -151,6 +151,11 @@ def _tensors(leaves: Mapping[str, Any], rules: Sequence[Rule] | None) -> list[_T
             sources.setdefault(group[0].names[0], []).append((name, group[0]))
     tensors = []
     for name, parts in sources.items():
+        if name == METADATA:
+            problems.append(
+                f"leaf {parts[0][0]}: no tensor can be called {name}, which is the file's own. Rename it by a rule"
+            )
+            continue
         try:
             tensors.append(_tensor(name, parts, leaves))
         except CheckpointError as error:
@@ -214,7 +219,7 @@ def _allot(tensors: Sequence[_Tensor], most: int) -> int:
 
 
 def _header(tensors: Sequence[_Tensor]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    entries: dict[str, Any] = {METADATA: {"format": "pt"}}  # without it transformers refuses the file
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         at = [tensor.offset, tensor.offset + tensor.num_bytes]
         entries[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": at}

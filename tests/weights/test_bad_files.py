@@ -148,7 +148,10 @@ def test_files_of_another_index(index):
     assert f"{other}: tensor {name}, which the index lists, is not there" in refusal(index)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": ["b"]}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", *(f'{{"weight_map": {each}}}' for each in ("3", '{"a": ["b"]}', '{"a": 3}', '{"a": null}'))],
+)
 def test_what_is_no_index(index, content):
     index.write_text(content)
     assert f"{index}: is not an index" in refusal(index)
@@ -201,6 +204,15 @@ def test_rules_by_which_nothing_can_be_saved(tmp_path, rules, says):
         jdist.weights.save(LIKE, tmp_path, rules)
     assert says in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_leaf_that_is_called_as_the_header_of_the_file(tmp_path):
+    tree = {"__metadata__": jnp.ones(3), "w": jnp.ones(2)}
+    with pytest.raises(CheckpointError, match="leaf __metadata__: no tensor can be called __metadata__"):
+        jdist.weights.save(tree, tmp_path / "a")
+    rules = [("about", "__metadata__"), ("w", "w")]
+    jdist.weights.save(tree, tmp_path / "b", rules)
+    assert jdist.weights.load(tmp_path / "b", tree, rules)["__metadata__"].tolist() == [1, 1, 1]
 
 
 def test_two_leaves_of_one_part_of_a_tensor(tmp_path):

@@ -91,6 +91,24 @@ def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
+def check_fits(batch: PyTree) -> None:
+    """Raises a `BatchError` for integers that would wrap round: JAX has 32 bits for those of 64, unless told otherwise."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size):
+            continue
+        kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if kept == leaf.dtype:
+            continue
+        least, most = int(leaf.min()), int(leaf.max())
+        if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
+            wrong = most if most > np.iinfo(kept).max else least
+            raise BatchError(
+                f"batch leaf {_name(path)} has {wrong:,} in {leaf.dtype}, of which JAX keeps {kept}, so it would become "
+                "another number. Make it smaller, as by the remainder of a table's size, or let JAX keep 64 bits: "
+                '`jax.config.update("jax_enable_x64", True)`'
+            )
+
+
 def count_rows(tree: PyTree) -> int:
     """Counts the rows of a tree of numpy arrays [rows, ...].
 

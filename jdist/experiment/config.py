@@ -113,6 +113,11 @@ class TrainSection(Section):
         description="Compare the first step with one replica on its whole batch: warn of what differs, stop, or neither.",
     )
 
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML's `off`
+
 
 class InitSection(Section):
     """Weights to begin with, in place of those that the task makes; a run that goes on has its own."""

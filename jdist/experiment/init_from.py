@@ -12,6 +12,7 @@ from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.fit import name_of
 from jdist.checkpoint.folder import list_committed
 from jdist.checkpoint.leaves import flatten
+from jdist.core.placement import stored_in
 from jdist.core.step_state import pack
 from jdist.core.strategy import Strategy
 from jdist.errors import ConfigError
@@ -81,7 +82,7 @@ def init_from(section: InitSection, state: PyTree, strategy: Strategy, say: Call
     for warning in passed_over:
         say(f"warning: {warning.message}")
     before, after = flatten(pack(state)), flatten(pack(loaded))
-    kept = [name_of(key) for key, leaf in after.items() if leaf is before.get(key)]
+    kept = [name_of(key) for key, leaf in after.items() if stored_in(leaf) is stored_in(before.get(key))]
     named = ", ".join(kept[:_MOST_NAMED]) + (f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else "")
     say(f"begins with {len(after) - len(kept)} of {len(after)} leaves from {path}; new are {named or 'none'}")
     return loaded

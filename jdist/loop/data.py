@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,8 @@ def _taken(data: Any, kind: str, global_batch: int | None, shuffle_seed: int | N
             if value is not None:
                 raise DatasetError(
                     f"`{name}` is {value}, but `data` is {kind}, which has batches of its own. Leave it out, or give "
-                    "arrays: a dict of numpy arrays of one length."
+                    "arrays: a dict of numpy arrays of one length. Of what has rows by number, such as a list of them, "
+                    "`jdist.data.from_rows(data, global_batch=...)` makes batches."
                 )
         return data
     source = adapted(data, global_batch)
@@ -221,6 +223,11 @@ def _is_begun(data: Any) -> bool:
 
 def _check_is_data(data: Any) -> None:
     """Refuses what is neither arrays nor a source of batches."""
+    if isinstance(data, str | bytes | os.PathLike):
+        raise DatasetError(
+            f"`data` is the path {data!r}, and a path is no data. Give what reads it: `jdist.data.from_files([...], read, "
+            "global_batch=...)`, or a dataset of Grain, Hugging Face or another library."
+        )
     if isinstance(data, Mapping | tuple):
         leaves = jax.tree_util.tree_leaves_with_path(data, is_leaf=lambda x: not isinstance(x, Mapping | tuple))
         if not leaves:

@@ -16,6 +16,7 @@ from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, map_leaves, wh
 from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
+from jdist.data.leaves import check_fits
 from jdist.data.process_shard import WHOLE, ProcessShard
 from jdist.errors import BatchError, StepError
 from jdist.step import in_flight
@@ -251,6 +252,7 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axe
     """Puts the batches of a call on the devices, rows spread over the replicas; raises BatchError if they do not fit."""
     check_stacking(batches, strategy, options, axes)
     check_rows(batches, strategy, options, axes)
+    check_fits(batches)
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
     copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
     return jax.tree.map(put, copies, rows_shardings(strategy, options, batches, axes))

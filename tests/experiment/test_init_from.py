@@ -35,6 +35,14 @@ def test_a_run_begins_with_the_parameters_of_another(first, jdist_run):
     assert "leaves from" not in out
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "sharded"])
+def test_what_is_new_is_counted(strategy, first, jdist_run):
+    code, out, _ = jdist_run("name=next", "train.steps=1", FROM, f"strategy={{name: {strategy}}}")
+    assert code == 0
+    num_params = len(jax.tree.leaves(first))
+    assert f"begins with {num_params} of " in out
+
+
 def test_a_run_begins_with_safetensors(first, jdist_run):
     jdist.weights.save({"params": first}, "w")
     code, out, err = jdist_run("name=next", "train.steps=1", "init_from.path=w", "train.optimizer.learning_rate=1e-30")

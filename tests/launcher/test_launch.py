@@ -248,12 +248,16 @@ def test_a_log_dir_that_is_a_file(start, tmp_path):
 
 # A process of its own: in the tests' own one, XLA and gRPC begin and end threads whenever they like.
 LEAVES_NOTHING = """
-import os, sys
+import os, sys, time
 from jdist.launcher.launch import launch
 def held():
     return os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")
 before = held()
 assert launch(sys.argv[1:2], log_dir=sys.argv[2], grace_s=5.0, max_restarts=1).exit_code == 7
+for _ in range(1000):  # a thread that was joined may still be in the kernel
+    if held() == before:
+        break
+    time.sleep(0.01)
 assert held() == before, (held(), before)
 """
 

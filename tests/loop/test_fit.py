@@ -742,6 +742,8 @@ class TestErrors:
             ({"x": [1.0, 2.0]}, r"a list at \['x'\], where an array of rows should be"),
             ((np.ones(3), {"y": [1]}), r"a list at \[1\]\['y'\], where an array"),
             ({}, "which has no arrays"),
+            ("data/train.arrayrecord", "is the path 'data/train.arrayrecord', and a path is no data"),
+            ([{"x": np.ones(3), "y": 0}] * 4, r"a list of batches.*such as a list of them, `jdist\.data\.from_rows"),
             (create_state(), "`data` is a TrainState: neither arrays nor a source of batches"),
         ],
     )

@@ -6,7 +6,7 @@ import pytest
 
 import jdist
 from jdist.data import from_arrays
-from jdist.errors import DatasetError
+from jdist.errors import BatchError, DatasetError
 from tests.toys import TWO
 
 
@@ -92,3 +92,21 @@ class TestOptions:
     def test_a_depth_out_of_range_is_refused(self):
         with pytest.raises(DatasetError, match="`prefetch` must be a whole number, 0 or more, but it is -1"):
             TWO.distribute_dataset([np.arange(4)], prefetch=-1)
+
+
+@pytest.mark.parametrize("value", [2**40 + 5, -(2**31) - 1, np.uint64(2**63)])
+def test_integers_that_would_wrap_are_refused(value):
+    ids = np.array([3, value], np.asarray(value).dtype)
+    with pytest.raises(BatchError, match=rf"leaf \['id'\] has {int(value):,} in u?int64, of which JAX keeps u?int32"):
+        next(iter(TWO.distribute_dataset(from_arrays({"id": ids}, global_batch=2))))
+    step = jdist.distribute(lambda state, batch: (state, {"n": batch["id"].sum()}), TWO)
+    with pytest.raises(BatchError, match="would become another number"):
+        step(np.float32(0), {"id": ids})
+    jax.config.update("jax_enable_x64", True)
+    try:
+        (batch,) = TWO.distribute_dataset(from_arrays({"id": ids}, global_batch=2))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert np.asarray(batch["id"]).tolist() == ids.tolist()
+    (batch,) = TWO.distribute_dataset(from_arrays({"id": np.array([2**31 - 1, -(2**31)])}, global_batch=2))
+    assert np.asarray(batch["id"]).tolist() == [2**31 - 1, -(2**31)]

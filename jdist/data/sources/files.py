@@ -74,7 +74,9 @@ def from_files(
         [[0, 1, 2, 3, 4]]
     """
     if isinstance(paths, str | bytes | os.PathLike):
-        raise DatasetError(f"`paths` must be a list of paths, but it is the one path {paths!r}; write `[{paths!r}]`")
+        is_pattern = isinstance(paths, str) and any(sign in paths for sign in "*?[")
+        remedy = f"sorted(glob.glob({paths!r}))" if is_pattern else f"[{paths!r}]"
+        raise DatasetError(f"`paths` must be a list of paths, but it is the one path {paths!r}; write `{remedy}`")
     paths = tuple(paths)
     for path in paths:
         if not isinstance(path, str | os.PathLike):

@@ -93,6 +93,7 @@ class Run:
         self._measures_epochs = measures_epochs
         self._length = length
         self._per_call = train_step.options.steps_per_call
+        self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
         self._kept = _keeps_by_name(callbacks)
@@ -133,7 +134,10 @@ class Run:
             outcome: Outcome = "failed"
             try:
                 self._start(state, depth + 1)
-                if self._steps is not None and (left := max(self._steps - self.step, 0)) % self._per_call:
+                left = 0 if self._steps is None else max(self._steps - self.step, 0)
+                # A pass may have ended in a shorter call, behind which a run goes on as one that was not interrupted does.
+                is_begun = self._resumed_per_call == self._per_call and (self._steps or 0) % self._per_call == 0
+                if left % self._per_call and not is_begun:
                     raise StepError(
                         f"{self._length} is {self._steps}, of which {left} are left: no multiple of "
                         f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
@@ -212,6 +216,7 @@ class Run:
         """Restores what `_notes` has saved."""
         before, now = notes.get("steps_per_epoch"), self._feed.steps_per_epoch
         self.epoch = int(notes.get("epoch", self.step // now if now else 0))
+        self._resumed_per_call = notes.get("steps_per_call")
         if "steps_per_epoch" in notes and before != now:
             were, are = ("a pass" if each is None else f"{each} steps" for each in (before, now))
             warnings.warn(
@@ -235,6 +240,7 @@ class Run:
         return {
             "epoch": self.epoch,
             "steps_per_epoch": self._feed.steps_per_epoch,
+            "steps_per_call": self._per_call,
             "rows": to_plain(self.history.rows),
             "tally": self._totals.notes(self._cluster),
         }

@@ -219,6 +219,24 @@ class TestEpochs:
         state, _ = run(22, 4)
         assert int(state.step) == 22
 
+    def test_a_run_goes_on_behind_the_shorter_call_that_ended_a_pass(self, tmp_path):
+        """A pass has 7 steps, in calls of 4 and 3: as many as are left then are no multiple of a call."""
+
+        def run(where, kill=None):
+            def fail(moment):
+                if moment.step == kill:
+                    raise InterruptedError
+
+            source = jdist.data.from_files(["all"], lambda _: DATA, global_batch=16)
+            kept = [callbacks.checkpoint(tmp_path / where, every=1), fail]
+            options = {"steps": 24, "steps_per_call": 4, "callbacks": kept, **QUIET}
+            state, _ = jdist.fit(train_step, create_state(), source, **options)
+            return int(state.step), np.asarray(state.params["w"]).tobytes()
+
+        with pytest.raises(InterruptedError):
+            run("killed", kill=14)
+        assert run("killed") == run("whole")
+
     def test_a_shuffled_source_is_drawn_anew_in_each_epoch(self):
         seen: list[np.ndarray] = []
         source = jdist.data.from_arrays(DATA, global_batch=100, shuffle_seed=1)

@@ -75,7 +75,10 @@ def from_files(
     """
     if isinstance(paths, str | bytes | os.PathLike):
         raise DatasetError(f"`paths` must be a list of paths, but it is the one path {paths!r}; write `[{paths!r}]`")
-    paths = tuple(paths)
+    try:
+        paths = tuple(paths)
+    except TypeError:
+        raise DatasetError(f"`paths` must be a list of paths, but it is {paths!r:.80}") from None
     for path in paths:
         if not isinstance(path, str | os.PathLike):
             raise DatasetError(f"`paths` must hold strings or `pathlib.Path`s, but it holds {path!r}")

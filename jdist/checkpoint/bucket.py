@@ -223,6 +223,7 @@ def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) 
     """
     if isinstance(directory, BucketPath):
         return directory
+    check_is_path(directory)
     match = _URL.fullmatch(str(directory))
     if match is None and "://" not in str(directory):
         return Path(directory).expanduser().absolute()
@@ -245,3 +246,11 @@ def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) 
     # With a deadline: Google's looks for credentials in the network. No listing is kept, as other processes write there too.
     fs, path = unopened._ask("opened", lambda: fsspec.url_to_fs(str(directory), use_listings_cache=False))
     return BucketPath(fs, path.rstrip("/"), match["protocol"], timeout_s)
+
+
+def check_is_path(directory: Any) -> None:
+    """Raises a `CheckpointError` for what is neither a path nor a URL."""
+    if not isinstance(directory, str | os.PathLike) or isinstance(os.fspath(directory), bytes):
+        raise CheckpointError(
+            f"{directory!r:.80} is no directory: give a path, or a bucket's URL such as s3://BUCKET/FOLDER"
+        )

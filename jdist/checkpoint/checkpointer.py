@@ -184,8 +184,8 @@ class Checkpointer:
         body = {
             "step": step,
             "data": None if data is None else disk.to_plain_json("data", data),
-            "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
-            "metadata": disk.to_plain_json("metadata", metadata or {}),
+            "metrics": _scalars({} if metrics is None else metrics),
+            "metadata": disk.to_plain_json("metadata", {} if metadata is None else metadata),
         }
         leaves = codec.flatten(pack(fetched(state)))
         self.wait()
@@ -413,3 +413,16 @@ class Checkpointer:
             )
             if old and path not in kept:
                 disk.remove(path)
+
+
+def _scalars(metrics: Any) -> dict[str, float]:
+    """Converts metrics to floats; refuses what is none, such as an array of several numbers."""
+    if not isinstance(metrics, Mapping):
+        raise CheckpointError(f"`metrics` is {metrics!r:.80}: it must be a mapping from names to numbers")
+    scalars: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            scalars[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"`metrics`: {name!r} is {value!r:.80}: it must be one number") from error
+    return scalars

@@ -208,6 +208,8 @@ def describe_error(error: BaseException) -> str:
 
 def to_plain_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a value to JSON and back; refuses one that this changes."""
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"`{name}` is {value!r:.80}: it must be a mapping from names to plain JSON values")
     value = dict(value)
     try:
         same = json.loads(json.dumps(value))

@@ -21,7 +21,7 @@ import numpy as np
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
-from jdist.checkpoint.bucket import open_path
+from jdist.checkpoint.bucket import check_is_path, open_path
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.checkpoint.fit import check_has_values, first_few
 from jdist.checkpoint.folder import describe_error
@@ -32,6 +32,7 @@ from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support.arrays import is_key
+from jdist.support.checks import as_int
 from jdist.support.paths import names_in
 
 PyTree = Any
@@ -169,6 +170,7 @@ def _import_orbax(path: Any) -> Any:
 
 
 def _as_orbax_takes(path: str | os.PathLike[str]) -> str:
+    check_is_path(path)
     return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
 
 
@@ -176,6 +178,8 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
     """Finds the folder of a tree: the path itself, an item in it, or one in the folder of a step."""
     from etils import epath  # comes with Orbax
 
+    if step is not None and as_int(step, least=0) is None:
+        raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
     directory = epath.Path(_as_orbax_takes(path))
     if directory.is_file():
         raise CheckpointError(
@@ -327,6 +331,8 @@ def _key_kind(leaf: Any) -> str | None:
 
 def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Place:
     """Finds the checkpoint of jdist's that was saved last, or last of a step."""
+    if step is not None and as_int(step, least=0) is None:
+        raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
     folder = open_path(directory, _TIMEOUT_S)
     paths = disk.list_committed(folder) if folder.is_dir() else []
     if step is not None:

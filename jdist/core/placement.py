@@ -82,7 +82,10 @@ class Ways:
             if parts and (way.part_of or on_host):
                 n, each = way.num_parts, self._arrays[key].part_bytes
                 spans = tuple((part / n, (part + 1) / n) for part in parts) if len(parts) < n else ((0.0, 1.0),)
-                found.append(Holding(number, spans, _label(parts, n), each * len(parts)))
+                # Of an array that several devices have in the host's memory JAX keeps a copy for each.
+                copies = sum(d in way.part_of for d in devices) if way.part_of and on_host else len(parts)
+                label = _label(parts, n) + (f", {copies:,} copies" if copies > len(parts) == 1 else "")
+                found.append(Holding(number, spans, label, each * copies))
         return tuple(found)
 
     def picture(self, title: str, groups: tuple[Group, ...], refusal: str | None = None) -> StatePicture:

@@ -19,6 +19,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jdist
+from jdist.callbacks import checkpoint as checkpoint_callback
+from jdist.checkpoint import from_orbax, to_orbax
 from jdist.checkpoint import save as checkpoint_save
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.checkpoint.locks import is_claimed
@@ -521,6 +523,26 @@ def test_numbers_that_are_none_are_refused_before_anything_is_made(tmp_path, nam
     with pytest.raises(CheckpointError, match=rf"`{name}` is .*: it must be a"):
         Checkpointer(tmp_path / "new", **{name: value})
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("directory", [None, 3, b"here", ["here"], np.zeros(2)], ids=repr)
+def test_what_is_no_directory_is_named(directory):
+    state = {"n": jnp.ones(2)}
+    for take in (Checkpointer, checkpoint_callback, lambda it: from_orbax(it, state), lambda it: to_orbax(it, "there")):
+        with pytest.raises(CheckpointError, match=r"is no directory: give a path, or a bucket's URL"):
+            take(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in ("data", "metrics", "metadata") for value in (3, "x", [None], np.arange(2))]
+    + [("metrics", {"loss": value}) for value in (None, "x", np.arange(2), 10**400)],
+)
+def test_what_is_no_mapping_beside_a_state_is_named(tmp_path, name, value):
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=rf"^`{name}`.*: it must be (a mapping from names|one number)"):
+            checkpoints.save(1, {"n": 1}, **{name: value})
+        assert checkpoints.steps() == []
 
 
 def test_a_step_that_is_no_number_is_refused_and_numpys_numbers_are_numbers(tmp_path):

@@ -109,6 +109,17 @@ def test_arrays_that_no_strategy_placed():
     check_picture(picture._repr_svg_())
 
 
+def test_copies_in_a_hosts_memory_are_counted_for_each_device():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    state = [
+        jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P(*spec), memory_kind="pinned_host"))
+        for spec in ((), ("x",), (("x", "y"),))
+    ]
+    (host,) = (place for place in places(jdist.show(state).groups) if place.name == "host memory")
+    assert host.num_bytes == sum(bytes_of_shards(state, on_host=True).values()) == 8 * 32 + 2 * 32 + 32
+    assert [each.label for each in host.holdings] == ["whole, 8 copies", "all 4 parts", "all 8 parts"]
+
+
 @pytest.mark.parametrize("spec", [("x", "y"), ("y", "x"), (("x", "y"),), (("y", "x"),), ("y",), (None, "x")], ids=str)
 def test_the_number_of_a_part_is_its_place_in_the_array(spec):
     sharding = jax.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), jax.P(*spec))

@@ -87,6 +87,7 @@ def test_only_as_many_files_are_read_as_the_batches_need(tmp_path):
     [
         ([], "the dataset is empty: `paths` names no file"),
         ("data/*.npy", r"a list of paths, but it is the one path 'data/\*.npy'"),
+        (None, "`paths` must be a list of paths, but it is None"),
         ([np.arange(2)], "`paths` must hold strings or `pathlib.Path`s, but it holds array"),
     ],
 )

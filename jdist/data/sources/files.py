@@ -77,7 +77,10 @@ def from_files(
         is_pattern = isinstance(paths, str) and any(sign in paths for sign in "*?[")
         remedy = f"sorted(glob.glob({paths!r}))" if is_pattern else f"[{paths!r}]"
         raise DatasetError(f"`paths` must be a list of paths, but it is the one path {paths!r}; write `{remedy}`")
-    paths = tuple(paths)
+    try:
+        paths = tuple(paths)
+    except TypeError:
+        raise DatasetError(f"`paths` must be a list of paths, but it is {paths!r:.80}") from None
     for path in paths:
         if not isinstance(path, str | os.PathLike):
             raise DatasetError(f"`paths` must hold strings or `pathlib.Path`s, but it holds {path!r}")

@@ -418,7 +418,7 @@ class TestOutOfMemory:
         message = str(error)
         assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
         assert re.match(
-            r"a device has no memory left: Out of memory allocating \d+ bytes\. Live were \d+ arrays with ", message
+            r"a device has no memory left: Out of memory allocating \d+ bytes\. Live were [\d,]+ arrays with ", message
         )
         of_run = [leaf for leaf in error.leaves if leaf.path != "(outside of the run)"]
         batch, largest, second = of_run[:3]

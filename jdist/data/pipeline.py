@@ -19,6 +19,7 @@ from jdist.data.batching import (
     remember_real_rows,
     stack,
 )
+from jdist.data.leaves import check_fits
 from jdist.data.prefetch import Prefetcher
 from jdist.data.process_shard import NumberedPart
 from jdist.data.sources.stateful import Position
@@ -60,6 +61,7 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
         position, part = numbered_part
         try:
             fitted = fit(layout, part)
+            check_fits(fitted)
         except BatchError as error:
             error.add_note(f"in batch {position.step - 1:,} (from 0) of the pass")
             raise

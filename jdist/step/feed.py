@@ -13,7 +13,6 @@ from jdist.data.adapters.recognize import adapted
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
-from jdist.data.leaves import check_fits
 from jdist.data.lockstep import Peers
 from jdist.data.options import FeedOptions, InputContext
 from jdist.data.process_shard import ProcessShard
@@ -97,7 +96,6 @@ def _onto_devices(
         )
 
     def place(batch: PyTree) -> PyTree:
-        check_fits(batch)
         batch, axes = turn_back(batch, batch_axis, lead=lead)
         shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
         if share.count == 1:

@@ -99,6 +99,8 @@ def test_integers_that_would_wrap_are_refused(value):
     ids = np.array([3, value], np.asarray(value).dtype)
     with pytest.raises(BatchError, match=rf"leaf \['id'\] has {int(value):,} in u?int64, of which JAX keeps u?int32"):
         next(iter(TWO.distribute_dataset(from_arrays({"id": ids}, global_batch=2))))
+    with pytest.raises(BatchError, match="would become another number"):
+        next(iter(jdist.default().distribute_dataset(from_arrays({"id": ids}, global_batch=2))))
     step = jdist.distribute(lambda state, batch: (state, {"n": batch["id"].sum()}), TWO)
     with pytest.raises(BatchError, match="would become another number"):
         step(np.float32(0), {"id": ids})

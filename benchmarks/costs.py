@@ -1,12 +1,12 @@
 """What it costs to measure what a run costs: `jdist.fit` as it is, and with nothing measured.
 
-    python benchmarks/costs.py [--devices 1 2] [--rounds 25]
+    python benchmarks/costs.py [--devices 1 2] [--rounds 60]
 
 The same steps on the same batches in memory, in one process, in turn; "without" has `Costs` of `jdist.loop.run` replaced by one
-that does nothing. Measured are the time, and the processor time of all threads of the same runs. "busy" computes for some 5 ms;
-"asleep" waits as long in a callback of Python, which takes the interpreter from the loop; "empty" does nothing. A row goes to a
-file every 20 steps. "without the thread" has no `DeviceWatch`. "without again" is the noise. Target: under 0.5 % of a step of
-5 ms, 25 us.
+that does nothing. Measured are the time of the steps behind the first 20, and the processor time of all threads meanwhile, in
+short runs and many rounds, since these machines drift. "busy" computes for some 5 ms; "asleep" waits as long in a callback of
+Python, which takes the interpreter from the loop; "empty" does nothing. A row goes to a file every 20 steps. "without the
+thread" has no `DeviceWatch`. "without again" is the noise. Target: under 0.5 % of a step of 5 ms, 25 us.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tempfile
 import time
 
 from pairs import alternate, compare, on_cpu_devices
+
+_WARM_STEPS = 20
 
 
 class Nothing:
@@ -88,24 +90,29 @@ def measure(rounds: int) -> None:
 
     batch = {"x": np.ones(8192 * strategy.num_replicas, np.float32)}
     batches = list(strategy.distribute_dataset([batch] * 8))
+    spent = np.zeros(2)  # time, processor time
+
+    def timed(steps):
+        begun = np.zeros(2)
+        for i, batch in zip(range(_WARM_STEPS + steps), itertools.cycle(batches)):
+            if i == _WARM_STEPS:
+                begun = np.array([time.perf_counter(), time.process_time()])
+            yield batch
+        spent[:] += np.array([time.perf_counter(), time.process_time()]) - begun
+
     with tempfile.TemporaryDirectory() as folder:
-        for name, function, steps in (("empty", empty, 500), ("asleep for 5 ms", asleep, 300), ("busy", busy, 200)):
+        for name, function, steps in (("empty", empty, 400), ("asleep for 5 ms", asleep, 80), ("busy", busy, 60)):
             step = jdist.distribute(function, strategy, returns=("state", "metrics"), verify="off")
 
             def runner(costs, step=step, steps=steps):
                 def fit():
                     run.Costs = costs
-                    data = itertools.islice(itertools.cycle(batches), steps)
-                    jdist.fit(step, jnp.float32(0), data, steps=steps, log_to=folder, progress=False)
+                    jdist.fit(step, jnp.float32(0), timed(steps), log_to=folder, progress=False)
 
                 return fit
 
             sides = {"with": Costs, "without the thread": Unwatched, "without": Nothing, "without again": Nothing}
-            both = alternate(
-                {side: runner(costs) for side, costs in sides.items()},
-                rounds,
-                clock=lambda: np.array([time.perf_counter(), time.process_time()]),
-            )
+            both = alternate({side: runner(costs) for side, costs in sides.items()}, rounds, clock=spent.copy)
             for i, what in enumerate(("time", "processor time")):
                 times = {side: [float(each[i]) for each in laps] for side, laps in both.items()}
                 for side in ("with", "without the thread", "without again"):
@@ -119,4 +126,4 @@ def measure(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    on_cpu_devices(measure, __doc__, __file__, devices=[1, 2], rounds=25)
+    on_cpu_devices(measure, __doc__, __file__, devices=[1, 2], rounds=60)

@@ -37,14 +37,14 @@ class Comparison:
 def alternate(
     programs: dict[str, Callable[[], None]], rounds: int, *, clock: Callable[[], Any] = time.perf_counter
 ) -> dict[str, list[Any]]:
-    """Runs each program once a round, in an order that turns with the rounds; what `clock` measures of each."""
+    """Runs each program once a round, in another order each round; what `clock` measures of each."""
     names = list(programs)
     times: dict[str, list[Any]] = {name: [] for name in names}
     for program in programs.values():
         program()
-    for i in range(rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for name in rng.permutation(names).tolist():  # an order that only turned would leave each behind the same other
             start = clock()
             programs[name]()
             times[name].append(clock() - start)

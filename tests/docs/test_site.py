@@ -1,20 +1,31 @@
-"""What the site is built from: `docs/site/gather.py`, whose result `make docs` gives to Zensical."""
+"""What the site is built from, `docs/site/gather.py`, and the public address, `docs/site/set_address.py`."""
 
+import functools
 import importlib.util
+import re
+import shutil
+import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def gather(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("gather", ROOT / "docs/site/gather.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs/site" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def gather(tmp_path, monkeypatch):
+    module = script("gather")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "SITE", tmp_path / "build/docs")
     (tmp_path / "docs/guides").mkdir(parents=True)
@@ -42,3 +53,56 @@ def test_a_page_that_the_navigation_lacks_is_named(gather):
     (gather.ROOT / "docs/guides/b.md").write_text("alone")
     with pytest.raises(SystemExit, match=r"not in the navigation of mkdocs\.yml: guides/b\.md"):
         gather.main()
+
+
+@pytest.fixture
+def set_address(tmp_path):
+    for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        shutil.copy(path, tmp_path / "notebooks")
+    return functools.partial(script("set_address").main, root=tmp_path)
+
+
+def test_a_public_address_comes_to_wherever_it_belongs(set_address, tmp_path):
+    before = (tmp_path / "README.md").read_text()
+    set_address("https://github.com/someone/jdist.git")
+    address = "https://github.com/someone/jdist"
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Source"] == address
+    assert project["scripts"] == {"jdist": "jdist.cli.main:main"}
+    assert yaml.safe_load((tmp_path / "CITATION.cff").read_text())["repository-code"] == address
+    assert yaml.safe_load((tmp_path / "mkdocs.yml").read_text())["repo_url"] == address
+    readme = (tmp_path / "README.md").read_text()
+    assert f'pip install "jdist @ git+{address}"' in readme
+    assert f"]({address}/raw/main/docs/drawings/overview.svg)" in readme
+    links = re.findall(rf"\]\({address}/(?:raw|blob)/main/([^)]+)\)", readme)
+    assert len(links) == len(re.findall(r"\]\((?!https?:)", before)) > 30
+    assert all((ROOT / link).exists() for link in links)
+    assert not re.search(r"\]\((?!https?:)", readme)
+    for path in (tmp_path / "notebooks").glob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        assert (
+            f"(https://colab.research.google.com/github/someone/jdist/blob/main/notebooks/{path.name})"
+            in notebook.cells[0].source
+        )
+        assert notebook.cells[1].source.count(f'SOURCE = "git+{address}"') == 1
+        assert "# elsewhere" not in notebook.cells[1].source
+        assert (
+            notebook.metadata["sources_sha256"]
+            != nbformat.read(ROOT / "notebooks" / path.name, 4).metadata["sources_sha256"]
+        )
+
+
+@pytest.mark.parametrize("address", ["jdist", "https://gitlab.com/someone/jdist", "https://github.com/someone"])
+def test_an_address_that_colab_cannot_open_is_refused(address, set_address, tmp_path):
+    with pytest.raises(SystemExit, match="not an address such as"):
+        set_address(address)
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_an_address_is_set_once(set_address):
+    set_address("https://github.com/someone/jdist")
+    with pytest.raises(SystemExit, match="an address is set already"):
+        set_address("https://github.com/else/jdist")

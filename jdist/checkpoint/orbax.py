@@ -34,6 +34,8 @@ from jdist.errors import CheckpointError
 from jdist.support.arrays import is_key
 from jdist.support.checks import as_int
 from jdist.support.paths import names_in
+from jdist.support.suggest import did_you_mean
+from jdist.support.tracebacks import callers_level
 
 PyTree = Any
 Names = tuple[str, ...]
@@ -77,7 +79,7 @@ def from_orbax(
         2
     """
     ocp = _import_orbax(path)
-    directory = Job(lambda: _find_tree(ocp, path, step, item)).result(_TIMEOUT_S, f"looking for {path}")
+    directory = _find(ocp, path, step, item)
     like = pack(shapes_of(like))
     wanted = codec.flatten(like)
     leaves = list(wanted.values())
@@ -94,6 +96,15 @@ def from_orbax(
                 leaves[i] = codec.place(paths[i], arrays.pop(names), _key_kind(leaves[i]), leaves[i])
             jax.block_until_ready([leaves[places[names]] for names in group])  # the host's arrays are kept until then
     return unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves))
+
+
+def list_orbax(path: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the folder of a tree that Orbax wrote, and descriptions of its leaves, as a manifest has them."""
+    ocp = _import_orbax(path)
+    directory = _find(ocp, path, None, None)
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        _, saved = Job(lambda: _describe(handler, directory)).result(_TIMEOUT_S, f"reading {directory}")
+    return str(directory), [{"path": "/".join(names), **leaf} for names, leaf in saved.items()]
 
 
 def to_orbax(
@@ -174,6 +185,10 @@ def _as_orbax_takes(path: str | os.PathLike[str]) -> str:
     return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
 
 
+def _find(ocp: Any, path: str | os.PathLike[str], step: int | None, item: str | None) -> Any:
+    return Job(lambda: _find_tree(ocp, path, step, item)).result(_TIMEOUT_S, f"looking for {path}")
+
+
 def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: str | None) -> Any:
     """Finds the folder of a tree: the path itself, an item in it, or one in the folder of a step."""
     from etils import epath  # comes with Orbax
@@ -181,13 +196,21 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
     if step is not None and as_int(step, least=0) is None:
         raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
     directory = epath.Path(_as_orbax_takes(path))
+    if (ours := _ours(directory)) is not None:
+        raise CheckpointError(
+            f"{directory}: is of jdist, not of Orbax. `jdist.train.Checkpointer({str(ours)!r}).restore(like)` reads it"
+        )
     if directory.is_file():
         raise CheckpointError(
             f"{directory}: is a file, and a checkpoint of Orbax is a folder. One of flax's msgpack is read by flax: "
             "flax.training.checkpoints.restore_checkpoint"
         )
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: there is no such folder")
+        there = directory.parent.iterdir() if directory.parent.is_dir() else ()
+        near = did_you_mean(directory.name, [each.name for each in there])
+        raise CheckpointError(
+            f"{directory}: there is no such folder.{near} Give a checkpoint's folder, or that of a `CheckpointManager`."
+        )
     steps: dict[int, Any] = {}
     for each in directory.iterdir():
         match = _STEP.fullmatch(each.name)
@@ -213,6 +236,14 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
             raise CheckpointError(f"{directory}: {text}.{old}")
         raise CheckpointError(f"{directory}: holds the items {', '.join(items)}; say which by `item`, not {item!r}")
     return directory / item
+
+
+def _ours(directory: Any) -> Any:
+    """Finds the folder of jdist's checkpoints that a path is, or that is above or below it; None if there is none."""
+    if disk.NAME.fullmatch(directory.name):
+        return directory.parent
+    folders = (folder for folder in (directory, directory / "checkpoints") if folder.is_dir())
+    return next((each for each in folders if any(disk.NAME.fullmatch(path.name) for path in each.iterdir())), None)
 
 
 def _items(directory: Any) -> list[str]:
@@ -280,7 +311,7 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
         )
     if left:
         text = f"{directory}: {len(left)} leaves are not in the state and were left: {', '.join(left[:5])}"
-        warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=3)
+        warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=callers_level())
     return places
 
 
@@ -334,7 +365,7 @@ def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Pla
     if step is not None and as_int(step, least=0) is None:
         raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
     folder = open_path(directory, _TIMEOUT_S)
-    paths = disk.list_committed(folder) if folder.is_dir() else []
+    paths = disk.list_committed(folder)
     if step is not None:
         paths = [path for path in paths if disk.step_of(path) == step]
     if not paths:
@@ -360,7 +391,7 @@ def _tree_of_names(path: disk.Place) -> tuple[dict[str, Any], PyTree]:
             _put(tree, names, _value(array, leaf))
     if left:
         text = f"{path}: Orbax takes no arrays without elements; left out: {', '.join(left)}"
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
+        warnings.warn(text, CheckpointWarning, stacklevel=callers_level())
     return body, _with_lists(tree)
 
 

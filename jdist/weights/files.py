@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ METADATA = "__metadata__"  # in the place of a tensor in a header
 CONFIG = "config.json"  # Hugging Face's, beside the files of a model
 _HEADS = ("num_attention_heads", "n_head", "num_key_value_heads")
 _SUFFIX = ".safetensors"
+_BLOCK_BYTES = 16 << 20
 _ONE_OF = re.compile(r".*-\d+-of-(\d+)\.safetensors")
 DTYPES = {
     "F64": "float64",
@@ -116,7 +118,22 @@ class Reader:
         self._open.close()
 
     def read(self, tensor: Tensor, box: Sequence[slice]) -> np.ndarray:
-        """Reads a box of a tensor; raises a `CheckpointError` where it cannot be read."""
+        """Reads a box of a tensor, some rows at a time; raises a `CheckpointError` where it cannot be read.
+
+        safetensors holds Python's lock while it reads: of a large tensor long enough that other processes would take this one
+        for lost.
+        """
+        dtype, shape = tensor.numpy_dtype, tuple(each.stop - each.start for each in box)
+        rows = max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        if not shape or shape[0] <= rows:
+            return self._read_block(tensor, box)
+        values = np.empty(shape, dtype)
+        for at in range(0, shape[0], rows):
+            block = slice(box[0].start + at, box[0].start + min(at + rows, shape[0]))
+            values[at : at + rows] = self._read_block(tensor, [block, *box[1:]])
+        return values
+
+    def _read_block(self, tensor: Tensor, box: Sequence[slice]) -> np.ndarray:
         handle = self._handles[tensor.file]
         is_whole = all(each == slice(0, size) for each, size in zip(box, tensor.shape, strict=True))
         try:

@@ -68,7 +68,7 @@ def make(
         if not each.classes or each.classes != classes:
             folders = ", ".join(each.classes) or "none"
             raise options.OptionError(
-                option, f"the folders with images are {folders}, in training {', '.join(classes)}"
+                option, f"the folders with images are {folders}, in training {', '.join(classes) or 'none'}"
             )
     activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
     model = ViT(len(classes), patch, layers, width, heads, hidden, dtype=activations)

@@ -25,6 +25,7 @@ from jdist.report.files import first_free, writing
 from jdist.report.metrics_file import MetricsFile, Row
 from jdist.report.progress import numbers
 from jdist.support.checks import as_int
+from jdist.support.tracebacks import callers_level
 
 _HISTORY = "history.jsonl"
 _WAIT_S = 600.0
@@ -237,4 +238,4 @@ def _rows_of(restored: Restored | None, path: Place) -> list[Row]:
 
 
 def _warn(path: Place, text: str) -> None:
-    warnings.warn(f"{path}: {text}", CheckpointWarning, stacklevel=3)
+    warnings.warn(f"{path}: {text}", CheckpointWarning, stacklevel=callers_level())

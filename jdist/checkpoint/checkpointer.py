@@ -17,6 +17,7 @@ import itertools
 import math
 import operator
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support.checks import as_int, as_real
+from jdist.support.tracebacks import callers_level
 
 PyTree = Any
 _opened = itertools.count(1)
@@ -86,8 +88,8 @@ class Checkpointer:
     devices take, leaf by leaf, and holds no more on its host than that and one leaf.
 
     Args:
-        directory: where to save: a folder on a disk, made if need be, or a bucket's URL, `s3://BUCKET/FOLDER` or `gs://...`
-            (`pip install "jdist[remote]"`), with whose credentials and options fsspec is configured.
+        directory: where to save: a folder on a disk, made by the first save, or a bucket's URL, `s3://BUCKET/FOLDER` or
+            `gs://...` (`pip install "jdist[remote]"`), with whose credentials and options fsspec is configured.
         keep: how many of the checkpoints saved last are kept; more than one, so that a damaged one has a successor.
         best_metric: the metric whose best checkpoint is kept too; None for none.
         best_mode: whether the best is the greatest ("max") or the least ("min").
@@ -97,7 +99,7 @@ class Checkpointer:
         cluster: the processes that save together, `strategy.cluster`; None: this one alone.
 
     Raises:
-        CheckpointError: an argument is not valid, the directory cannot be made, or the processes do not share it.
+        CheckpointError: an argument is not valid, the directory is none, or the processes do not share it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -135,15 +137,16 @@ class Checkpointer:
         self._timeout_s = seconds
         self._damaged: set[str] = set()
         self._saving: tuple[int, Job] | None = None
+        self._waiting_s: float | None = None  # when the last wait for it began
         self._closed = False
         self._let_go: Callable[[], None] | None = None
         self._cluster = cluster or alone()
         # Of the values that processes exchange: their paths may differ, and several may save at once.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
-        strangers = open_shared(self._directory, self._cluster, seconds, self._name)
+        strangers, self._is_open = open_shared(self._directory, self._cluster, seconds, self._name, make=False)
         if strangers:
             text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warnings.warn(text, CheckpointWarning, stacklevel=callers_level())
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -201,18 +204,21 @@ class Checkpointer:
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
             copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
             copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
-        self._saving = step, Job(lambda: self._write(body, copied))
+        self._saving, self._waiting_s = (step, Job(lambda: self._write(body, copied))), None
         if wait:
             self.wait()
 
     def claim(self) -> None:
-        """Holds the directory for the saves of this job until it is closed; the first save does so by itself.
+        """Holds the directory, made if need be, for the saves of this job until it is closed; the first save does so by itself.
 
         Raises:
-            CheckpointError: another job holds it; says which process, on which machine.
+            CheckpointError: it cannot be made, or another job holds it; says which process, on which machine.
         """
         if self._let_go is not None:
             return
+        if not self._is_open:
+            open_shared(self._directory, self._cluster, self._timeout_s, self._name, make=True)
+            self._is_open = True
         with together(f"{self._name}: claiming", self._timeout_s, self._cluster):
             let_go = disk.claim(self._directory, _CLAIM_S) if self._cluster.is_chief else lambda: None
         self._let_go = weakref.finalize(self, let_go)
@@ -223,24 +229,30 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed (raised once), or did not end in time (it goes on).
         """
+        self._waiting_s = time.monotonic()
+        self._wait(self._waiting_s)
+
+    def _wait(self, since_s: float | None) -> None:
         if self._saving is not None:
             step, job = self._saving
             try:
                 with self._cluster.blocked():
-                    job.result(self._timeout_s, f"saving step {step} in {self._directory}")
+                    job.result(self._timeout_s, f"saving step {step} in {self._directory}", since_s)
             finally:
                 if job.done():
                     self._saving = None
 
     def close(self) -> None:
-        """Waits for the save in flight and refuses further ones; closing twice changes nothing.
+        """Waits for the save in flight, if `wait` has not already done so in vain, and refuses further ones.
+
+        Closing twice changes nothing.
 
         Raises:
             CheckpointError: as `wait`.
         """
         self._closed = True
         try:
-            self.wait()
+            self._wait(self._waiting_s)
         finally:
             if self._let_go is not None:
                 self._let_go()
@@ -350,14 +362,14 @@ class Checkpointer:
         failpoints.reached(Point.AFTER_RESTORE)
         for problem in problems.values():
             text = f"{problem}. Going on from step {body['step']} instead."
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warnings.warn(text, CheckpointWarning, stacklevel=callers_level())
         if fitted.passed_over:
             text = (
-                f"{self._directory}: {len(fitted.not_restored):,} of the state's {len(leaves):,} leaves keep the values of "
-                f"`like`, and {len(fitted.unused):,} of the checkpoint's are not used. What does not fit:\n  "
+                f"{self._directory}: {len(fitted.not_restored):,} of the state's {len(leaves):,} leaves keep their values, "
+                f"and {len(fitted.unused):,} of the checkpoint's are not used. What does not fit:\n  "
                 f"{first_few(fitted.passed_over)}"
             )
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warnings.warn(text, CheckpointWarning, stacklevel=callers_level())
         return Restored(
             state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves)),
             not_restored=fitted.not_restored,

@@ -151,9 +151,7 @@ def new_checkpoints(
 
 
 def _saved(directory: Path) -> list[int]:
-    """Lists the saved steps, ascending. A missing directory is made by the job."""
-    if not directory.is_dir():
-        return []
+    """Lists the saved steps, ascending."""
     with Checkpointer(directory) as reader:
         return reader.steps()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -15,11 +16,10 @@ from jdist.checkpoint.leaves import BESIDE
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import CheckpointError
 from jdist.support.paths import matches_path, nearest_path, parse_path
-from jdist.support.suggest import closest
 
 Only = str | Sequence[str] | Callable[[str], bool]
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
-_MOST_LISTED = 5
+_MOST_LISTED, _MOST_NEAREST = 5, 3
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Selection:
         if callable(self.only) and paths and not any(map(self.takes, paths)):
             raise CheckpointError(f"`only`: the function takes no leaf of the state; the first path is {paths[0]!r}.")
 
-    def renamed(self, paths: Sequence[str]) -> list[str | None]:
-        """Renames the paths of a checkpoint; None: it is left out."""
+    def renamed(self, paths: Sequence[str], wanted: Sequence[str]) -> list[str | None]:
+        """Renames the paths of a checkpoint to those of a state; None: it is left out."""
         if self.rename is None:
             return list(paths)
         if callable(self.rename):
@@ -127,12 +127,16 @@ class Selection:
                 used.add(old)
                 new = None if new is None else (new + path[len(old) :]).removeprefix("/")
             found.append(new)
-        for old in self.rename:
+        for old, new in self.rename.items():
             if old not in used:
-                nodes = {"/".join(path.split("/")[: old.count("/") + 1]) for path in paths}
                 raise CheckpointError(
-                    f"`rename`: {old!r} is not in the checkpoint, neither a leaf nor above one. The nearest path is "
-                    f"{closest(old, nodes, cutoff=0)!r}."
+                    f"`rename`: {old!r} is not in the checkpoint, neither a leaf nor above one. The nearest of its "
+                    f"{len(paths):,} leaves, or nodes above: {_nearest_nodes(old, paths)}."
+                )
+            if new and not any(path == new or path.startswith(f"{new}/") for path in wanted):
+                raise CheckpointError(
+                    f"`rename`: {old!r}: {new!r}: the state has no {new!r}, neither a leaf nor above one. The nearest of its "
+                    f"{len(wanted):,} leaves, or nodes above: {_nearest_nodes(new, wanted)}. None as a new path leaves it out."
                 )
         return found
 
@@ -175,7 +179,7 @@ def fit(
         if double := next((key for key, count in Counter(keys).items() if count > 1), None):
             raise CheckpointError(f"two leaves of the state are called {double}; give its nodes other keys")
         selection.check_paths(keys)
-        names = selection.renamed([name_of(leaf["path"]) for leaf in saved])
+        names = selection.renamed([name_of(leaf["path"]) for leaf in saved], keys)
         is_taken = [selection.takes(key) for key in keys]
         numbers = _numbers(saved, names, set(keys))
     found: list[int | None] = []
@@ -189,7 +193,7 @@ def fit(
         elif beside and (there is None or there["shape"] != leaf["shape"]):
             number = None
         elif there is None:
-            missing.append(f"leaf {key}: not in the checkpoint")
+            missing.append(f"leaf {key}: not in the checkpoint{_nearest_leaf(key, names, len(missing))}")
         elif not _fits(there, leaf):
             number = None
             described = f"saved {there['dtype']}{there['shape']}, the state has {leaf['dtype']}{leaf['shape']}"
@@ -206,13 +210,17 @@ def fit(
     ]
     problems = [*missing, *extra, *unlike]
     if problems and not selection.skip_mismatch:
+        remedy = "Take a part that fits, under the state's names"
+        if selection.is_all:
+            remedy = "Make it as it was when that was saved, save in another directory, or restore a part of it"
         raise CheckpointError(
-            f"{checkpoint}: does not fit the state, which is left as it is. Make it as it was when that was saved, save in "
-            f"another directory, or restore a part of it (`only`, `rename`, `skip_mismatch`):\n  {first_few(problems)}"
+            f"{checkpoint}: does not fit the state, which is left as it is. {remedy} (`only`, `rename`, `skip_mismatch`):\n  "
+            f"{first_few(problems)}\n  `jdist checkpoint {checkpoint}` lists its {len(saved):,} leaves"
         )
     if found and not any(number is not None for number in found):
         raise CheckpointError(
             f"{checkpoint}: no leaf of it fits one of the state's, so there is nothing to restore:\n  {first_few(problems)}"
+            f"\n  `jdist checkpoint {checkpoint}` lists its {len(saved):,} leaves"
         )
     used = {number for number in found if number is not None}
     return Fit(
@@ -221,6 +229,18 @@ def fit(
         unused=tuple(name_of(leaf["path"]) for i, leaf in enumerate(saved) if i not in used),
         passed_over=tuple(problems),
     )
+
+
+def _nearest_leaf(name: str, there: Sequence[str | None], number: int) -> str:
+    """Names the path nearest to one that is not there; nothing of those that `first_few` leaves out, as it takes its time."""
+    near = None if number >= _MOST_LISTED else nearest_path(name, (path for path in there if path is not None))
+    return "" if near is None else f"; nearest there is {near}"
+
+
+def _nearest_nodes(name: str, paths: Iterable[str]) -> str:
+    """Names the leaves, or nodes above them, that are nearest to one that is not there."""
+    nodes = {"/".join(path.split("/")[: name.count("/") + 1]) for path in paths}
+    return ", ".join(map(repr, difflib.get_close_matches(name, sorted(nodes), n=_MOST_NEAREST, cutoff=0)))
 
 
 def first_few(problems: Sequence[str]) -> str:

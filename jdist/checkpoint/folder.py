@@ -49,9 +49,16 @@ def number_of(path: Place) -> int:
 
 
 def list_committed(directory: Place) -> list[Place]:
-    """Lists committed checkpoints in the order of saving."""
-    there = [path for path in directory.iterdir() if NAME.fullmatch(path.name)]
+    """Lists committed checkpoints in the order of saving; none in a folder that no save has made yet."""
+    there = [path for path in _entries(directory) if NAME.fullmatch(path.name)]
     return sorted((path for path in there if isinstance(path, Path) or MANIFEST in path.sizes()), key=number_of)
+
+
+def _entries(directory: Place) -> list[Place]:
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def next_name(directory: Place, step: int) -> str:
@@ -148,7 +155,7 @@ def list_foreign(directory: Place) -> list[str]:
             return not NAME.fullmatch(path.name) and any((path / name).exists() for name in _ORBAX)
         return _FOREIGN_FILES.fullmatch(path.name) is not None
 
-    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and is_foreign(path))
+    return sorted(path.name for path in _entries(directory) if not path.name.startswith(".") and is_foreign(path))
 
 
 def check_room(folder: Place, needed_bytes: int) -> None:
@@ -289,11 +296,21 @@ _SEEN_S = 10.0  # a network file system may show a new file late
 _POLL_S = 0.05
 
 
-def open_shared(directory: Place, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
-    """Makes the folder, removes what killed processes left in it, and checks that all processes see the same one.
+def open_shared(
+    directory: Place, cluster: Runtime, timeout_s: float, name: str, *, make: bool
+) -> tuple[list[Path], bool]:
+    """Removes what killed processes left in a folder, and checks that all processes see the same one.
+
+    Args:
+        directory: the folder.
+        cluster: the processes.
+        timeout_s: the longest wait for another process.
+        name: of the values that they exchange.
+        make: make the folder, to save in it. Else one that is not there, or may only be read, is left as it is.
 
     Returns:
-        On process 0, folders named as a killed process's that hold something else.
+        On process 0, folders named as a killed process's that hold something else; whether the folder is there, the same one
+        for all.
 
     Raises:
         CheckpointError: it cannot be made, or is not the one that process 0 writes to.
@@ -301,25 +318,37 @@ def open_shared(directory: Place, cluster: Runtime, timeout_s: float, name: str)
     """
     strangers: list[Path] = []
     token = directory / f".shared_{secrets.token_hex(8)}"
+    is_open = False
     try:
         with together(f"{name}: opening", timeout_s, cluster):
             if cluster.is_chief:
                 try:
-                    directory.mkdir(parents=True, exist_ok=True)
-                    strangers = sweep(directory) if isinstance(directory, Path) else []
-                    if cluster.num_processes > 1:
-                        token.touch()
+                    if make or isinstance(directory, BucketPath) or directory.exists():
+                        directory.mkdir(parents=True, exist_ok=True)
+                        strangers = sweep(directory) if isinstance(directory, Path) else []
+                        is_open = cluster.num_processes == 1 or _touch(token, must=make)
                 except OSError as error:
                     raise CheckpointError(f"{directory}: cannot be made: {describe_error(error)}") from error
-        first = cluster.exchange(f"{name}: a file", token.name, timeout_s)[0]
+        first, is_open = cluster.exchange(f"{name}: a file", [token.name, is_open], timeout_s)[0]
         with together(f"{name}: looking", timeout_s, cluster):
-            if not cluster.is_chief:
+            if is_open and not cluster.is_chief:
                 _await(directory / first, cluster.process_index)
     finally:
         if cluster.is_chief and cluster.num_processes > 1:
             with contextlib.suppress(OSError, BucketError):  # it was never made, or it stays, which does no harm
                 token.unlink()
-    return strangers
+    return strangers, is_open
+
+
+def _touch(token: Place, *, must: bool) -> bool:
+    """Makes a file; returns whether that may be done here, where it need not."""
+    try:
+        token.touch()
+    except OSError as error:
+        if must or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return False
+    return True
 
 
 def _await(token: Place, process: int) -> None:

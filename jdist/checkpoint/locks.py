@@ -23,6 +23,7 @@ from typing import IO
 from jdist.checkpoint.bucket import BucketPath
 from jdist.errors import CheckpointError
 from jdist.support.file_lock import hold
+from jdist.support.tracebacks import callers_level
 
 
 @contextlib.contextmanager
@@ -157,7 +158,7 @@ def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 why = f"its file system has no locks ({error.strerror or error})"
                 text = f"{directory}: {why}, so nothing keeps a second job from saving here"
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, stacklevel=callers_level())
                 break
             if time.monotonic() >= deadline_s:
                 handle.seek(0)

@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax: read into a state of any layout, and written from jdist's for programs that use Orbax.
+"""Checkpoints of Orbax, read into a state of any layout; `orbax_export` writes them.
 
 Leaves are matched by their names, whatever the nodes between are: an attribute, a key and a position are written alike.
 """
@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import re
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,12 +20,11 @@ import numpy as np
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
-from jdist.checkpoint.bucket import check_is_path, open_path
-from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+from jdist.checkpoint.bucket import check_is_path
+from jdist.checkpoint.checkpointer import CheckpointWarning
 from jdist.checkpoint.fit import check_has_values, first_few
 from jdist.checkpoint.folder import describe_error
 from jdist.checkpoint.job import Job
-from jdist.checkpoint.pieces import read_leaves
 from jdist.core.remote import shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
@@ -34,14 +32,16 @@ from jdist.errors import CheckpointError
 from jdist.support.arrays import is_key
 from jdist.support.checks import as_int
 from jdist.support.paths import names_in
+from jdist.support.suggest import did_you_mean
+from jdist.support.tracebacks import callers_level
 
 PyTree = Any
 Names = tuple[str, ...]
 
-_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0
 _TOGETHER_BYTES = 64 << 20  # each call reads the description of the whole tree again
 _STEP = re.compile(r"(?:.*_)?(\d+)")
-_BESIDE = re.compile(r"(loss scale|residuals of |kept )(.*)", re.DOTALL)
+BESIDE = re.compile(r"(loss scale|residuals of |kept )(.*)", re.DOTALL)
 _KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -76,19 +76,19 @@ def from_orbax(
         >>> jdist.train.from_orbax(folder, like)["w"].sharding.num_devices
         2
     """
-    ocp = _import_orbax(path)
-    directory = Job(lambda: _find_tree(ocp, path, step, item)).result(_TIMEOUT_S, f"looking for {path}")
+    ocp = import_orbax(path)
+    directory = _find(ocp, path, step, item)
     like = pack(shapes_of(like))
     wanted = codec.flatten(like)
     leaves = list(wanted.values())
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree, saved = Job(lambda: _describe(handler, directory)).result(_TIMEOUT_S, f"reading {directory}")
+        tree, saved = Job(lambda: _describe(handler, directory)).result(TIMEOUT_S, f"reading {directory}")
         places = _fit(directory, saved, wanted)
         paths = list(wanted)
         check_has_values(directory, wanted, {paths[i] for i in places.values()})
         for group in _groups(saved, places):
             read = Job(lambda group=group: _read(ocp, handler, directory, tree, group))
-            arrays = read.result(_TIMEOUT_S, f"reading {directory}")
+            arrays = read.result(TIMEOUT_S, f"reading {directory}")
             for names in group:
                 i = places[names]
                 leaves[i] = codec.place(paths[i], arrays.pop(names), _key_kind(leaves[i]), leaves[i])
@@ -96,70 +96,16 @@ def from_orbax(
     return unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_sharded_leaf), leaves))
 
 
-def to_orbax(
-    directory: str | os.PathLike[str],
-    to: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    like: PyTree | None = None,
-) -> int:
-    """Writes a checkpoint of jdist's anew by Orbax's `CheckpointManager`, for programs that read those.
-
-    Such a program needs no change: `CheckpointManager(to).restore(step)` gives the tree by names, and its custom metadata has
-    the position in the data, metrics and metadata. Arrays without elements, which Orbax does not take, are left out with a
-    warning; with `like` they are refused. The whole checkpoint passes through this host's memory.
-
-    Args:
-        directory: of the `Checkpointer`.
-        to: the `CheckpointManager`'s directory, made if need be.
-        step: which step; None: the one saved last.
-        like: the state; with it the tree is written with its own nodes, those without leaves among them (optax's), so that
-            a program can restore into the same `TrainState`. Without it nodes are dicts and lists, and no code of the
-            state's is needed.
-
-    Returns:
-        The step that was written.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, Orbax has that step already or refuses.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp, jdist
-        >>> folder, to = tempfile.mkdtemp(), tempfile.mkdtemp()
-        >>> with jdist.train.Checkpointer(folder) as checkpoints:
-        ...     checkpoints.save(10, {"w": jnp.arange(3.0)})
-        >>> jdist.train.to_orbax(folder, to)
-        10
-        >>> with ocp.CheckpointManager(to) as manager:
-        ...     manager.restore(10, args=ocp.args.StandardRestore())["w"].tolist()
-        [0.0, 1.0, 2.0]
-    """
-    ocp = _import_orbax(to)
-    path = _find_saved(directory, step)
-    if like is None:
-        body, tree = _tree_of_names(path)
-    else:
-        with Checkpointer(directory) as checkpoints:
-            restored = checkpoints.restore(like, step=disk.step_of(path))  # and none before it
-        assert restored is not None, "there is this step"
-        tree = jax.tree.map(_on_host, restored.state, is_leaf=is_sharded_leaf)
-        body = {name: getattr(restored, name) for name in ("step", "data", "metrics", "metadata")}
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    try:
-        with ocp.CheckpointManager(_as_orbax_takes(to), options=options) as manager:
-            if body["step"] in manager.all_steps():
-                raise CheckpointError(f"{to}: Orbax has step {body['step']} here; give another directory")
-            notes = {name: body[name] for name in ("data", "metrics", "metadata")}
-            manager.save(body["step"], args=ocp.args.StandardSave(tree), custom_metadata=notes, force=True)
-            manager.wait_until_finished()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{to}: Orbax cannot write step {body['step']}: {describe_error(error)}") from error
-    return body["step"]
+def list_orbax(path: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the folder of a tree that Orbax wrote, and descriptions of its leaves, as a manifest has them."""
+    ocp = import_orbax(path)
+    directory = _find(ocp, path, None, None)
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        _, saved = Job(lambda: _describe(handler, directory)).result(TIMEOUT_S, f"reading {directory}")
+    return str(directory), [{"path": "/".join(names), **leaf} for names, leaf in saved.items()]
 
 
-def _import_orbax(path: Any) -> Any:
+def import_orbax(path: Any) -> Any:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
@@ -169,9 +115,13 @@ def _import_orbax(path: Any) -> Any:
     return ocp
 
 
-def _as_orbax_takes(path: str | os.PathLike[str]) -> str:
+def as_orbax_takes(path: str | os.PathLike[str]) -> str:
     check_is_path(path)
     return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
+
+
+def _find(ocp: Any, path: str | os.PathLike[str], step: int | None, item: str | None) -> Any:
+    return Job(lambda: _find_tree(ocp, path, step, item)).result(TIMEOUT_S, f"looking for {path}")
 
 
 def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: str | None) -> Any:
@@ -180,14 +130,22 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
 
     if step is not None and as_int(step, least=0) is None:
         raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
-    directory = epath.Path(_as_orbax_takes(path))
+    directory = epath.Path(as_orbax_takes(path))
+    if (ours := _ours(directory)) is not None:
+        raise CheckpointError(
+            f"{directory}: is of jdist, not of Orbax. `jdist.train.Checkpointer({str(ours)!r}).restore(like)` reads it"
+        )
     if directory.is_file():
         raise CheckpointError(
             f"{directory}: is a file, and a checkpoint of Orbax is a folder. One of flax's msgpack is read by flax: "
             "flax.training.checkpoints.restore_checkpoint"
         )
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: there is no such folder")
+        there = directory.parent.iterdir() if directory.parent.is_dir() else ()
+        near = did_you_mean(directory.name, [each.name for each in there])
+        raise CheckpointError(
+            f"{directory}: there is no such folder.{near} Give a checkpoint's folder, or that of a `CheckpointManager`."
+        )
     steps: dict[int, Any] = {}
     for each in directory.iterdir():
         match = _STEP.fullmatch(each.name)
@@ -213,6 +171,14 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
             raise CheckpointError(f"{directory}: {text}.{old}")
         raise CheckpointError(f"{directory}: holds the items {', '.join(items)}; say which by `item`, not {item!r}")
     return directory / item
+
+
+def _ours(directory: Any) -> Any:
+    """Finds the folder of jdist's checkpoints that a path is, or that is above or below it; None if there is none."""
+    if disk.NAME.fullmatch(directory.name):
+        return directory.parent
+    folders = (folder for folder in (directory, directory / "checkpoints") if folder.is_dir())
+    return next((each for each in folders if any(disk.NAME.fullmatch(path.name) for path in each.iterdir())), None)
 
 
 def _items(directory: Any) -> list[str]:
@@ -258,7 +224,7 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
     places: dict[Names, int] = {}
     problems: list[str] = []
     for i, (path, leaf) in enumerate(wanted.items()):
-        if _BESIDE.match(path):
+        if BESIDE.match(path):
             continue  # what a step keeps beside the user's state stays
         names = by_name.get(_plain(names_in(path)))
         if names is None:
@@ -280,7 +246,7 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
         )
     if left:
         text = f"{directory}: {len(left)} leaves are not in the state and were left: {', '.join(left[:5])}"
-        warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=3)
+        warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=callers_level())
     return places
 
 
@@ -317,67 +283,7 @@ def _read(ocp: Any, handler: Any, directory: Any, tree: PyTree, group: list[Name
     }
 
 
-def _put(tree: dict[str, Any], names: Names, leaf: Any) -> None:
-    for name in names[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[names[-1]] = leaf
-
-
 def _key_kind(leaf: Any) -> str | None:
     if not is_key(leaf):
         return None
     return str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else _KEY_KINDS[str(leaf.dtype)]
-
-
-def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Place:
-    """Finds the checkpoint of jdist's that was saved last, or last of a step."""
-    if step is not None and as_int(step, least=0) is None:
-        raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
-    folder = open_path(directory, _TIMEOUT_S)
-    paths = disk.list_committed(folder) if folder.is_dir() else []
-    if step is not None:
-        paths = [path for path in paths if disk.step_of(path) == step]
-    if not paths:
-        raise CheckpointError(f"{folder}: there is no checkpoint here{'' if step is None else f' of step {step}'}")
-    return paths[-1]
-
-
-def _tree_of_names(path: disk.Place) -> tuple[dict[str, Any], PyTree]:
-    """Reads a checkpoint of jdist's as nested dicts and lists; also returns the body of its manifest."""
-    body = disk.read_manifest(path)
-    tree: dict[str, Any] = {}
-    left: list[str] = []
-    begun_s = time.monotonic()
-    reading = read_leaves(path, body, dict.fromkeys(range(len(body["leaves"]))))
-    while (arrays := Job(lambda: next(reading, None)).result(_TIMEOUT_S, f"reading {path}", begun_s)) is not None:
-        for number, array in arrays.items():
-            leaf = body["leaves"][number]
-            if not array.size:
-                left.append(leaf["path"])
-                continue
-            beside = _BESIDE.match(leaf["path"])
-            names = (beside[1].strip(), *names_in(beside[2])) if beside else names_in(leaf["path"]) or ("state",)
-            _put(tree, names, _value(array, leaf))
-    if left:
-        text = f"{path}: Orbax takes no arrays without elements; left out: {', '.join(left)}"
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
-    return body, _with_lists(tree)
-
-
-def _value(array: np.ndarray, leaf: Mapping[str, Any]) -> Any:
-    if leaf["dtype"].startswith("python "):
-        return array.item()
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf["key"]) if leaf.get("key") else array
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf if is_key(leaf) else np.asarray(leaf)
-
-
-def _with_lists(tree: Any) -> Any:
-    """Turns nodes whose names are 0, 1, 2, ... into lists."""
-    if not isinstance(tree, dict):
-        return tree
-    nodes = {name: _with_lists(node) for name, node in tree.items()}
-    numbers = [str(i) for i in range(len(nodes))]
-    return [nodes[number] for number in numbers] if nodes and set(nodes) == set(numbers) else nodes

@@ -1,4 +1,4 @@
-"""The commands about configs and their runs: `jdist run`, `sweep`, `runs`, `plan`."""
+"""The commands about configs and their runs: `jdist run`, `sweep`, `runs`, `checkpoint`, `plan`."""
 
 from __future__ import annotations
 
@@ -166,6 +166,30 @@ def runs(
     from jdist.runs.show import show, show_timeline
 
     return (show_timeline if timeline else show)(folders, as_json=json)
+
+
+def checkpoint(
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH", help_behavior_hint="")],
+) -> int:
+    """List what a checkpoint holds.
+
+    Its step, the position in the data, metrics, and each leaf by the path that `only`, `rename` and `init_from` take,
+    with dtype, shape and bytes. No array is read.
+
+    For example:
+      jdist checkpoint runs/digits
+      jdist checkpoint runs/digits/checkpoints/step_00000500_save_00003
+      jdist checkpoint model.safetensors
+
+    Exit codes: 0 it is listed; 1 there is none, or it is damaged.
+
+    Args:
+        path: a run folder, a folder of checkpoints or a bucket's URL, of which the newest is listed; one of the checkpoints;
+            safetensors; or what Orbax has written to a disk.
+    """
+    from jdist.runs.contents import show
+
+    return show(path)
 
 
 def plan(

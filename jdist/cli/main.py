@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from jdist.cli.configs import plan, run, runs, sweep
+from jdist.cli.configs import checkpoint, plan, run, runs, sweep
 from jdist.cli.processes import doctor, launch, serve
 from jdist.cluster import exit_status
 from jdist.errors import ConfigError, JDistError
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "run": run,
     "sweep": sweep,
     "runs": runs,
+    "checkpoint": checkpoint,
     "plan": plan,
     "launch": launch,
     "serve": serve,

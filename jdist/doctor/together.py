@@ -57,7 +57,7 @@ def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
         return []
     missing = [p for p in (path, *path.parents) if not p.exists()] if cluster.is_chief else []
     try:
-        open_shared(path, cluster, timeout_s, "doctor: folder")
+        open_shared(path, cluster, timeout_s, "doctor: folder", make=True)
     except JDistError as exc:
         remedy = "Start all processes in one folder of a file system that they share: checkpoints go to its runs/."
         return [failed("folder", str(exc), remedy)]

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jdist import weights
 from jdist.checkpoint import Checkpointer, CheckpointWarning
-from jdist.checkpoint.fit import name_of
 from jdist.checkpoint.folder import list_committed
 from jdist.checkpoint.leaves import flatten
-from jdist.core.placement import stored_in
 from jdist.core.step_state import pack
 from jdist.core.strategy import Strategy
-from jdist.errors import ConfigError
+from jdist.errors import CheckpointError, ConfigError
 from jdist.experiment.config import InitSection
 from jdist.experiment.load import Document, Key
 from jdist.experiment.prepare import import_function
 from jdist.experiment.validate import Problem, refusal
-from jdist.weights.files import INDEX
+from jdist.weights.files import has_files
+from jdist.weights.load import load_part
 
 PyTree = Any
 _KEY: Key = ("init_from",)
 _MOST_NAMED = 5
+_OPTION = re.compile(r"`(only|rename|skip_mismatch|rules)`")
 
 
 def check_init_from(section: InitSection | None, document: Document) -> None:
@@ -33,7 +33,7 @@ def check_init_from(section: InitSection | None, document: Document) -> None:
         return
     path, problems = Path(section.path).expanduser(), []
     checkpoints = _checkpoints_in(path)
-    if checkpoints is None and not _has_weights(path):
+    if checkpoints is None and not has_files(path):
         text = f"{path.absolute()} has no checkpoint of a run and no safetensors, or is not there"
         problems.append(Problem(key=(*_KEY, "path"), text=text))
     elif checkpoints is None and section.rename is not None:
@@ -64,39 +64,44 @@ def init_from(section: InitSection, state: PyTree, strategy: Strategy, say: Call
         The state.
 
     Raises:
-        CheckpointError: what is there does not fit.
+        CheckpointError: what is there does not fit, or is there no more.
     """
     path = Path(section.path).expanduser()
-    checkpoints = _checkpoints_in(path)
-    options: Any = {"only": section.only, "skip_mismatch": section.skip_mismatch}
     with warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always", CheckpointWarning)
-        if checkpoints is None:
-            rules = None if section.rules is None else import_function(section.rules)()
-            loaded = weights.load(path, state, rules, cluster=strategy.cluster, **options)
-        else:
-            with Checkpointer(checkpoints, cluster=strategy.cluster) as reader:
-                restored = reader.restore(state, rename=section.rename, **options)
-            assert restored is not None  # `check_init_from` has seen one
-            loaded = restored.state
+        try:
+            loaded, new = _load(section, path, state, strategy)
+        except CheckpointError as error:
+            error.args = ("init_from: " + _OPTION.sub(r"`init_from.\1`", str(error)),)
+            raise
     for warning in passed_over:
         say(f"warning: {warning.message}")
-    before, after = flatten(pack(state)), flatten(pack(loaded))
-    kept = [name_of(key) for key, leaf in after.items() if stored_in(leaf) is stored_in(before.get(key))]
-    named = ", ".join(kept[:_MOST_NAMED]) + (f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else "")
-    say(f"begins with {len(after) - len(kept)} of {len(after)} leaves from {path}; new are {named or 'none'}")
+    count = len(flatten(pack(loaded)))
+    named = ", ".join(new[:_MOST_NAMED]) + (f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else "")
+    say(f"begins with {count - len(new)} of {count} leaves from {path}; new are {named or 'none'}")
     return loaded
+
+
+def _load(section: InitSection, path: Path, state: PyTree, strategy: Strategy) -> tuple[PyTree, tuple[str, ...]]:
+    """Returns the state with what is loaded, and the paths of its leaves that are new."""
+    # All by a pattern: None stands for a run that goes on.
+    options: Any = {"only": ".*" if section.only is None else section.only, "skip_mismatch": section.skip_mismatch}
+    checkpoints = _checkpoints_in(path)
+    if checkpoints is None and has_files(path):
+        rules = None if section.rules is None else import_function(section.rules)()
+        return load_part(path, state, rules, cluster=strategy.cluster, **options)
+    restored = None
+    if checkpoints is not None:
+        with Checkpointer(checkpoints, cluster=strategy.cluster) as reader:
+            restored = reader.restore(state, rename=section.rename, **options)
+    if restored is None:
+        raise CheckpointError(
+            f"{path}: had checkpoints when this run began, and has none now. Keep them until it trains."
+        )
+    return restored.state, restored.not_restored
 
 
 def _checkpoints_in(path: Path) -> Path | None:
     """Finds the folder of checkpoints in a run folder, or that this is itself; None if there is none."""
     folders = [folder for folder in (path / "checkpoints", path) if folder.is_dir()]
     return next((folder for folder in folders if list_committed(folder)), None)
-
-
-def _has_weights(path: Path) -> bool:
-    return (
-        any(path.glob("*.safetensors*"))
-        if path.is_dir()
-        else path.is_file() and path.name.endswith((".safetensors", INDEX))
-    )

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.strategies.devices import find_devices
 from jdist.support.checks import largest_divisor
 from jdist.support.suggest import nearest
-from jdist.tasks.options import OptionError
+from jdist.tasks.options import OptionError, near
 
 _MAKE: Key = ("task", "make")
 _OPTIONS: Key = ("task", "options")
@@ -76,10 +77,19 @@ def prepare(
         to_run: False for a plan, in which batches may be larger than the data.
 
     Raises:
-        ConfigError: one line for each name, option or number that does not fit.
+        ConfigError: one line for each name, option or number that does not fit, or a path of the task's options cannot be read.
         DeviceError: JAX finds no devices at all.
         DatasetError: the task's training data is empty or cannot be resumed.
     """
+    try:
+        return _parts(config, document, make=make, to_run=to_run)
+    except OptionError as exc:  # of the task's data
+        raise refusal(document, [_of_option(exc)]) from exc
+    except OSError as exc:
+        raise refusal(document, [_of_path(config.task, exc)]) from exc
+
+
+def _parts(config: Config, document: Document, *, make: Callable[..., Strategy], to_run: bool) -> Parts:
     values = config.model_dump()
     strategy = None
     name, options = config.strategy.name, config.strategy.model_extra or {}
@@ -235,8 +245,7 @@ def _make_task(section: TaskSection) -> tuple[Task | None, list[Problem]]:
             return None, problems
         task = function(**section.options)
     except OptionError as exc:
-        key, *others = ((*_OPTIONS, *option.split(".")) for option in (exc.option, *exc.others))
-        return None, [Problem(key=key, text=exc.text, remedy=exc.remedy, others=tuple(others))]
+        return None, [_of_option(exc)]
     except ConfigError as exc:
         return None, [Problem(key=_MAKE, text=str(exc))]
     except ModuleNotFoundError as exc:
@@ -245,6 +254,23 @@ def _make_task(section: TaskSection) -> tuple[Task | None, list[Problem]]:
         return task, []
     returned = f"{section.make} returned {show(type(task).__name__)}, not a jdist.tasks.Task"
     return None, [Problem(key=_MAKE, text=returned)]
+
+
+def _of_option(error: OptionError) -> Problem:
+    key, *others = ((*_OPTIONS, *option.split(".")) for option in (error.option, *error.others))
+    return Problem(key=key, text=error.text, remedy=error.remedy, others=tuple(others))
+
+
+def _of_path(section: TaskSection, error: OSError) -> Problem:
+    """Blames the option that an error's path is of, or is below; raises the error if there is none."""
+    for key, value in leaves(section.options):
+        for given in value if isinstance(value, list) else [value]:
+            if isinstance(given, str) and given and isinstance(error.filename, str | os.PathLike):
+                path = Path(error.filename).absolute()
+                if path.is_relative_to(Path(given).expanduser().absolute()):
+                    text = f"{path}: {error.strerror}"
+                    return Problem(key=(*_OPTIONS, *key), text=text, remedy=near(path, ending=path.suffix))
+    raise error
 
 
 def import_function(make: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,10 @@ from jdist.errors import CheckpointError
 NAME = "model.safetensors"
 INDEX = ".index.json"
 METADATA = "__metadata__"  # in the place of a tensor in a header
+CONFIG = "config.json"  # Hugging Face's, beside the files of a model
+_HEADS = ("num_attention_heads", "n_head", "num_key_value_heads")
 _SUFFIX = ".safetensors"
+_BLOCK_BYTES = 16 << 20
 _ONE_OF = re.compile(r".*-\d+-of-(\d+)\.safetensors")
 DTYPES = {
     "F64": "float64",
@@ -73,12 +77,14 @@ class Reader:
 
     Attributes:
         tensors: by their names.
+        heads: by file, which numbers of attention heads a `config.json` beside it says that the model has.
         bytes_read: of all boxes so far.
     """
 
     def __init__(self, files: Any):
         safe_open = _safetensors().safe_open
         self.tensors: dict[str, Tensor] = {}
+        self.heads: dict[Path, list[int]] = {}
         self.bytes_read = 0
         self._open = contextlib.ExitStack()
         self._handles: dict[Path, Any] = {}
@@ -86,6 +92,7 @@ class Reader:
             for path, listed in _find(files):
                 self._handles[path] = handle = stack.enter_context(_opened(safe_open, path))
                 self._add(path, handle, listed)
+                self.heads[path] = _heads_beside(path)
             self._open = stack.pop_all()
 
     def _add(self, path: Path, handle: Any, listed: set[str] | None) -> None:
@@ -111,7 +118,22 @@ class Reader:
         self._open.close()
 
     def read(self, tensor: Tensor, box: Sequence[slice]) -> np.ndarray:
-        """Reads a box of a tensor; raises a `CheckpointError` where it cannot be read."""
+        """Reads a box of a tensor, some rows at a time; raises a `CheckpointError` where it cannot be read.
+
+        safetensors holds Python's lock while it reads: of a large tensor long enough that other processes would take this one
+        for lost.
+        """
+        dtype, shape = tensor.numpy_dtype, tuple(each.stop - each.start for each in box)
+        rows = max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        if not shape or shape[0] <= rows:
+            return self._read_block(tensor, box)
+        values = np.empty(shape, dtype)
+        for at in range(0, shape[0], rows):
+            block = slice(box[0].start + at, box[0].start + min(at + rows, shape[0]))
+            values[at : at + rows] = self._read_block(tensor, [block, *box[1:]])
+        return values
+
+    def _read_block(self, tensor: Tensor, box: Sequence[slice]) -> np.ndarray:
         handle = self._handles[tensor.file]
         is_whole = all(each == slice(0, size) for each, size in zip(box, tensor.shape, strict=True))
         try:
@@ -124,6 +146,21 @@ class Reader:
             raise CheckpointError(f"{tensor}: a slice {list(box)} of it came in shape {list(values.shape)}")
         self.bytes_read += values.nbytes
         return values
+
+
+def _heads_beside(file: Path) -> list[int]:
+    try:
+        config = json.loads((file.parent / CONFIG).read_bytes())
+    except (OSError, ValueError):  # there is none, or it is not Hugging Face's
+        return []
+    return [config[key] for key in _HEADS if isinstance(config, dict) and isinstance(config.get(key), int)]
+
+
+def has_files(path: Path) -> bool:
+    """Whether a path is a file of safetensors or an index of some, or a folder with one."""
+    if path.is_dir():
+        return any(path.glob(f"*{_SUFFIX}*"))
+    return path.is_file() and path.name.endswith((_SUFFIX, INDEX))
 
 
 def _opened(safe_open: Any, path: Path) -> Any:

@@ -10,13 +10,17 @@ _CONV = "out in height width -> height width in out"
 _NORM = (("weight", "scale"), ("bias", "bias"))
 
 
-def gpt2() -> list[Rule]:
+def gpt2(*, heads: int | None = None) -> list[Rule]:
     """Lists the rules of GPT-2: `GPT2LMHeadModel`, with or without "transformer." before its names.
 
     The tree is that of `jdist.tasks.gpt2.GPT2`: names as in the files, with `h_0`, `h_1`, ... for the layers, or `h` for a
     stack of them, over which a scan goes. The projection to queries, keys and values is one, `attn/c_attn`, or three,
     `attn/query`, `attn/key` and `attn/value` with kernels [in, heads, width]. The output layer is the embedding; a file that
     has it once more has to have it the same.
+
+    Args:
+        heads: the model's, which the shape of `attn/c_attn` does not show: with them a file is refused beside which a
+            `config.json` says another number.
 
     Example:
         >>> gpt2()[0]
@@ -37,9 +41,14 @@ def gpt2() -> list[Rule]:
                 rules.append(_of_layer(f"{norm}.{torch}", f"{layer}/{norm}/{flax}", "out", "out", stack))
         for dense in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             path = dense.replace(".", "/")
+            out, numbers = "out", None
+            if dense == "attn.c_attn" and heads is not None:
+                out, numbers = "(qkv heads width)", {"qkv": 3, "heads": heads}
             # Its Conv1D is [in, out], as flax's kernels are.
-            rules.append(_of_layer(f"{dense}.weight", f"{layer}/{path}/kernel", "in out", "in out", stack))
-            rules.append(_of_layer(f"{dense}.bias", f"{layer}/{path}/bias", "out", "out", stack))
+            rules.append(
+                _of_layer(f"{dense}.weight", f"{layer}/{path}/kernel", f"in {out}", f"in {out}", stack, numbers)
+            )
+            rules.append(_of_layer(f"{dense}.bias", f"{layer}/{path}/bias", out, out, stack, numbers))
         for i, each in enumerate(("query", "key", "value")):
             split = "(qkv heads width)", "heads width", stack, {"qkv": i}
             rules.append(_of_layer("attn.c_attn.bias", f"{layer}/attn/{each}/bias", *split))

@@ -20,8 +20,9 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
+from jdist.support.tracebacks import callers_level
 from jdist.weights.axes import View
-from jdist.weights.files import Reader, Tensor
+from jdist.weights.files import CONFIG, Reader, Tensor
 from jdist.weights.rules import Rule, Rules, Source, parse_rules, sources_of
 
 PyTree = Any
@@ -70,7 +71,7 @@ def load(
 
     Raises:
         CheckpointError: a file is not there, cut off or no safetensors; a tensor is missing, left over, misshapen, of another
-            dtype, or not the same as another for the same leaf. `like` stays as it is.
+            dtype, of a model with another number of heads, or not the same as another for the same leaf. `like` stays as it is.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, jdist
@@ -80,6 +81,20 @@ def load(
         >>> jdist.weights.load(path, like)["dense"]["kernel"].shape
         (2, 3)
     """
+    return load_part(files, like, rules, only=only, skip_mismatch=skip_mismatch, cast=cast, cluster=cluster)[0]
+
+
+def load_part(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    like: PyTree,
+    rules: Rules | None,
+    *,
+    only: Only | None,
+    skip_mismatch: bool,
+    cast: bool = False,
+    cluster: Runtime | None,
+) -> tuple[PyTree, tuple[str, ...]]:
+    """Loads weights as `load` does; also returns the paths of the leaves that keep their values."""
     selection = Selection(only, None, skip_mismatch)
     parsed = None if rules is None else parse_rules(rules)
     cluster = cluster or alone()
@@ -94,12 +109,11 @@ def load(
         check_has_values("the weights", leaves, plan)
         loaded = {path: _read_leaf(reader, path, leaves[path], parts) for path, parts in plan.items()}
     if problems:
-        text = (
-            f"{len(leaves) - len(loaded):,} of {len(leaves):,} leaves keep the values of `like`. What does not fit:\n  "
-        )
-        warnings.warn(text + first_few(problems), CheckpointWarning, stacklevel=2)
+        text = f"{len(leaves) - len(loaded):,} of {len(leaves):,} leaves keep their values. What does not fit:\n  "
+        warnings.warn(text + first_few(problems), CheckpointWarning, stacklevel=callers_level())
     filled = [loaded.get(path, leaf) for path, leaf in leaves.items()]
-    return unpack(jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_sharded_leaf), filled))
+    loaded_tree = unpack(jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_sharded_leaf), filled))
+    return loaded_tree, tuple(name_of(path) for path in leaves if path not in loaded)
 
 
 def _plan(
@@ -147,6 +161,11 @@ def _parts(
                 problems.append(
                     f"{tensor}: has shape {list(tensor.shape)}, which does not fit leaf {name} of shape {list(leaf.shape)} "
                     f"(axes: {source.axes.text})"
+                )
+            elif (heads := reader.heads[tensor.file]) and view.sizes.get("heads", heads[0]) not in heads:
+                problems.append(
+                    f"{tensor}: {CONFIG} beside it says that its model has {heads[0]} attention heads, and leaf {name} of "
+                    f"shape {list(leaf.shape)} has {view.sizes['heads']} (axes: {source.axes.text})"
                 )
             elif text := _refuse_dtype(tensor.numpy_dtype, jnp.dtype(leaf.dtype), cast):
                 problems.append(f"{tensor}: has dtype {tensor.numpy_dtype}, and leaf {name} {leaf.dtype}: {text}")

@@ -322,6 +322,18 @@ class TestCheckpoint:
         again = fit(callbacks.checkpoint(tmp_path), log_every=1)[1]
         assert again.rows == history.rows
 
+    def test_what_a_checkpoint_warns_of_names_the_line_that_called_fit(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path, every=2), epochs=1, log_every=1)
+        (newest,) = tmp_path.glob("step_00000007_*/pieces_0.bin")
+        newest.write_bytes(bytes(newest.stat().st_size))
+        (tmp_path / "history.jsonl").unlink()
+        with pytest.warns(CheckpointWarning) as warned:
+            fit(callbacks.checkpoint(tmp_path), log_every=1)
+        seen = [(str(each.message), each.filename) for each in warned if each.category is CheckpointWarning]
+        assert [filename for _, filename in seen] == [__file__] * 2
+        assert "checksum" in seen[0][0]
+        assert "has 0 of the 6 rows" in seen[1][0]
+
     @pytest.mark.parametrize("damage", [b'{"step": 3, "ep', b"3", b"\xff"])
     def test_of_a_damaged_history_the_rows_before_the_damage_are_left(self, damage, tmp_path):
         fit(callbacks.checkpoint(tmp_path), epochs=1, log_every=1)

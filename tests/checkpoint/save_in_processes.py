@@ -67,5 +67,5 @@ with Checkpointer(folder / "run", keep=9, check=strategy.check, cluster=strategy
 with Checkpointer(folder / f"alone_{process}") as alone:
     met["without the others"] = said(lambda: alone.save(1, state_at(1)))
 shared_folder._SEEN_S = 0.2
-met["not shared"] = said(lambda: Checkpointer(folder / f"own_{process}", cluster=strategy.cluster))
+met["not shared"] = said(lambda: Checkpointer(folder / f"own_{process}", cluster=strategy.cluster).claim())
 (folder / f"process_{process}.json").write_text(json.dumps(met))

@@ -1,12 +1,16 @@
 """Checkpoints that nothing disturbs: what is saved comes back to the bit, laid out as asked."""
 
 import asyncio
+import contextlib
+import errno
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import flax.struct
@@ -391,6 +395,21 @@ def test_every_wait_ends(tmp_path, monkeypatch):
     assert checkpoints.steps() == [1]
 
 
+def test_what_was_waited_for_in_vain_is_not_waited_for_again_at_the_end(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(checkpoint_save, "write_pieces", lambda *_: go_on.wait(60))
+    says = rf"step 1 in {tmp_path}: not done after 3 s"
+    checkpoints = Checkpointer(tmp_path, timeout_s=3.0)
+    checkpoints.save(1, {"n": 1})
+    with pytest.raises(CheckpointError, match=says):
+        checkpoints.wait()
+    begun_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=says):
+        checkpoints.close()
+    assert time.monotonic() - begun_s < 1.5
+    go_on.set()
+
+
 def test_a_live_save_is_not_taken_for_debris_and_a_second_writer_waits(tmp_path, monkeypatch):
     started, go_on, write = threading.Event(), threading.Event(), checkpoint_save.write_pieces
 
@@ -552,3 +571,34 @@ def test_a_step_that_is_no_number_is_refused_and_numpys_numbers_are_numbers(tmp_
                 checkpoints.save(step, {"w": 1.0})
         checkpoints.save(np.int32(3), {"w": 1.0})
     assert checkpoints.steps() == [3]
+
+
+def test_reading_makes_no_folder(tmp_path):
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        assert checkpoints.restore({"w": jnp.ones(2)}) is None
+        assert (checkpoints.steps(), checkpoints.best_step) == ([], None)
+        assert list(tmp_path.iterdir()) == []
+        checkpoints.save(1, {"w": jnp.ones(2)}, wait=True)
+    assert checkpoints.steps() == [1]
+
+
+def test_several_processes_read_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
+    state = {"w": jnp.ones(2)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+
+    def refuse(path, *_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "touch", refuse)
+    two = SimpleNamespace(
+        num_processes=2,
+        process_index=0,
+        is_chief=True,
+        blocked=contextlib.nullcontext,
+        exchange=lambda what, value, timeout_s: [value, value],
+    )
+    with Checkpointer(tmp_path, cluster=two) as checkpoints:
+        assert checkpoints.restore(state).step == 1
+        with pytest.raises(CheckpointError, match="cannot be made: Read-only file system"):
+            checkpoints.save(2, state)

@@ -398,3 +398,16 @@ def test_each_process_reads_into_its_parts(tmp_path):
         [str(script), str(tmp_path / "saved")], processes=2, devices_per_process=2, log_dir=tmp_path / "logs"
     )
     assert launched.exit_code == 0, launched
+
+
+def test_what_is_no_checkpoint_of_orbax_is_said_with_what_to_do(tmp_path):
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
+        checkpoints.save(3, {"w": jnp.ones(2)})
+    saved = tmp_path / "run" / "checkpoints"
+    for path in (saved.parent, saved, saved / "step_00000003_save_00001"):
+        with pytest.raises(CheckpointError, match=rf"{path}: is of jdist, not of Orbax.*Checkpointer\('{saved}'\)"):
+            from_orbax(path, {"w": jnp.ones(2)})
+    with pytest.raises(
+        CheckpointError, match=r"/rum: there is no such folder. Did you mean 'run'\? Give a checkpoint's"
+    ):
+        from_orbax(tmp_path / "rum", {"w": jnp.ones(2)})

@@ -91,7 +91,7 @@ def test_parameters_alone_into_shapes_of_another_kind_of_tree(saved):
 
 def test_a_mismatch_is_passed_over_when_asked_for_and_listed(saved):
     like = create(jax.random.key(1), classes=3)
-    with pytest.warns(CheckpointWarning, match="keep the values of `like`") as warned:
+    with pytest.warns(CheckpointWarning, match="of the state's 12 leaves keep their values, and") as warned:
         restored = saved.restore(like, skip_mismatch=True)
     assert_same(restored.state.params["backbone"], OLD.params["backbone"])
     assert_same(restored.state.params["head"], like.params["head"])
@@ -103,7 +103,7 @@ def test_a_mismatch_is_passed_over_when_asked_for_and_listed(saved):
     assert "leaf params/head/kernel: saved float32[40, 10], the state has float32[40, 3]" in str(warned[0].message)
     with pytest.raises(CheckpointError, match=r"params.*saved float32\[40, 10\], the state has float32\[40, 3\]"):
         saved.restore(like)
-    with pytest.raises(CheckpointError, match="restore a part of it"):
+    with pytest.raises(CheckpointError, match="Take a part that fits"):
         saved.restore(like, only="params/.*")
 
 
@@ -120,6 +120,20 @@ def test_other_names(saved, rename):
     restored = saved.restore(like, only="params/.*", rename=rename)
     assert_same(restored.state.params["encoder"], OLD.params["backbone"])
     assert_same(restored.state.params["head"], OLD.params["head"])
+
+
+def test_what_is_missing_is_named_with_what_is_there(saved, folder):
+    like = create(jax.random.key(1), backbone="body")
+    path = next(folder.glob("step_*"))
+    says = (
+        "leaf params/body/dense/bias: not in the checkpoint; nearest there is params/backbone/dense/bias(.|\n)*"
+        f"`jdist checkpoint {path}` lists its 12 leaves"
+    )
+    with pytest.raises(CheckpointError, match=says):
+        saved.restore(like, only="params/.*")
+    says = r"leaf .params\['body'\]\['dense'\]\['bias'\]: not in the checkpoint; nearest there is "
+    with pytest.raises(CheckpointError, match=says + r".params\['backbone'\]\['dense'\]\['bias'\]\n"):
+        saved.restore(like)
 
 
 def test_a_predicate_takes_paths(saved):
@@ -153,7 +167,15 @@ def test_an_average_takes_the_place_of_the_parameters(tmp_path):
         ({"only": lambda path: False}, "takes no leaf"),
         (
             {"rename": {"params/bakbone": "x"}},
-            "'params/bakbone' is not in the checkpoint.*The nearest path is 'params/backbone'",
+            "'params/bakbone' is not in the checkpoint.* of its 12 leaves, or nodes above: 'params/backbone', 'params/head'",
+        ),
+        (
+            {"rename": {"params/backbone": "params/hed"}, "only": "params/head/.*"},
+            "`rename`: 'params/backbone': 'params/hed': the state has no 'params/hed'.*leaves, or nodes above: 'params/head',",
+        ),
+        (
+            {"rename": {"params/head": "params/head/dense"}},
+            "`rename`: 'params/head': 'params/head/dense': the state has no.* leaves, or nodes above: 'params/head/kernel'",
         ),
         ({"rename": {"params/backbone": "params/head", "params/backbone/dense/bias": None}}, "does not fit"),
         (

@@ -1,6 +1,7 @@
 """Runs that begin with weights of another run, or of safetensors."""
 
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from test_run import params_in
 
 import jdist
+from jdist.experiment import run
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def test_a_run_begins_with_the_parameters_of_another(first, jdist_run):
     assert "leaves from" not in out
 
 
-@pytest.mark.parametrize("strategy", ["one_device", "sharded"])
+@pytest.mark.parametrize("strategy", ["one_device", "sharded", "parameter_server"])
 def test_what_is_new_is_counted(strategy, first, jdist_run):
     code, out, _ = jdist_run("name=next", "train.steps=1", FROM, f"strategy={{name: {strategy}}}")
     assert code == 0
@@ -56,8 +58,21 @@ def test_a_run_begins_with_safetensors(first, jdist_run):
     [
         (["init_from.path=runs/none"], "init_from.path: .*/runs/none has no checkpoint of a run and no safetensors"),
         ([FROM, "init_from.rules=jdist.weights:gpt2"], "init_from.rules: is for safetensors, and runs/toy holds"),
-        ([FROM, "init_from.only=params"], r"`only`: 'params' matches no leaf.*For all below it say 'params/\.\*'"),
+        (
+            [FROM, "init_from.only=params"],
+            r"init_from: `init_from.only`: 'params' matches no.*For all below it say 'params/\.\*'",
+        ),
         ([FROM, "init_from.onl=x"], r"init_from\.onl: no such key.*only"),
+        (
+            [FROM, "init_from.rename={params/w: params/v}"],
+            "init_from: `init_from.rename`: 'params/w': 'params/v': the state has no",
+        ),
+        (
+            [FROM, "task.options.features=4"],
+            r"init_from: .*/runs/toy/checkpoints/step_\d+_save_\d+: does not fit the state, which is left as it is. Take a "
+            r"part that fits, under the state's names \(`init_from.only`, `init_from.rename`, `init_from.skip_mismatch`\):",
+        ),
+        ([FROM, "task.options.features=4", "init_from.only=null"], "init_from: .*Take a part that fits, under"),
         (["init_from.path=w", "init_from.rename={a: b}"], "init_from.rename: is for checkpoints"),
         (["init_from.path=w", "init_from.rules=jdist.weights:gpt3"], "has no function 'gpt3'.*gpt2"),
     ],
@@ -75,3 +90,10 @@ def test_a_dry_run_looks_for_the_weights(jdist_run):
     code, _, err = jdist_run("--dry-run", "init_from.path=runs/none")
     assert code == 2
     assert "has no checkpoint of a run and no safetensors" in err
+
+
+def test_checkpoints_that_vanish_before_they_are_read(first, jdist_run, monkeypatch):
+    monkeypatch.setattr(run, "check_init_from", lambda *_: shutil.rmtree("runs/toy/checkpoints"))
+    code, _, err = jdist_run("name=next", "train.steps=1", FROM)
+    assert code == 1
+    assert "init_from: runs/toy: had checkpoints when this run began, and has none now." in err

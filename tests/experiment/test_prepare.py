@@ -1,7 +1,9 @@
 """What a run refuses before it begins: wrong names, options and numbers, each with its key, value and origin."""
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 SCHEDULE = (
@@ -103,3 +105,17 @@ def test_a_traceback_can_be_asked_for(jdist_run, monkeypatch):
     monkeypatch.setenv("JDIST_TRACEBACK", "1")
     with pytest.raises(ValueError, match="no such key"):
         jdist_run("train.step=3")
+
+
+def test_a_path_that_cannot_be_read_is_blamed_on_its_option(jdist_run):
+    np.save("rows.npy", np.ones(3))
+    code, _, err = jdist_run("task.options.file=data/../row.npy")
+    assert code == 2
+    assert err == (
+        f"jdist: task.options.file: {os.getcwd()}/data/../row.npy: No such file or directory "
+        "(override task.options.file=data/../row.npy).\n"
+    )
+    code, _, err = jdist_run("task.options.file=row.npy")
+    assert err.endswith(f"(override task.options.file=row.npy). Did you mean {os.getcwd()}/rows.npy?\n")
+    with pytest.raises(FileNotFoundError):  # of no option
+        jdist_run("task.make=toy_regression:reads")

@@ -23,8 +23,10 @@ log: {every: 4}
 """
 
 
-def make(rows: int = 52, features: int = 3, noise: float = 0.1, poison_row: int | None = None) -> Task:
+def make(rows: int = 52, features: int = 3, noise: float = 0.1, poison_row: int | None = None, file: str = "") -> Task:
     """`rows` is no multiple of the batches used, so that every epoch ends in a short one; a poisoned row is NaN."""
+    if file:
+        np.load(file)
     if features < 1:
         raise OptionError("features", f"{features} is not one or more", remedy=" Say 3.")
     draw = np.random.default_rng(7)
@@ -81,3 +83,8 @@ def not_a_task():
 
 
 number = 3
+
+
+def reads() -> Task:
+    """Reads a file that no option names, and is not there."""
+    return np.load("lost.npy")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import jdist
 from jdist.errors import CheckpointError
 from jdist.train import CheckpointWarning
+from jdist.weights import files as tensor_files
 from jdist.weights.files import Reader
 from tests.by_default import some
 from tests.weights import load_in_processes as program
@@ -80,6 +81,23 @@ def test_what_is_saved_is_loaded_again_to_the_bit(source, rules, tmp_path):
             for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(into.init(create)), strict=True):
                 assert got.sharding == want.sharding, "as the strategy lays it out"
     assert_bits(jdist.weights.load(tmp_path / "one", jax.tree.map(np.zeros_like, create()), rules), create())
+
+
+def test_a_large_tensor_is_read_some_rows_at_a_time(tmp_path, monkeypatch):
+    """So that the thread that tells other processes of this one has its turn, see `Reader.read`."""
+    jdist.weights.save(create(), tmp_path)
+    sizes, read = [], Reader._read_block
+
+    def reading(reader, tensor, box):
+        values = read(reader, tensor, box)
+        sizes.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(tensor_files, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(Reader, "_read_block", reading)
+    assert_bits(jdist.weights.load(tmp_path, jax.tree.map(np.zeros_like, create())), create())
+    assert max(sizes) == 40 * 4, "a row, where that is more"
+    assert len(sizes) > len(jax.tree.leaves(create()))
 
 
 def test_a_training_goes_on_with_loaded_weights(tmp_path):

@@ -15,6 +15,7 @@ from tests.weights import reference
 
 TOLERANCE = 1e-4  # float32 against float64, over two layers
 GPT = {"vocabulary": 50, "positions": 16, "layers": 2, "width": 24}
+VIT = {"classes": 7, "patch": 4, "layers": 2, "width": 24, "hidden": 40}
 TOKENS = np.random.default_rng(1).integers(50, size=(3, 11))
 IMAGES = np.random.default_rng(2).normal(size=(2, 16, 16, 3)).astype(np.float32)
 
@@ -95,8 +96,42 @@ def test_a_fused_projection_goes_into_three(tmp_path, stacked):
     jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_gpt2_with_its_heads_is_the_same(tmp_path, stacked):
+    weights = gpt2_weights()
+    model = GPT2(**GPT, heads=3, stacked=stacked)
+    (tmp_path / "config.json").write_text('{"n_head": 3}')
+    rules = jdist.weights.gpt2(heads=model.heads)
+    variables = load(saved(tmp_path, weights), model, TOKENS, rules)
+    assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
+    (file,) = jdist.weights.save(variables, tmp_path / "again", rules)
+    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
+
+
+def test_another_number_of_heads_is_refused_where_the_config_beside_the_file_says_it(tmp_path):
+    file, model = saved(tmp_path, gpt2_weights()), GPT2(**GPT, heads=4)
+    load(file, model, TOKENS, jdist.weights.gpt2(heads=4))  # nothing tells
+    (tmp_path / "config.json").write_text('{"n_head": 3}')
+    says = (
+        r"config.json beside it says that its model has 3 attention heads, and leaf .*kernel of shape \[24, 72\] has 4"
+    )
+    with pytest.raises(CheckpointError, match=says):
+        load(file, model, TOKENS, jdist.weights.gpt2(heads=4))
+    with pytest.raises(CheckpointError, match=r"its shape .* does not fit the axes of the rule"):
+        load(file, model, TOKENS, jdist.weights.gpt2(heads=5))
+
+    file = saved(tmp_path, reference.random_weights(reference.vit_shapes(**VIT, num_patches=16)))
+    model = ViT(num_classes=7, patch=4, layers=2, width=24, heads=3, hidden=40)
+    load(file, model, IMAGES, jdist.weights.vit())
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6}')
+    with pytest.raises(CheckpointError, match=r"has 6 attention heads, and leaf .*kernel of shape \[24, 3, 8\] has 3"):
+        load(file, model, IMAGES, jdist.weights.vit())
+    (tmp_path / "config.json").write_text("what else is called so")
+    load(file, model, IMAGES, jdist.weights.vit())
+
+
 def test_vit(tmp_path):
-    shapes = reference.vit_shapes(classes=7, patch=4, layers=2, width=24, hidden=40, num_patches=16)
+    shapes = reference.vit_shapes(**VIT, num_patches=16)
     weights = reference.random_weights(shapes)
     model = ViT(num_classes=7, patch=4, layers=2, width=24, heads=3, hidden=40)
     variables = load(saved(tmp_path, weights), model, IMAGES, jdist.weights.vit())

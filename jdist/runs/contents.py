@@ -1,0 +1,82 @@
+"""`jdist checkpoint`: what a checkpoint holds, without reading its arrays."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdist.checkpoint import folder as disk
+from jdist.checkpoint.bucket import BucketPath, open_path
+from jdist.checkpoint.fit import name_of
+from jdist.checkpoint.orbax import list_orbax
+from jdist.errors import CheckpointError
+from jdist.runs.table import columns
+from jdist.support.units import size
+from jdist.weights.files import Reader, has_files
+
+_TIMEOUT_S = 60.0
+_MOST_LETTERS = 400  # of a position in the data, which may have a state for each worker
+
+
+def show(path: str) -> int:
+    """Prints the leaves of a checkpoint, of safetensors or of a tree that Orbax wrote, and what is saved beside them.
+
+    Args:
+        path: a run folder or a folder of checkpoints, of which the newest is shown, one of these, or what is not jdist's.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        CheckpointError: there is none, or what says what it holds cannot be read.
+    """
+    place = open_path(path, _TIMEOUT_S)
+    is_file = isinstance(place, Path) and place.is_file()
+    if there := [] if is_file else _checkpoints(place):
+        body = disk.read_manifest(there[-1])
+        steps = ", ".join(f"{step:,}" for step in sorted(map(disk.step_of, there)))
+        print(f"{there[-1]}: step {body['step']:,}" + (f"; there are steps {steps}" if len(there) > 1 else ""))
+        for name in ("data", "metrics", "metadata"):
+            text = json.dumps(body[name])
+            print(f"{name}: {text if len(text) <= _MOST_LETTERS else f'{text[:_MOST_LETTERS]}...'}")
+        leaves = [{**leaf, "path": name_of(leaf["path"])} for leaf in body["leaves"]]
+    elif is_file or (isinstance(place, Path) and has_files(place)):
+        with Reader(place) as reader:
+            tensors = reader.tensors.items()
+            leaves = [{"path": name, "shape": each.shape, "dtype": str(each.numpy_dtype)} for name, each in tensors]
+        print(f"{place}: safetensors")
+    elif isinstance(place, BucketPath):
+        raise CheckpointError(f"{place}: there is no checkpoint of jdist's")
+    else:
+        try:
+            found, leaves = list_orbax(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"no checkpoint of jdist's, no safetensors, and none of Orbax: {error}") from error
+        print(f"{found}: a checkpoint of Orbax")
+    sizes = [_num_bytes(leaf) for leaf in leaves]
+    rows = [
+        (leaf["path"], leaf["dtype"], str(list(leaf["shape"])), f"{num_bytes:,}")
+        for leaf, num_bytes in zip(leaves, sizes, strict=True)
+    ]
+    print(f"\n{columns(('leaf', 'dtype', 'shape', 'bytes'), rows, right=('bytes',))}")
+    print(f"\n{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}, {size(sum(sizes))}")
+    return 0
+
+
+def _checkpoints(place: disk.Place) -> list[disk.Place]:
+    """Lists the checkpoints in a run folder or a folder of checkpoints; of one of them that alone."""
+    if disk.NAME.fullmatch(place.name):
+        return [place]
+    return disk.list_committed(place / "checkpoints") or disk.list_committed(place)
+
+
+def _num_bytes(leaf: dict[str, Any]) -> int:
+    """Counts the bytes of a leaf as it is saved; of Orbax's numbers and texts there is only the kind."""
+    stored = leaf.get("stored", leaf)
+    if stored["dtype"].startswith("python ") or stored["dtype"] == "string":
+        return 0
+    return math.prod(stored["shape"]) * jnp.dtype(stored["dtype"]).itemsize

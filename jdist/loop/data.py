@@ -17,7 +17,7 @@ from jdist.data import from_arrays, from_rows
 from jdist.data.adapters.recognize import adapted, is_known
 from jdist.data.dataset import DistributedDataset
 from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import RandomAccessSource
+from jdist.data.sources.protocol import RandomAccessSource, whole_number
 from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.errors import DatasetError
 
@@ -196,9 +196,10 @@ def check_filled(data: Any, global_batch: int | None) -> None:
     """Refuses to train in batches that are mostly padding, as `jdist run` does: of more than twice the rows that there are.
 
     Raises:
-        DatasetError: `data` is arrays, or a source of them, of fewer rows.
+        DatasetError: `data` is arrays, or a source of them, of fewer rows; or there is no such `global_batch`.
     """
-    if global_batch is not None and is_known(data):
+    if global_batch is not None:
+        global_batch = whole_number(global_batch, name="global_batch", least=1)
         data = adapted(data, global_batch)
     if isinstance(data, ArraySource | RowSource):
         rows, batch = data.num_rows, data.global_batch

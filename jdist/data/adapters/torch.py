@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.adapters.refusals import refuse_rows, unlike_row
 from jdist.data.adapters.state_dict import StateDictSource
 from jdist.data.sources.plain import PlainSource
 from jdist.data.sources.stateful import StatefulBatches
@@ -35,6 +36,9 @@ class StatefulLoaderSource(StateDictSource):
         self.keeps_dataset = hasattr(loader.dataset, "state_dict")
         self._dataset_at_first = copy.deepcopy(loader.dataset.state_dict()) if self.keeps_dataset else None
         self._generator_at_first = None if self._generator is None else self._generator.get_state()
+
+    def describe_batch(self, number: int, error: Exception) -> str | None:
+        return _row_text(error)
 
     def generator_state(self) -> Any:
         """Copies the state of the generator; with workers it is ahead of them, and the loader's state has what it needs."""
@@ -108,6 +112,7 @@ def data_loader(loader: Any, global_batch: int | None) -> PlainSource:
         how_to_share=_HOW_TO_SHARE,
         length=_length(loader),
         own_part=_own_part(loader),
+        describe_row=_row_text,
     )
 
 
@@ -140,3 +145,27 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     for part in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.dataset):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def _row_text(error: Exception) -> str | None:
+    """Describes the row that made an error, if this process read it: the loader's frame has the numbers of the batch's rows.
+
+    They are read again, and the one that raises the same error again is named, or the first one unlike those before.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    fetch = next((frame.f_locals for frame in frames if "possibly_batched_index" in frame.f_locals), None)
+    if fetch is None or not isinstance(numbers := fetch["possibly_batched_index"], list):
+        return None
+    is_numbered = numbers[0] is not None  # else of an IterableDataset
+    names = [f"row {n} (from 0)" if is_numbered else f"row {i} (from 0) of the batch" for i, n in enumerate(numbers)]
+    if any(frame.f_code.co_name == "default_collate" for frame in frames):
+        unlike = unlike_row(fetch["data"], names)
+        return None if unlike is None else ", which ".join(unlike)
+    for number, name in zip(numbers, names, strict=True):
+        try:
+            if is_numbered:
+                fetch["self"].dataset[number]
+        except Exception as again:  # noqa: BLE001 - compared; the first one is raised
+            if type(again) is type(error) and str(again) == str(error):
+                return name
+    return None

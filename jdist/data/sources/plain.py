@@ -21,6 +21,7 @@ class PlainSource(Iterable[PyTree]):
         how_to_share: what makes the library give each process its own part, as code.
         length: batches of a pass; None: not known.
         own_part: `(index, count)` where the library gives this process only its part of the data; None: all of it.
+        describe_row: describes the row in which an error was raised, for its message; None: not known.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class PlainSource(Iterable[PyTree]):
     how_to_share: str
     length: int | None = None
     own_part: tuple[int, int] | None = None
+    describe_row: Callable[[Exception], str | None] = lambda _: None
     _passes: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
 
     def __iter__(self) -> Iterator[PyTree]:

@@ -126,6 +126,29 @@ def test_a_shuffle_buffer_has_no_position_and_fit_says_so(tmp_path):
         )
 
 
+@pytest.mark.filterwarnings("ignore::jdist.checkpoint.CheckpointWarning")
+def test_fit_reads_a_pass_without_a_position_again_in_the_order_of_that_pass(tmp_path):
+    def run(steps, callbacks=()):
+        shuffled = streamed().shuffle(seed=1, buffer_size=8)
+        return jdist.fit(
+            lambda state, batch: (31 * state + (batch["y"] * np.arange(5)).sum(), {"loss": state}),
+            np.int32(0),
+            shuffled,
+            strategy=jdist.one_device(),
+            steps=steps,
+            global_batch=5,
+            progress=False,
+            log_to=None,
+            verify="off",
+            callbacks=callbacks,
+        )[0]
+
+    for stopped in (3, 4, 6, 8):
+        for steps in (stopped, 11):
+            state = run(steps, [jdist.callbacks.checkpoint(tmp_path / f"{stopped}")])
+        assert int(state) == int(run(11)), f"stopped at step {stopped}"
+
+
 def test_rows_are_refused_with_what_to_do():
     with pytest.raises(DatasetError, match=r"Hugging Face Dataset are taken as batches.*from_rows"):
         fed(given())

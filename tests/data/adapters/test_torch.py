@@ -221,3 +221,24 @@ def test_a_row_of_a_stream_that_cannot_be_stacked_is_named_by_its_place():
     with pytest.raises(RuntimeError, match="equal size") as caught:
         list(fed(torch.utils.data.DataLoader(Ragged(), batch_size=3)))
     assert caught.value.__notes__[0].startswith("while reading row 1 (from 0) of the batch, which differs from row 0")
+
+
+@pytest.mark.filterwarnings("ignore::jdist.checkpoint.CheckpointWarning")
+def test_fit_reads_the_first_pass_of_a_plain_loader_again_in_the_same_order(tmp_path):
+    def run(callbacks=()):
+        order = torch.Generator().manual_seed(3)
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=5, shuffle=True, generator=order)
+        return jdist.fit(
+            lambda state, batch: (31 * state + (batch["y"] * np.arange(5)).sum(), {"loss": state}),
+            np.int32(0),
+            loader,
+            strategy=jdist.one_device(),
+            progress=False,
+            log_to=None,
+            verify="off",
+            callbacks=callbacks,
+        )[0]
+
+    stop = jdist.callbacks.Callback(on_step=lambda moment: jdist.callbacks.Stop("enough") if moment.step == 2 else None)
+    run([jdist.callbacks.checkpoint(tmp_path), stop])
+    assert int(run([jdist.callbacks.checkpoint(tmp_path)])) == int(run())

@@ -31,7 +31,11 @@ class StatefulLoaderSource(StateDictSource):
         self.kind = "StatefulDataLoader"
         self.num_steps = _length(loader)
         self.own_part = _own_part(loader)
-        self._generator = loader.generator or getattr(loader.sampler, "generator", None)
+        sampler_generator = getattr(loader.sampler, "generator", None)
+        self._generator = sampler_generator or loader.generator
+        # PyTorch's own samplers have no state: they draw a pass's order anew, from the generator as it was at its beginning.
+        is_stateful = type(loader.sampler).__module__.startswith("torchdata.")
+        self._draws_anew = sampler_generator is not None and not is_stateful
         # Whether the next pass needs more than the generator: a dataset of its own mind goes on where the last one ended.
         self.keeps_dataset = hasattr(loader.dataset, "state_dict")
         self._dataset_at_first = copy.deepcopy(loader.dataset.state_dict()) if self.keeps_dataset else None
@@ -55,12 +59,12 @@ class StatefulLoaderSource(StateDictSource):
                 self.loader.dataset.load_state_dict(copy.deepcopy(self._dataset_at_first))
         self.loader.load_state_dict(copy.deepcopy(state["loader"]))
         is_new = state["loader"] == {}
-        if is_new:
-            self._set_generator(state["generator"])
+        self._set_generator(state["generator"] if is_new else state.get("begin"))
+        begin = None if self._generator is None else self._generator.get_state()
         batches = iter(self.loader)  # draws the order
-        if not is_new:
+        if not is_new and not self._draws_anew:
             self._set_generator(state["generator"])
-        return _LoaderBatches(self, batches)
+        return _LoaderBatches(self, batches, begin)
 
     def _set_generator(self, state: Any) -> None:
         if self._generator is not None and state is not None:
@@ -68,9 +72,10 @@ class StatefulLoaderSource(StateDictSource):
 
 
 class _LoaderBatches(StatefulBatches):
-    def __init__(self, source: StatefulLoaderSource, batches: Iterator[PyTree]):
+    def __init__(self, source: StatefulLoaderSource, batches: Iterator[PyTree], begin: Any):
         self._source = source
         self._batches = batches
+        self._begin = begin  # state of the generator when the pass began
 
     def __next__(self) -> PyTree:
         return next(self._batches)
@@ -81,6 +86,7 @@ class _LoaderBatches(StatefulBatches):
         return {
             "loader": copy.deepcopy(state) if source.keeps_dataset else state,
             "generator": source.generator_state(),
+            "begin": self._begin,
         }
 
     def state_at_end(self) -> Any:

@@ -67,6 +67,11 @@ def shuffled(**options):
     return stateful(shuffle=True, generator=torch.Generator().manual_seed(1), **options)
 
 
+def own_sampler(**options):
+    order = torch.Generator().manual_seed(1)
+    return stateful(sampler=torch.utils.data.RandomSampler(Rows(), generator=order), generator=order, **options)
+
+
 KINDS = {
     "in order": stateful,
     "shuffled": shuffled,
@@ -77,6 +82,8 @@ KINDS = {
             Rows(), replacement=True, num_samples=20, generator=torch.Generator().manual_seed(1)
         )
     ),
+    "PyTorch's own sampler": lambda: own_sampler(),
+    "PyTorch's own sampler, workers": lambda: own_sampler(num_workers=2),
     "stream": lambda: stateful(Stream()),
     "distributed sampler": lambda: stateful(
         sampler=loaders.sampler.StatefulDistributedSampler(Rows(), num_replicas=1, rank=0, seed=3)

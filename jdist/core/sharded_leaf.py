@@ -112,6 +112,12 @@ class ShardedLeaf:
         return f"ShardedLeaf({self.dtype}{list(self.shape)} in {self.whereabouts}; strategy.fetch gives the array)"
 
 
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")
+_OPERATORS = (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "pos", "abs", "lt", "le", "gt", "ge")
+for _name in _OPERATORS:  # Python looks them up in the class, past `__getattr__`
+    setattr(ShardedLeaf, f"__{_name}__", lambda self, *_: self.__jax_array__())
+
+
 def is_sharded_leaf(node: object) -> bool:
     """Whether `node` is a `ShardedLeaf`, for use as `is_leaf`."""
     return isinstance(node, ShardedLeaf)

@@ -14,6 +14,7 @@ from jdist.data.process_shard import NumberedPart
 from jdist.data.progress import Progress
 from jdist.data.readers import GlobalReader, LocalReader
 from jdist.data.sources.arrays import ArraySource
+from jdist.data.sources.plain import PlainSource
 from jdist.data.sources.protocol import (
     num_batches,
     resumable,
@@ -174,9 +175,14 @@ class DistributedDataset:
         elif self._progress.finished:
             self._progress.to_begin()
 
-    def skip(self, count: int) -> None:
-        """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`."""
+    def skip(self, count: int, *, number: int = 0) -> None:
+        """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`.
+
+        `number` is that of the pass, for libraries whose order depends on it.
+        """
         self._skip = count
+        if number and isinstance(self._source, PlainSource):  # else what was looked at is the beginning of that pass
+            self._peeked, self._source.next_pass = None, number
 
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""

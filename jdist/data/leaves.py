@@ -39,7 +39,8 @@ def to_numpy(tree: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
-        raise BatchError(f"a batch must hold at least one array, but this one has no leaves: {tree!r}")
+        forgotten = "; what makes it has to return it" if tree is None else ""
+        raise BatchError(f"a batch must hold at least one array, but this one has no leaves: {tree!r}{forgotten}")
     return structure.unflatten([_leaf_to_numpy(_name(path), leaf) for path, leaf in leaves])
 
 
@@ -52,8 +53,17 @@ def numbers_of(path: str, leaf: Any) -> np.ndarray:
     """Converts a leaf of a batch to a numpy array of numbers, under the name `path` in errors.
 
     Raises:
-        BatchError: it is text, an object, a time, or nothing that numpy can read.
+        BatchError: it is text, an object, a time, a table, or nothing that numpy can read.
     """
+    columns = next(
+        (name for name in ("column_names", "columns") if hasattr(leaf, name)), None
+    )  # of Arrow, pandas, Polars
+    if columns is not None:
+        raise BatchError(
+            f"batch leaf {path} is a table, a {type(leaf).__name__}, which would become one matrix without its columns' names "
+            "and dtypes. Make it a dict of arrays, such as "
+            f"`{{name: table[name].to_numpy() for name in table.{columns}}}`"
+        )
     try:
         array = np.asarray(leaf)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -175,9 +185,12 @@ def check_same(first: TreeSpec, now: TreeSpec) -> None:
     """
     if now == first:
         return
+    before = {leaf.path: leaf.dtype.kind for leaf in first.leaves}
+    kinds = [{before.get(leaf.path), leaf.dtype.kind} for leaf in now.leaves]
+    missing = " (a value that is missing makes floats of integers: fill it in)" if {"i", "f"} in kinds else ""
     raise BatchError(
         f"a batch differs from the first one: {differences(first, now)}. All batches of a dataset need "
-        "one structure, one dtype a leaf and one shape a row: pad or crop rows in the source"
+        f"one structure, one dtype a leaf and one shape a row: pad, crop or convert rows in the source{missing}"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jdist.data.leaves import to_numpy
+from jdist.data.sources.plain import PlainSource
 from jdist.data.sources.protocol import RandomAccessSource, refuse_a_row, steps_from
 from jdist.data.sources.stateful import Place, Position, StatefulBatches, StatefulSource
 from jdist.errors import BatchError
@@ -39,6 +40,8 @@ class Pass(Iterator[PyTree]):
             rows = None
             if isinstance(source, StatefulSource) and self._batches is not None:  # else its state was refused
                 rows = source.describe_batch(self._number, error)
+            elif isinstance(source, PlainSource):
+                rows = source.describe_row(error)
             if rows is not None:
                 error.add_note(f"while reading {rows}")
             self._note(error, self._number)
@@ -54,7 +57,8 @@ class Pass(Iterator[PyTree]):
             try:
                 yield to_numpy(batch)
             except BatchError as error:
-                self._note(error, self._number - 1)
+                kind = getattr(self._source, "kind", type(self._source).__name__)
+                error.add_note(f"while making batch {self._number - 1:,} (from 0) of a {kind}")
                 raise
 
     def _note(self, error: Exception, number: int) -> None:

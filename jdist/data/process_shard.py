@@ -13,6 +13,7 @@ from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import RandomAccessSource
 from jdist.data.sources.rows import RowSource
 from jdist.data.sources.stateful import Position
+from jdist.errors import BatchError
 
 PyTree = Any
 
@@ -76,7 +77,12 @@ def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
 def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int) -> LocalRows:
     """Reads this process's part of batch number `step`, and of arrays and rows nothing else; see `part_of`."""
     if share.count == 1 or not isinstance(source, ArraySource | RowSource):
-        return part_of(source.batch_at(step), share, rows)
+        batch = source.batch_at(step)
+        try:
+            return part_of(batch, share, rows)
+        except BatchError as error:
+            error.add_note(f"in batch {step:,} (from 0) of a {getattr(source, 'kind', type(source).__name__)}")
+            raise
     num_rows = source.rows_of(step)
     return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows, rows))
 

@@ -17,7 +17,7 @@ from jdist.data import from_arrays, from_rows
 from jdist.data.adapters.recognize import adapted, is_known
 from jdist.data.dataset import DistributedDataset
 from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import RandomAccessSource
+from jdist.data.sources.protocol import RandomAccessSource, whole_number
 from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.errors import DatasetError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # brings gRPC
     from jdist.ps.coordinator.datasets import WorkerDataset
 
 PyTree = Any
-_PASSED = "passed"
+_PASSED, _PASS = "passed", "pass"
 _PLAIN = (
     "it is a plain iterable. Arrays, `jdist.data.from_arrays(...)`, and a source with `num_steps`, `global_batch`, "
     "`fingerprint` and `batch_at(step)` have a position"
@@ -53,6 +53,7 @@ class Feed:
     advice: str = _PLAIN
     pads: bool = False
     is_begun: bool = False
+    _pass: int = 0  # number of the pass
     _passed: int = 0  # batches of this pass, of a `WorkerDataset`
     _skip: int = 0  # batches that its next pass leaves out
 
@@ -72,7 +73,7 @@ class Feed:
 
     def end_pass(self) -> None:
         """Ends the pass: a position that is saved now is the beginning of the next one."""
-        self._passed = 0
+        self._pass, self._passed = self._pass + 1, 0
         if isinstance(self.batches, DistributedDataset):
             self.batches.rewind()
 
@@ -80,7 +81,7 @@ class Feed:
         """Saves the position in the pass; of data that has none, the number of its batches that were handed out."""
         if not isinstance(self.batches, DistributedDataset):
             return {_PASSED: self._passed}
-        return self.batches.state() if self.has_position else {_PASSED: self.batches.position}
+        return self.batches.state() if self.has_position else {_PASSED: self.batches.position, _PASS: self._pass}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Goes to a saved position; data without one is read up to there once more, unless it is begun."""
@@ -90,7 +91,8 @@ class Feed:
             if isinstance(self.batches, DistributedDataset):
                 self.batches.restore(state)
         elif not self.is_begun and isinstance(self.batches, DistributedDataset):
-            self.batches.skip(state[_PASSED])
+            self._pass = state.get(_PASS, 0)  # its order may depend on it
+            self.batches.skip(state[_PASSED], number=self._pass)
         elif not self.is_begun:
             self._skip = state[_PASSED]
 
@@ -196,9 +198,10 @@ def check_filled(data: Any, global_batch: int | None) -> None:
     """Refuses to train in batches that are mostly padding, as `jdist run` does: of more than twice the rows that there are.
 
     Raises:
-        DatasetError: `data` is arrays, or a source of them, of fewer rows.
+        DatasetError: `data` is arrays, or a source of them, of fewer rows; or there is no such `global_batch`.
     """
-    if global_batch is not None and is_known(data):
+    if global_batch is not None:
+        global_batch = whole_number(global_batch, name="global_batch", least=1)
         data = adapted(data, global_batch)
     if isinstance(data, ArraySource | RowSource):
         rows, batch = data.num_rows, data.global_batch

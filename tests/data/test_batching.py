@@ -177,10 +177,18 @@ def test_changing_containers_are_refused():
         fit(layout, [np.arange(4), np.arange(4)], copy=False)
 
 
+class Table:
+    column_names = ("x", "y")  # as Arrow's; pandas and Polars have `columns`
+
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros((3, 2))
+
+
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
         (3, "single value"),
+        (Table(), r"is a table, a Table, .*\{name: table\[name\]\.to_numpy\(\) for name in table\.column_names\}"),
         (np.float32(1), "single value"),
         (np.array(["a", "b"]), "dtype <U1"),
         (np.array([{}, None]), "dtype object"),
@@ -201,8 +209,10 @@ def test_key_arrays_are_refused_by_name():
 
 
 def test_a_tree_without_leaves_is_refused():
-    with pytest.raises(BatchError, match="has no leaves"):
+    with pytest.raises(BatchError, match=r"has no leaves: \{\}$"):
         to_numpy({})
+    with pytest.raises(BatchError, match="has no leaves: None; what makes it has to return it"):
+        to_numpy(None)
 
 
 def test_the_batch_may_be_one_array():

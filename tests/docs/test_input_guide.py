@@ -17,6 +17,7 @@ NEEDS = {
     "ArrayRecord": ("grain", "array_record"),
     "Parquet": ("pyarrow",),
     "Hugging Face": ("datasets",),
+    "PyTorch": ("torch", "torchdata"),
     "WebDataset": ("webdataset", "PIL"),
     "Images in a folder": ("PIL",),
     "Mixtures": ("grain",),
@@ -43,6 +44,7 @@ def test_every_format_is_tested():
     assert list(SECTIONS) == list(NEEDS)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
 # webdataset leaves its files to the garbage collector to close.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("section", NEEDS)

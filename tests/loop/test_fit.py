@@ -275,6 +275,16 @@ class TestEpochs:
         with pytest.raises(DatasetError, match=r"more than twice the 100 rows .* say global_batch=100; a dataset that"):
             run(201)
 
+    @pytest.mark.parametrize("wrong", ["4", 0, -1, 2.5, True])
+    @pytest.mark.parametrize(
+        "make", [lambda rows: rows, lambda rows: pytest.importorskip("grain").MapDataset.source([rows])]
+    )
+    def test_a_global_batch_that_is_no_number_of_rows_is_refused(self, make, wrong):
+        with pytest.raises(
+            DatasetError, match=f"`global_batch` must be a whole number, 1 or more, but it is {wrong!r}"
+        ):
+            jdist.fit(train_step, create_state(), make(DATA), global_batch=wrong, **QUIET)
+
     def test_what_the_user_has_distributed_is_taken_as_it_is_and_so_is_what_is_evaluated(self):
         feed = jdist.one_device().distribute_dataset(jdist.data.from_arrays(DATA, global_batch=400))
         few = jax.tree.map(lambda rows: rows[:3], HELD_OUT)

@@ -15,7 +15,7 @@ from jdist.data.adapters.recognize import adapted, is_known
 from jdist.data.adapters.refusals import refuse_unlike_rows
 from jdist.data.sources.protocol import whole_number
 from jdist.data.sources.rows import RowSource
-from jdist.errors import DatasetError
+from jdist.errors import BatchError, DatasetError
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
@@ -100,6 +100,11 @@ class SequenceElements:
     def element(self, number: int, epoch: int) -> PyTree:
         try:
             row = self._rows[int(number)]
+            if row is None:
+                raise BatchError(
+                    f"a row of the {self.kind} is None; it must be a tree of arrays and numbers. Leave such rows out, or let "
+                    "`rows[i]` return what it read"
+                )
             return jax.tree.map(np.asarray, row, is_leaf=lambda x: isinstance(x, list))
         except Exception as error:
             error.add_note(f"while reading row {int(number):,} (from 0)")

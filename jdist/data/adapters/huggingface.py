@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
+from jdist.data.adapters.refusals import refuse_rows, refuse_unlike_rows
 from jdist.data.adapters.state_dict import StateDictSource
 from jdist.data.sources.plain import PlainSource
 from jdist.data.sources.rows import BatchSource, RowSource
-from jdist.errors import DatasetError
+from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
 _TABLES = (None, "pandas", "polars", "arrow")  # formats whose rows are no arrays
@@ -25,6 +26,8 @@ class HuggingFaceElements:
 
     def __init__(self, dataset: Any):
         self._dataset = _as_arrays(dataset, dataset.format["type"])
+        # What a function makes of the columns is not known.
+        self._integers = [] if dataset.format["type"] == "custom" else _columns_of_integers(dataset)
         self._identity: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -32,18 +35,23 @@ class HuggingFaceElements:
 
     def element(self, number: int, epoch: int) -> PyTree:
         try:
-            return self._dataset[int(number)]
+            row = self._dataset[int(number)]
+            _refuse_nulls(row, self._integers, lambda value: f"value {value}")
+            return row
         except Exception as error:
             error.add_note(f"while reading row {int(number):,} (from 0) of the dataset{self._files()}")
             raise
 
     def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
+        names = [f"row {number:,} (from 0)" for number in numbers.tolist()]
         try:
-            return self._dataset[numbers.tolist()]
+            batch = self._dataset[numbers.tolist()]
         except Exception:
-            for number in numbers:  # the one that fails is named
-                self.element(number, epoch)
+            rows = [self.element(number, epoch) for number in numbers]  # the one that fails is named
+            refuse_unlike_rows(rows, names, self.kind)
             raise
+        _refuse_nulls(batch, self._integers, names.__getitem__)
+        return batch
 
     def identity(self) -> Mapping[str, str]:
         if not self._identity:
@@ -61,6 +69,30 @@ class HuggingFaceElements:
         if not files:
             return ""
         return f" in {files[0]!r}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+
+
+def _columns_of_integers(dataset: Any) -> list[str]:
+    """Lists the columns of integers, or of lists of them, as far as it is known what the columns hold."""
+
+    def is_integer(feature: Any) -> bool:
+        while hasattr(feature, "feature"):
+            feature = feature.feature
+        return str(getattr(feature, "dtype", "")).startswith(("int", "uint"))
+
+    return [name for name, feature in (dataset.features or {}).items() if is_integer(feature)]
+
+
+def _refuse_nulls(batch: Mapping[str, Any], integers: list[str], name_row: Callable[[int], str]) -> None:
+    """Raises a `BatchError` for integers that are missing, of which the library makes NaN, and floats of the others."""
+    for name in filter(batch.__contains__, integers):
+        values = batch[name]
+        if "float" in str(getattr(values, "dtype", "")) and (missing := np.isnan(np.atleast_1d(values))).any():
+            row = name_row(int(np.argwhere(missing)[0][0]))
+            raise BatchError(
+                f"the integers of column {name!r} have a null in {row}, which would become NaN, and all others of its batch "
+                "floats. Fill nulls in, as by `dataset.with_format(None).map(lambda row: "
+                f"{{{name!r}: -1 if row[{name!r}] is None else row[{name!r}]}})`, or leave their rows out by `filter`"
+            )
 
 
 def _as_arrays(dataset: Any, format_type: Any) -> Any:
@@ -89,6 +121,9 @@ class HuggingFaceSource(StateDictSource):
         self._initial = None  # a state of None is the beginning
         self.own_part = _own_part(dataset)
 
+    def iterate(self) -> Iterator[PyTree]:
+        return _batches(self.loader)
+
     @property
     def fingerprint(self) -> str:
         names = repr(self.loader.column_names)
@@ -100,13 +135,15 @@ def iterable_dataset(dataset: Any, global_batch: int | None) -> HuggingFaceSourc
     formatting = dataset._formatting
     dataset = _as_arrays(dataset, None if formatting is None else formatting.format_type)
     if global_batch is not None:
+        if _is_batched(dataset._ex_iterable):
+            refuse_rows("Hugging Face IterableDataset", global_batch)
         dataset = dataset.batch(global_batch)
     if not _has_buffer(dataset._ex_iterable):
         return HuggingFaceSource(dataset)
 
     def begin(epoch: int) -> Any:
         dataset.set_epoch(epoch)
-        return iter(dataset)
+        return _batches(dataset)
 
     return PlainSource(
         kind="Hugging Face IterableDataset",
@@ -116,6 +153,23 @@ def iterable_dataset(dataset: Any, global_batch: int | None) -> HuggingFaceSourc
         how_to_share=HuggingFaceSource.how_to_share,
         own_part=_own_part(dataset),
     )
+
+
+def _batches(dataset: Any) -> Iterator[PyTree]:
+    integers = _columns_of_integers(dataset)
+    for batch in dataset:
+        _refuse_nulls(batch, integers, lambda row: f"row {row} (from 0) of the batch")
+        yield batch
+
+
+def _is_batched(examples: Any) -> bool:
+    """Whether the elements are batches, as far as the steps that made them tell: a function of `map` may do anything."""
+    while examples is not None:
+        if getattr(examples, "batched", False):  # its function, or a partial of it
+            function = getattr(examples.function, "func", examples.function)
+            return function.__module__.startswith("datasets.") and function.__name__.startswith("_batch")
+        examples = getattr(examples, "ex_iterable", None)
+    return False
 
 
 def _own_part(dataset: Any) -> tuple[int, int] | None:

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from jdist.data.sources.protocol import whole_number
+
 # By the package and the name of a class: the function that adapts it, `(dataset, global_batch) -> source`.
 _ADAPTERS = {
     ("grain", "MapDataset"): "grain:map_dataset",
@@ -32,10 +34,12 @@ def adapted(source: Any, global_batch: int | None = None) -> Any:
         global_batch: rows of a batch, if the elements of the dataset are rows; None: they are batches.
 
     Raises:
-        DatasetError: it is such a dataset, but not one of batches, or not one of rows.
+        DatasetError: it is such a dataset, but not one of batches, or not one of rows; or there is no such `global_batch`.
     """
     adapt = _adapter(source)
-    return source if adapt is None else adapt(source, global_batch)
+    if adapt is None:
+        return source
+    return adapt(source, None if global_batch is None else whole_number(global_batch, name="global_batch", least=1))
 
 
 def is_known(source: Any) -> bool:

@@ -17,7 +17,7 @@ def refuse_rows(kind: str, global_batch: int | None) -> None:
     if global_batch is not None:
         raise DatasetError(
             f"`global_batch` is {global_batch}, but `data` is a {kind}, which has batches of its own. Leave `global_batch` "
-            "out, or the dataset's own batching."
+            "out: it makes batches of a dataset of rows, without a loader and without `.batch`."
         )
 
 
@@ -29,10 +29,17 @@ def refuse_unlike_rows(rows: Sequence[Any], names: Sequence[str], kind: str) -> 
         names: of each row, "row 3 (from 0)".
         kind: of the dataset, "grain MapDataset".
     """
+    if (unlike := unlike_row(rows, names)) is not None:
+        raise BatchError(
+            f"in the {kind} {' '.join(unlike)}. All rows need one structure, one dtype a leaf and one shape: pad, crop or "
+            "convert"
+        ) from None
+
+
+def unlike_row(rows: Sequence[Any], names: Sequence[str]) -> tuple[str, str] | None:
+    """Finds the name of the first row that cannot be stacked with those before, and what differs; None if all can."""
     specs = [tree_spec(jax.tree.map(np.atleast_2d, row)) for row in rows]
-    for name, spec in zip(names, specs, strict=True):
+    for name, spec in zip(names, specs, strict=False):  # the last batch of a stream may be short
         if spec != specs[0]:
-            raise BatchError(
-                f"in the {kind} {name} differs from {names[0]}: {differences(specs[0], spec)}. All rows need one structure, "
-                "one dtype a leaf and one shape: pad, crop or convert"
-            ) from None
+            return name, f"differs from {names[0]}: {differences(specs[0], spec)}"
+    return None

@@ -40,7 +40,11 @@ class StateDictSource(StatefulSource):
     def open(self, epoch: int, state: Any) -> StatefulBatches:
         self.set_epoch(epoch)
         self.loader.load_state_dict(copy.deepcopy(self._initial if state is None else state))
-        return _StateDictBatches(self, iter(self.loader))
+        return _StateDictBatches(self, self.iterate())
+
+    def iterate(self) -> Iterator[PyTree]:
+        """Begins a pass where the loader's state is."""
+        return iter(self.loader)
 
     @property
     def fingerprint(self) -> str:

@@ -27,11 +27,10 @@ def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
 
 def _is_batched(dataset: Any) -> bool:
     """Whether the elements are batches, as far as the steps that made them tell: a function of `map` may do anything."""
-    while True:
-        made_by = type(dataset).__name__
-        if "Batch" in made_by and "Unbatch" not in made_by:
-            return True
-        inputs = dataset._inputs()
-        if len(inputs) != 1 or any(word in made_by for word in ("Unbatch", "FlatMap", "Interleave")):
-            return False
-        dataset = inputs[0]
+    made_by = type(dataset).__name__
+    if "Batch" in made_by and "Unbatch" not in made_by:
+        return True
+    inputs = dataset._inputs()
+    if not inputs or any(word in made_by for word in ("Unbatch", "FlatMap", "Interleave")):
+        return False
+    return all(map(_is_batched, inputs))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from jdist.data.adapters.refusals import refuse_rows
+from jdist.data.adapters.refusals import refuse_rows, unlike_row
 from jdist.data.adapters.state_dict import StateDictSource
 from jdist.data.sources.plain import PlainSource
 from jdist.data.sources.stateful import StatefulBatches
@@ -30,11 +31,18 @@ class StatefulLoaderSource(StateDictSource):
         self.kind = "StatefulDataLoader"
         self.num_steps = _length(loader)
         self.own_part = _own_part(loader)
-        self._generator = loader.generator or getattr(loader.sampler, "generator", None)
+        sampler_generator = getattr(loader.sampler, "generator", None)
+        self._generator = sampler_generator or loader.generator
+        # PyTorch's own samplers have no state: they draw a pass's order anew, from the generator as it was at its beginning.
+        is_stateful = type(loader.sampler).__module__.startswith("torchdata.")
+        self._draws_anew = sampler_generator is not None and not is_stateful
         # Whether the next pass needs more than the generator: a dataset of its own mind goes on where the last one ended.
         self.keeps_dataset = hasattr(loader.dataset, "state_dict")
         self._dataset_at_first = copy.deepcopy(loader.dataset.state_dict()) if self.keeps_dataset else None
         self._generator_at_first = None if self._generator is None else self._generator.get_state()
+
+    def describe_batch(self, number: int, error: Exception) -> str | None:
+        return _row_text(error)
 
     def generator_state(self) -> Any:
         """Copies the state of the generator; with workers it is ahead of them, and the loader's state has what it needs."""
@@ -51,12 +59,12 @@ class StatefulLoaderSource(StateDictSource):
                 self.loader.dataset.load_state_dict(copy.deepcopy(self._dataset_at_first))
         self.loader.load_state_dict(copy.deepcopy(state["loader"]))
         is_new = state["loader"] == {}
-        if is_new:
-            self._set_generator(state["generator"])
+        self._set_generator(state["generator"] if is_new else state.get("begin"))
+        begin = None if self._generator is None else self._generator.get_state()
         batches = iter(self.loader)  # draws the order
-        if not is_new:
+        if not is_new and not self._draws_anew:
             self._set_generator(state["generator"])
-        return _LoaderBatches(self, batches)
+        return _LoaderBatches(self, batches, begin)
 
     def _set_generator(self, state: Any) -> None:
         if self._generator is not None and state is not None:
@@ -64,9 +72,10 @@ class StatefulLoaderSource(StateDictSource):
 
 
 class _LoaderBatches(StatefulBatches):
-    def __init__(self, source: StatefulLoaderSource, batches: Iterator[PyTree]):
+    def __init__(self, source: StatefulLoaderSource, batches: Iterator[PyTree], begin: Any):
         self._source = source
         self._batches = batches
+        self._begin = begin  # state of the generator when the pass began
 
     def __next__(self) -> PyTree:
         return next(self._batches)
@@ -77,6 +86,7 @@ class _LoaderBatches(StatefulBatches):
         return {
             "loader": copy.deepcopy(state) if source.keeps_dataset else state,
             "generator": source.generator_state(),
+            "begin": self._begin,
         }
 
     def state_at_end(self) -> Any:
@@ -108,6 +118,7 @@ def data_loader(loader: Any, global_batch: int | None) -> PlainSource:
         how_to_share=_HOW_TO_SHARE,
         length=_length(loader),
         own_part=_own_part(loader),
+        describe_row=_row_text,
     )
 
 
@@ -140,3 +151,27 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     for part in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.dataset):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def _row_text(error: Exception) -> str | None:
+    """Describes the row that made an error, if this process read it: the loader's frame has the numbers of the batch's rows.
+
+    They are read again, and the one that raises the same error again is named, or the first one unlike those before.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    fetch = next((frame.f_locals for frame in frames if "possibly_batched_index" in frame.f_locals), None)
+    if fetch is None or not isinstance(numbers := fetch["possibly_batched_index"], list):
+        return None
+    is_numbered = numbers[0] is not None  # else of an IterableDataset
+    names = [f"row {n} (from 0)" if is_numbered else f"row {i} (from 0) of the batch" for i, n in enumerate(numbers)]
+    if any(frame.f_code.co_name == "default_collate" for frame in frames):
+        unlike = unlike_row(fetch["data"], names)
+        return None if unlike is None else ", which ".join(unlike)
+    for number, name in zip(numbers, names, strict=True):
+        try:
+            if is_numbered:
+                fetch["self"].dataset[number]
+        except Exception as again:  # noqa: BLE001 - compared; the first one is raised
+            if type(again) is type(error) and str(again) == str(error):
+                return name
+    return None

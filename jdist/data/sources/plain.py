@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 PyTree = Any
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class PlainSource(Iterable[PyTree]):
     """Batches of another library's loader.
 
@@ -21,6 +20,8 @@ class PlainSource(Iterable[PyTree]):
         how_to_share: what makes the library give each process its own part, as code.
         length: batches of a pass; None: not known.
         own_part: `(index, count)` where the library gives this process only its part of the data; None: all of it.
+        describe_row: describes the row in which an error was raised, for its message; None: not known.
+        next_pass: number of the pass that begins next.
     """
 
     kind: str
@@ -29,10 +30,12 @@ class PlainSource(Iterable[PyTree]):
     how_to_share: str
     length: int | None = None
     own_part: tuple[int, int] | None = None
-    _passes: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+    describe_row: Callable[[Exception], str | None] = lambda _: None
+    next_pass: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[PyTree]:
-        return self.begin(next(self._passes))
+        number, self.next_pass = self.next_pass, self.next_pass + 1
+        return self.begin(number)
 
     def __len__(self) -> int:
         if self.length is None:

@@ -128,9 +128,11 @@ def refuse_a_row(element: PyTree, source: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(element):
         if isinstance(leaf, bool | int | float) or getattr(leaf, "ndim", 1) == 0:
             name = jax.tree_util.keystr(path) or "its top"
+            if path and isinstance(path[-1], jax.tree_util.SequenceKey):
+                name += " (if that is a list of one number a row, make it an array: `np.asarray`)"
             raise DatasetError(
                 f"the elements of a {kind} are taken as batches, but one has a single number at {name}, so it is a row. Batch "
-                "them by the library, `dataset.batch(...)`, or say how many rows a step takes: "
+                "them by the library, `dataset.batch(...)` or a loader's batch size, or say how many rows a step takes: "
                 "`jdist.data.from_rows(dataset, global_batch=...)` if it has random access, or the `global_batch` of "
                 "`jdist.fit`"
             )

@@ -135,6 +135,21 @@ def test_a_row_that_differs_is_named():
         list(from_rows([{"x": 1}, {"x": 2.5}], global_batch=2))
 
 
+def test_a_row_that_is_none_is_named():
+    with pytest.raises(BatchError, match="a row of the list is None; it must be a tree of arrays") as caught:
+        rows(fed(from_rows([{"x": 1}, {"x": 2}, None, {"x": 4}], global_batch=3)))
+    assert caught.value.__notes__ == ["while reading row 2 (from 0)", "while making batch 0 (from 0) of a list"]
+
+
+def test_what_a_device_cannot_hold_is_named_with_its_batch():
+    with pytest.raises(BatchError, match=r"leaf \['y'\].*dtype <U1.*leave it out") as caught:
+        rows(fed(from_rows([{"y": 1}, {"y": 2}, {"y": "a"}], global_batch=2)))
+    assert caught.value.__notes__ == ["in batch 1 (from 0) of a list"]
+    with pytest.raises(BatchError, match="has no leaves: None") as caught:
+        rows(fed(batch for batch in [{"y": np.zeros(2)}, None]))
+    assert caught.value.__notes__ == ["while making batch 1 (from 0) of a generator"]
+
+
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [

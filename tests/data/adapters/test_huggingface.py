@@ -126,6 +126,29 @@ def test_a_shuffle_buffer_has_no_position_and_fit_says_so(tmp_path):
         )
 
 
+@pytest.mark.filterwarnings("ignore::jdist.checkpoint.CheckpointWarning")
+def test_fit_reads_a_pass_without_a_position_again_in_the_order_of_that_pass(tmp_path):
+    def run(steps, callbacks=()):
+        shuffled = streamed().shuffle(seed=1, buffer_size=8)
+        return jdist.fit(
+            lambda state, batch: (31 * state + (batch["y"] * np.arange(5)).sum(), {"loss": state}),
+            np.int32(0),
+            shuffled,
+            strategy=jdist.one_device(),
+            steps=steps,
+            global_batch=5,
+            progress=False,
+            log_to=None,
+            verify="off",
+            callbacks=callbacks,
+        )[0]
+
+    for stopped in (3, 4, 6, 8):
+        for steps in (stopped, 11):
+            state = run(steps, [jdist.callbacks.checkpoint(tmp_path / f"{stopped}")])
+        assert int(state) == int(run(11)), f"stopped at step {stopped}"
+
+
 def test_rows_are_refused_with_what_to_do():
     with pytest.raises(DatasetError, match=r"Hugging Face Dataset are taken as batches.*from_rows"):
         fed(given())
@@ -146,6 +169,48 @@ def test_what_a_device_cannot_hold_is_named():
         BatchError, match=r"\['y'\].*dtype object.* row 0 of the batch is of shape \(1,\), and row 1 of shape \(2,\)"
     ):
         rows(fed(from_rows(ragged, global_batch=2)))
+
+
+def with_null(number, kind=None):
+    values = [None if row == number else row for row in range(8)]
+    return datasets.Dataset.from_dict({"y": values}).with_format(kind)
+
+
+@pytest.mark.parametrize("kind", [None, "numpy", "torch"])
+def test_a_null_among_integers_is_named_and_does_not_make_floats_of_them(kind):
+    for number in (1, 5):
+        with pytest.raises(
+            BatchError, match=rf"column 'y' have a null in row {number} \(from 0\).*dataset\.with_format\(None\)\.map"
+        ) as caught:
+            rows(fed(from_rows(with_null(number, kind), global_batch=4)))
+        assert caught.value.__notes__ == [f"while making batch {number // 4} (from 0) of a Hugging Face Dataset"]
+    with pytest.raises(BatchError, match="column 'y' have a null in value 1"):
+        rows(fed(with_null(5, kind).batch(4)))
+    filled = with_null(5, kind).with_format(None).map(lambda row: {"y": -1 if row["y"] is None else row["y"]})
+    assert flat(rows(fed(from_rows(filled, global_batch=4)))) == [0, 1, 2, 3, 4, -1, 6, 7]
+    as_floats = datasets.Dataset.from_dict({"y": [0, 1]}).with_format("numpy", dtype=np.float32)
+    assert flat(rows(fed(from_rows(as_floats, global_batch=2)))) == [0, 1]
+
+
+def test_a_null_among_the_integers_of_a_stream_or_of_lists_is_named():
+    with pytest.raises(BatchError, match=r"a null in row 1 \(from 0\) of the batch") as caught:
+        rows(fed(adapted(with_null(5).to_iterable_dataset(), 4)))
+    assert caught.value.__notes__ == ["while making batch 1 (from 0) of a Hugging Face IterableDataset"]
+    lists = datasets.Dataset.from_dict({"y": [[1, 2], [3, None]], "x": [None, [1]]})
+    with pytest.raises(BatchError, match=r"column 'y' have a null in row 1"):
+        rows(fed(from_rows(lists.select_columns("y"), global_batch=2)))
+    with pytest.raises(BatchError, match=r"row 1 \(from 0\) differs from row 0 \(from 0\): \['x'\] is new"):
+        rows(fed(from_rows(lists.select_columns("x"), global_batch=2)))
+
+
+@pytest.mark.parametrize(
+    "batched", [lambda rows: rows.batch(3), lambda rows: rows.with_format("numpy").batch(3).map(dict)]
+)
+def test_a_global_batch_of_batches_of_a_stream_is_refused(batched):
+    with pytest.raises(DatasetError, match=r"`global_batch` is 6, .* Leave `global_batch` out"):
+        adapted(batched(streamed()), 6)
+    one_by_one = batched(streamed()).map(lambda batch: {"y": batch["y"]}, batched=True, remove_columns=["x"])
+    assert adapted(one_by_one, 6) is not None
 
 
 def test_rows_that_change_in_a_stream_are_named_with_their_batch():

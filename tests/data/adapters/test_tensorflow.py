@@ -52,6 +52,7 @@ def test_rows_and_texts_are_refused():
         lambda rows: rows.batch(4).prefetch(1),
         lambda rows: rows.padded_batch(4).map(lambda batch: batch, num_parallel_calls=2),
         lambda rows: rows.ragged_batch(4),
+        lambda rows: tf.data.Dataset.zip({"y": rows.batch(4), "x": rows.batch(4)}).map(lambda both: both["y"]),
     ],
 )
 def test_global_batch_is_refused_for_batches(batched):

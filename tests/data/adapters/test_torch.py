@@ -67,6 +67,11 @@ def shuffled(**options):
     return stateful(shuffle=True, generator=torch.Generator().manual_seed(1), **options)
 
 
+def own_sampler(**options):
+    order = torch.Generator().manual_seed(1)
+    return stateful(sampler=torch.utils.data.RandomSampler(Rows(), generator=order), generator=order, **options)
+
+
 KINDS = {
     "in order": stateful,
     "shuffled": shuffled,
@@ -77,6 +82,8 @@ KINDS = {
             Rows(), replacement=True, num_samples=20, generator=torch.Generator().manual_seed(1)
         )
     ),
+    "PyTorch's own sampler": lambda: own_sampler(),
+    "PyTorch's own sampler, workers": lambda: own_sampler(num_workers=2),
     "stream": lambda: stateful(Stream()),
     "distributed sampler": lambda: stateful(
         sampler=loaders.sampler.StatefulDistributedSampler(Rows(), num_replicas=1, rank=0, seed=3)
@@ -178,3 +185,67 @@ def test_an_error_has_the_traceback_of_the_worker(workers):
         assert "in DataLoader worker process" in str(caught.value)
         assert "__getitem__" in str(caught.value)
     assert "while making batch 1 (from 0) of a StatefulDataLoader" in caught.value.__notes__
+
+
+KINDS_OF_LOADERS = [torch.utils.data.DataLoader, loaders.StatefulDataLoader]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LOADERS)
+def test_the_row_that_cannot_be_read_is_named(kind):
+    order = [5, 2, 7, 1]
+    with pytest.raises(ValueError, match="bad pixel") as caught:
+        rows(fed(kind(Broken(), batch_size=2, sampler=order)))
+    assert caught.value.__notes__ == [
+        "while reading row 7 (from 0)",
+        f"while making batch 1 (from 0) of a {kind.__name__}",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LOADERS)
+@pytest.mark.parametrize(
+    ("bad", "difference"),
+    [
+        ({"x": np.zeros(2)}, r"['x'] was float64[rows, 3] and is float64[rows, 2]"),
+        ({"x": "a"}, r"['x'] was float64[rows, 3] and is <U1[rows, 1]"),
+        ({"x": None}, r"['x'] is missing"),
+        (None, r"['x'] is missing"),
+        ({"y": np.zeros(3)}, r"['x'] is missing; ['y'] is new"),
+    ],
+)
+def test_the_row_that_cannot_be_stacked_is_named(kind, bad, difference):
+    data = [{"x": np.zeros(3)} for _ in range(6)]
+    data[5] = bad
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - as default_collate happens to fail
+        list(fed(kind(data, batch_size=4)))
+    assert caught.value.__notes__[0] == f"while reading row 5 (from 0), which differs from row 4 (from 0): {difference}"
+
+
+def test_a_row_of_a_stream_that_cannot_be_stacked_is_named_by_its_place():
+    class Ragged(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from (torch.zeros(size) for size in (3, 3, 3, 3, 2))
+
+    with pytest.raises(RuntimeError, match="equal size") as caught:
+        list(fed(torch.utils.data.DataLoader(Ragged(), batch_size=3)))
+    assert caught.value.__notes__[0].startswith("while reading row 1 (from 0) of the batch, which differs from row 0")
+
+
+@pytest.mark.filterwarnings("ignore::jdist.checkpoint.CheckpointWarning")
+def test_fit_reads_the_first_pass_of_a_plain_loader_again_in_the_same_order(tmp_path):
+    def run(callbacks=()):
+        order = torch.Generator().manual_seed(3)
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=5, shuffle=True, generator=order)
+        return jdist.fit(
+            lambda state, batch: (31 * state + (batch["y"] * np.arange(5)).sum(), {"loss": state}),
+            np.int32(0),
+            loader,
+            strategy=jdist.one_device(),
+            progress=False,
+            log_to=None,
+            verify="off",
+            callbacks=callbacks,
+        )[0]
+
+    stop = jdist.callbacks.Callback(on_step=lambda moment: jdist.callbacks.Stop("enough") if moment.step == 2 else None)
+    run([jdist.callbacks.checkpoint(tmp_path), stop])
+    assert int(run([jdist.callbacks.checkpoint(tmp_path)])) == int(run())

@@ -198,7 +198,8 @@ class Run:
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
         ideal_step_s = peaks.ideal_step_s(self._train_step, self.state, self._feed.batches.element_spec)
-        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_step_s)
+        trains = self._reason is None and not self._is_complete()
+        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_step_s, trains=trains)
         self._call_back("start", None)
         self._cluster.at_step(self.step)
 

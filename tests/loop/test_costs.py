@@ -345,6 +345,19 @@ class TestGoodput:
         last = json.loads((tmp_path / "times.jsonl").read_text().splitlines()[-1])
         assert (last["event"], last["outcome"]) == ("end", "failed")
 
+    def test_a_finished_run_that_is_started_again_adds_nothing(self, tmp_path):
+        def go(epochs: int) -> list[str]:
+            saves = callbacks.checkpoint(tmp_path)
+            options = {"global_batch": 16, "epochs": epochs, "callbacks": [saves], **EVAL, **QUIET}
+            jdist.fit(train_step, create_state(), DATA, **options)
+            return (tmp_path / "times.jsonl").read_text().splitlines()
+
+        lines = go(1)
+        assert go(1) == lines
+        (tmp_path / "times.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # killed with its last step saved
+        assert [json.loads(line).get("event") for line in go(1)[len(lines) - 1 :]] == ["begin", None, "end"]
+        assert json.loads(go(2)[-1])["attempt"] == 2
+
     @pytest.mark.parametrize(("age_s", "lines"), [(0.0, 24), (1e6, 4)])
     def test_of_a_long_start_lines_are_further_apart(self, tmp_path, monkeypatch, age_s, lines):
         """Each start reads all lines: of one second each a week has 600,000."""

@@ -285,6 +285,15 @@ def test_a_line_torn_by_a_kill_is_left_out_and_another_is_named(run):
         read_timeline(run)
 
 
+@pytest.mark.parametrize(("place", "name"), [(0, "at"), (2, "begin"), (9, "attempt")])
+def test_a_line_of_times_that_lacks_something_is_named(run, place, name):
+    lines = times("../logs")
+    del lines[place][name]
+    write(run / "times.jsonl", lines)
+    with pytest.raises(ConfigError, match=rf"toy/times\.jsonl:{place + 1}: has no number for {name}\. Mend"):
+        read_timeline(run)
+
+
 def test_what_has_no_timeline_is_named(tmp_path, monkeypatch, capsys, run):
     monkeypatch.chdir(tmp_path)
     empty = tmp_path / "runs/digits"

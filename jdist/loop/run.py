@@ -291,8 +291,12 @@ class Run:
             self._call_back("eval", row, measured)
             self._log(row)
             self._save(row)
-        with self._costs.during(CHECKPOINT if self._functions["save"] else OTHER, self.step):
-            self._call_back("end", None)
+        moment = self._moment("end", None)
+        for callback in self._callbacks:
+            if callback.on_end is not None:
+                saves = callback.on_save is not None
+                with self._costs.during(CHECKPOINT, self.step) if saves else self._costs.clock.during(OTHER):
+                    self._act_on("end", callback.on_end(moment))
 
     def _after_call(self, ended: Sequence[int]) -> None:
         """Does what is due after a call, or at the end of a pass, which has ended these epochs."""

@@ -133,6 +133,15 @@ class TestShares:
         assert seconds["evaluation"] > 0
         assert history.rows[0]["startup_share"] + history.rows[0]["compile_share"] > 0.5
 
+    def test_what_a_callback_does_at_the_end_is_no_checkpoint(self, tmp_path):
+        spent: list[dict[str, float]] = []
+        slow = callbacks.Callback(on_end=lambda _: time.sleep(1.0), logs=())
+        tells = callbacks.Callback(on_end=lambda moment: spent.append(dict(moment.spent)), logs=())
+        saves = callbacks.checkpoint(tmp_path)
+        jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=[slow, saves, tells], **QUIET)
+        assert spent[0]["other"] >= 1.0
+        assert 0 < spent[0]["checkpoint"] < 1.0
+
     def test_a_compilation_in_the_midst_is_named(self):
         def compiles(moment):
             if moment.step == 6:

@@ -46,7 +46,7 @@ class RunSummary:
 
     @property
     def time_s(self) -> float:
-        """Seconds of training."""
+        """Seconds of training, without what came before it, evaluations and saves."""
         return self.rows[-1].get("time_s", 0.0) if self.rows else 0.0
 
     @property

@@ -189,7 +189,7 @@ def summary(timeline: Timeline) -> str:
         f", {counted(timeline.lost_steps, 'step')} done again ({timeline.lost_s:,.1f} s)" if timeline.lost_steps else ""
     )
     return (
-        f"{timeline.name}: {last.last:,} steps in {timeline.end - timeline.begin:,.1f} s, "
+        f"{timeline.name}: {last.last:,} steps in {timeline.end - timeline.begin:,.1f} s of wall time, "
         f"{counted(restarts, 'restart')}{lost}; {last.outcome}"
     )
 

@@ -23,7 +23,7 @@ def test_it_lists_runs_and_compares_two(jdist):
         "metric",
         "last",
         "best",
-        "time",
+        "trained",
         "goodput",
         "status",
         "when",

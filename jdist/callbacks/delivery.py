@@ -16,6 +16,7 @@ import numpy as np
 
 from jdist.checkpoint.bucket import BucketPath
 from jdist.checkpoint.folder import Place
+from jdist.checkpoint.locks import check_held
 from jdist.errors import CheckpointError, ConfigError
 from jdist.report.curves import NO_MATPLOTLIB, as_png
 from jdist.report.files import write_atomically
@@ -263,6 +264,7 @@ class Delivery:
             text = json.dumps({"run_id": self._run_id, "steps": self._marks})
             try:
                 if isinstance(self._path, BucketPath):
+                    check_held(self._path.parent)  # another job's marks are not replaced
                     self._path.write_text(text)
                 else:
                     write_atomically(self._path, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,7 +33,31 @@ _FLAGS_ANYWHERE = ("run", "sweep", "runs", "plan")  # the arguments of `launch` 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, or the arguments after `jdist`; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        try:
+            code = _call(sys.argv[1:] if arguments is None else list(arguments))
+        except SystemExit:  # of --help
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not flushed there again
+        exit_status.failed(exit_status.FAILED)
+        return exit_status.FAILED
+
+
+def _is_reader_gone() -> bool:
+    """Whether nobody reads standard output any longer, as in `jdist runs | head -1`."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors alone
+    return bool(poll.poll(0))
+
+
+def _call(arguments: Sequence[str]) -> int:
+    """Calls the subcommand, and turns its errors into a line and an exit code."""
     try:
         code = _dispatch(arguments)
         if code != exit_status.FINISHED:

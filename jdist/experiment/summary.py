@@ -48,7 +48,7 @@ def non_finite_advice(error: NonFiniteError, good: int, saved: int, *, total: in
         total: the steps of the run.
         steps_per_call: how many of them one call makes, which the steps that are left have to divide by.
     """
-    if saved == good:
+    if saved and saved == good:
         where, begin = f"The state before it, at step {good:,}, is saved.", "go on from here"
     elif saved:
         where, begin = f"The newest checkpoint is that of step {saved:,}.", "go on from there"

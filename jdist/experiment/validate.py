@@ -160,6 +160,8 @@ def _translate(error: Any) -> Problem:
         remedy = f" {_description(key)}"
     elif kind == "string_type" and isinstance(value, bool | int | float):
         remedy = f" If it is meant as text, quote it: '{value}'."
+        if isinstance(value, bool):  # written in one of YAML's ways
+            remedy = f" If it is meant as text, quote it as it is written, such as '{'yes' if value else 'no'}'."
     return Problem(key=key, text=text, remedy=remedy)
 
 

@@ -56,7 +56,7 @@ class Costs:
         self._earlier = Earlier([], step=0, at=begun)
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
 
-    def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None) -> None:
+    def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None, trains: bool = True) -> None:
         """Begins with a step, where an earlier attempt may have left off.
 
         Args:
@@ -64,6 +64,7 @@ class Costs:
             folder: where the run keeps what it goes on from; None: it cannot go on. In a bucket nothing can be appended, so
                 the record there would be of this attempt alone: none is kept.
             ideal_step_s: the time of a step at the chip's peak; None: not known.
+            trains: whether there are steps left to make.
         """
         self._ideal_step_s = ideal_step_s
         self._since = (step, *self._since[1:])
@@ -73,7 +74,7 @@ class Costs:
         cluster, at = self._strategy.cluster, self.clock.begun + self._to_epoch_s
         devices = max(1, len(self._strategy.devices))
         about = {"processes": cluster.num_processes, "devices": devices, **launch_of(os.environ, folder)}
-        self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, about=about)
+        self._file = TimesFile(folder, step=step, at=at, writes=cluster.is_chief, trains=trains, about=about)
         self._earlier = Earlier(self._file.earlier, step=step, at=at)
 
     def waits(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:

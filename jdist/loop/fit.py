@@ -175,8 +175,8 @@ def fit(
         except Exception as exc:
             if run.first is not None:
                 exc.add_note(
-                    f"jdist.fit was at step {run.step:,}.{_name_step(exc, step, run.first)} The newest state of a step that "
-                    "you distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+                    f"{_name_step(exc, step, run)} The newest state of a step that you distribute yourself, "
+                    "`train_step = jdist.distribute(...)`, is in `train_step.last_state`."
                 )
             raise
     state = run.state if objects is None else objects.with_state(run.state)
@@ -230,6 +230,12 @@ def _callbacks(
     if log_to is not None:
         if "://" in str(log_to):
             raise StepError(f"fit: `log_to` is {log_to}; rows are appended one by one, so name a folder on a disk.")
+        if Path(log_to).suffix == ".jsonl":
+            raise StepError(
+                f"fit: `log_to` is {log_to}, the name of a file; give a folder, in which each run writes a new file "
+                f"metrics-TIME.jsonl. For a file of your own give `log_to=None` and "
+                f"`callbacks=[jdist.callbacks.jsonl({os.fspath(log_to)!r})]`."
+            )
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         listed.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
     return [*listed, progress_bar()] if progress else listed
@@ -272,13 +278,15 @@ def _check_optional_count(name: str, value: Any) -> int | None:
     return None if value is None else _check_count(name, value)
 
 
-def _name_step(exc: Exception, step: Any, first: int) -> str:
-    """Translates the step that an error names, which counts from 0, into that of the run.
+def _name_step(exc: Exception, step: Any, run: Run) -> str:
+    """Says at which step an error came, one step alone: that of a NaN is named by the error, some calls later.
 
-    A plain `step` has been distributed for this run, which had `first` steps behind it when it began.
+    A plain `step` has been distributed for this run, so the error can name the run's step in place of the call's.
     """
     if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
-        return ""
+        return f"jdist.fit was at step {run.step:,}."
     if isinstance(step, Distributed | Task):
-        return " The error counts from 0, since the step was distributed."
-    return f" The error counts from 0, since the run began or went on: that is the run's step {first + exc.step + 1:,}."
+        return "The error counts the step's calls from 0, since it was distributed."
+    message = str(exc).removeprefix(f"step {exc.step}")
+    exc.args = (f"step {(run.first or 0) + exc.step + 1:,} of the run{message}",)
+    return "The steps of a run count from 1."

@@ -198,7 +198,8 @@ class Run:
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
         ideal_step_s = peaks.ideal_step_s(self._train_step, self.state, self._feed.batches.element_spec)
-        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_step_s)
+        trains = self._reason is None and not self._is_complete()
+        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_step_s, trains=trains)
         self._call_back("start", None)
         self._cluster.at_step(self.step)
 
@@ -290,8 +291,12 @@ class Run:
             self._call_back("eval", row, measured)
             self._log(row)
             self._save(row)
-        with self._costs.during(CHECKPOINT if self._functions["save"] else OTHER, self.step):
-            self._call_back("end", None)
+        moment = self._moment("end", None)
+        for callback in self._callbacks:
+            if callback.on_end is not None:
+                saves = callback.on_save is not None
+                with self._costs.during(CHECKPOINT, self.step) if saves else self._costs.clock.during(OTHER):
+                    self._act_on("end", callback.on_end(moment))
 
     def _after_call(self, ended: Sequence[int]) -> None:
         """Does what is due after a call, or at the end of a pass, which has ended these epochs."""

@@ -7,13 +7,15 @@ import html
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from jdist.support.units import size
 
@@ -121,16 +123,16 @@ class Bar:
 
     def __init__(self, progress: Progress, *, step: int, total: int | None) -> None:
         self._progress = progress
-        self._bar = progress.add_task("train", total=total, completed=step, figures=_COMPILING)
+        self._bar = progress.add_task("train", total=total, completed=step, figures=[_COMPILING])
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed, costs: Costs = _NONE) -> None:
-        *figures, eta = _parts(metrics, speed, costs)  # what does not fit is cut at the end
-        self._progress.update(self._bar, completed=step, figures="  ".join([eta, *figures]))
+        *figures, eta = _parts(metrics, speed, costs)
+        self._progress.update(self._bar, completed=step, figures=[eta, *figures])
 
     def move(self, step: int) -> None:
         """Moves the bar and leaves its figures, of which there are none before the first step is compiled."""
         (task,) = (task for task in self._progress.tasks if task.id == self._bar)
-        figures = "" if task.fields["figures"] == _COMPILING else task.fields["figures"]
+        figures = [each for each in task.fields["figures"] if each != _COMPILING]
         self._progress.update(self._bar, completed=step, figures=figures)
 
     def note(self, text: str) -> None:
@@ -138,6 +140,27 @@ class Bar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class _Fitting:
+    """Figures on one line, from the first to the last that has room there."""
+
+    def __init__(self, figures: Sequence[str]) -> None:
+        self._figures = figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = "".join(self._figures[:1])
+        for figure in self._figures[1:]:
+            longer = f"{line}  {figure}"
+            if cell_len(longer) > options.max_width:
+                break
+            line = longer
+        yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+class _FiguresColumn(ProgressColumn):
+    def render(self, task: Task) -> _Fitting:
+        return _Fitting(task.fields["figures"])
 
 
 class NotebookBar:
@@ -201,9 +224,9 @@ def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
     digits = len(str(step if total is None else total))
     counter = Column(no_wrap=True, min_width=2 * digits + 1)
     columns = (TextColumn("step", table_column=Column(min_width=4)), MofNCompleteColumn(table_column=counter))
-    bar = BarColumn(table_column=Column(min_width=8))
-    figures = TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-    progress = Progress(*columns, bar, figures, console=console)
+    bar = BarColumn(bar_width=max(8, console.width // 10))
+    figures = _FiguresColumn(table_column=Column(ratio=1))  # the room that the others leave
+    progress = Progress(*columns, bar, figures, console=console, expand=True)
     progress.start()
     return Bar(progress, step=step, total=total)
 
@@ -246,19 +269,19 @@ def percent(share: float) -> str:
 
 
 def _parts(metrics: Mapping[str, float], speed: Speed, costs: Costs) -> Iterator[str]:
-    yield figures(metrics)
+    yield from (f"{name} {readable(value)}" for name, value in numbers(metrics).items())
     if math.isfinite(speed.examples_per_s):
         yield f"{speed.examples_per_s:,.0f} examples/s"
     if "steps_per_s" in costs:
-        yield f"{costs['steps_per_s']:,.3g} steps/s"
+        yield f"{readable(costs['steps_per_s'])} steps/s"
     elif math.isfinite(speed.steps_per_s) and not math.isfinite(speed.examples_per_s):
-        yield f"{speed.steps_per_s:,.3g} steps/s"
+        yield f"{readable(speed.steps_per_s)} steps/s"
     if "input_wait_share" in costs:
-        yield f"input {percent(costs['input_wait_share'])}"
+        yield f"input wait {percent(costs['input_wait_share'])}"
     if "mfu" in costs:
         yield f"mfu {percent(costs['mfu'])}"
     if "peak_memory_bytes" in costs:
-        yield size(int(costs["peak_memory_bytes"]))
+        yield f"peak memory {size(int(costs['peak_memory_bytes']))}"
     if "goodput" in costs:
-        yield f"goodput {percent(costs['goodput'])}"
+        yield f"goodput {percent(costs['goodput'])} overall"
     yield f"ETA {duration(speed.eta_s)}"

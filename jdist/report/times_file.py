@@ -18,13 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jdist.errors import ConfigError
 from jdist.report.files import writing
 from jdist.report.metrics_file import MetricsFile, Row, read_rows
 from jdist.report.part_clock import STEPS
 
 NAME = "times.jsonl"
 Outcome = Literal["finished", "stopped", "interrupted", "preempted", "failed"]
-_ENDED_ON_PURPOSE = ("finished", "stopped", "interrupted")  # what comes behind is not lost, but was not wanted
+_NUMBERS = {"begin": ("attempt", "at"), "part": ("attempt", "begin", "end", "first"), "end": ("attempt", "at")}
+_IS_OVER = ("finished", "stopped")
+_ENDED_ON_PURPOSE = (*_IS_OVER, "interrupted")  # what comes behind is not lost, but was not wanted
 
 
 class TimesFile:
@@ -35,18 +38,22 @@ class TimesFile:
         step: the step at which this attempt begins.
         at: when it began, in seconds since 1970.
         writes: whether this process writes; another one of the job only reads.
+        trains: whether there are steps left to make. An attempt without any, of a run that has ended, leaves no trace.
         about: what else its first line says.
 
     Raises:
         ConfigError: a line before the last is no JSON object, or the file system refuses.
     """
 
-    def __init__(self, folder: Path, *, step: int, at: float, writes: bool, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, *, step: int, at: float, writes: bool, trains: bool = True, about: Mapping[str, Any]
+    ) -> None:
         path = folder / NAME
         self.earlier = read_rows(path)
         self._attempt = sum(line.get("event") == "begin" for line in self.earlier)
         self._file: MetricsFile | None = None
-        if writes:
+        has_ended = bool(self.earlier) and self.earlier[-1].get("outcome") in _IS_OVER
+        if writes and (trains or not has_ended):
             with writing(path):
                 folder.mkdir(parents=True, exist_ok=True)
             self._file = MetricsFile.begin(path, self.earlier)
@@ -120,6 +127,13 @@ def read_times(folder: str | os.PathLike[str]) -> list[Row]:
     """Reads the lines of a run folder's `times.jsonl`; none if there is no such file.
 
     Raises:
-        ConfigError: a line before the last is no JSON object, or the file cannot be read.
+        ConfigError: a line before the last is no JSON object, a line lacks what such a line has, or the file cannot be read.
     """
-    return read_rows(Path(folder) / NAME)
+    path = Path(folder) / NAME
+    lines = read_rows(path)
+    for number, line in enumerate(lines, start=1):
+        kind = "part" if "part" in line else line.get("event")
+        wrong = [name for name in _NUMBERS.get(str(kind), ()) if not isinstance(line.get(name), int | float)]
+        if wrong:
+            raise ConfigError(f"{path}:{number}: has no number for {', '.join(wrong)}. Mend or delete that line.")
+    return lines

@@ -70,7 +70,7 @@ def write_outcome(
 
 def _labels(trial: Point, metric: str) -> list[str]:
     """Names the columns of the axes: by the whole key where another column has the short name."""
-    others = {"run", metric, f"best {metric}", "steps", "time_s", "time", "status"}
+    others = {"run", metric, f"best {metric}", "steps", "time_s", "trained", "status"}
     keys = (override.partition("=")[0] for override in trial.overrides)
     return [key if label in others else label for label, key in zip(trial.values, keys, strict=True)]
 
@@ -103,7 +103,9 @@ def _table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], metric: str
         ]
         for row in rows
     ]
-    return columns([*labels, metric, best, "steps", "time", "status"], cells, right=[metric, best, "steps", "time"])
+    return columns(
+        [*labels, metric, best, "steps", "trained", "status"], cells, right=[metric, best, "steps", "trained"]
+    )
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

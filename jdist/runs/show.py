@@ -136,7 +136,7 @@ def _list(runs: Sequence[RunSummary], unreadable: Mapping[Path, str]) -> str:
 
 
 def _table(runs: Sequence[RunSummary]) -> str:
-    header = ["run", "task", "strategy", "step", "metric", "last", "best", "time", "goodput", "status", "when"]
+    header = ["run", "task", "strategy", "step", "metric", "last", "best", "trained", "goodput", "status", "when"]
     rows = [
         [
             str(run.path),
@@ -153,4 +153,4 @@ def _table(runs: Sequence[RunSummary]) -> str:
         ]
         for run in runs
     ]
-    return columns(header, rows, right=["step", "last", "best", "time", "goodput"])
+    return columns(header, rows, right=["step", "last", "best", "trained", "goodput"])

@@ -22,10 +22,13 @@ from jdist.report.metrics_file import EVAL, Row, read_rows
 from jdist.report.part_clock import SHARES
 from jdist.report.plain import to_plain
 from jdist.report.progress import numbers
+from jdist.report.times_file import read_times
 from jdist.support.file_lock import is_held
 from jdist.support.suggest import closest
 
 RUNS = Path("runs")
+# "running" while a process holds the folder; "failed" if its last start ended with an error, or came to no step.
+Status = Literal["running", "finished", "stopped", "failed"]
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
 
 
@@ -35,7 +38,7 @@ class RunSummary:
 
     path: Path  # the folder
     config: Config  # as it was resolved
-    status: Literal["running", "finished", "stopped"]  # "running" while a process holds the folder
+    status: Status
     step: int  # steps done, as far as they were written down
     total_steps: int | None  # of the whole run; None if it was not written down
     rows: list[Row]  # of metrics.jsonl
@@ -43,7 +46,7 @@ class RunSummary:
 
     @property
     def time_s(self) -> float:
-        """Seconds of training."""
+        """Seconds of training, without what came before it, evaluations and saves."""
         return self.rows[-1].get("time_s", 0.0) if self.rows else 0.0
 
     @property
@@ -117,16 +120,24 @@ def read_run(path: Path) -> RunSummary:
     rows, starts, result = read_rows(folder.metrics), read_starts(folder), read_result(folder)
     total = starts[-1].total_steps if starts else config.train.steps
     has_ended = result is not None and total is not None and result.is_end(total)
+    step = max(result.step if result else 0, rows[-1]["step"] if rows else 0)
     newest = folder.metrics if folder.metrics.is_file() else folder.config
     return RunSummary(
         path=path,
         config=config,
-        status="running" if is_held(folder.lock) else "finished" if has_ended else "stopped",
-        step=max(result.step if result else 0, rows[-1]["step"] if rows else 0),
+        status="running" if is_held(folder.lock) else "finished" if has_ended else _status_before_the_end(folder, step),
+        step=step,
         total_steps=total,
         rows=rows,
         changed_at=datetime.datetime.fromtimestamp(math.floor(newest.stat().st_mtime), datetime.UTC),
     )
+
+
+def _status_before_the_end(folder: RunFolder, step: int) -> Status:
+    times = read_times(folder.path)  # begun right before the first step
+    if not times:
+        return "stopped" if step else "failed"
+    return "failed" if times[-1].get("outcome") == "failed" else "stopped"
 
 
 def near_run(path: Path) -> str:

@@ -16,6 +16,7 @@ from jdist.errors import ConfigError
 from jdist.experiment.record import RunFolder
 from jdist.launcher import record
 from jdist.report import times_file
+from jdist.report.metrics_file import read_rows
 from jdist.report.plain import to_plain
 from jdist.runs.summary import RUNS, near_run
 from jdist.support.file_lock import is_held
@@ -188,7 +189,7 @@ def summary(timeline: Timeline) -> str:
         f", {counted(timeline.lost_steps, 'step')} done again ({timeline.lost_s:,.1f} s)" if timeline.lost_steps else ""
     )
     return (
-        f"{timeline.name}: {last.last:,} steps in {timeline.end - timeline.begin:,.1f} s, "
+        f"{timeline.name}: {last.last:,} steps in {timeline.end - timeline.begin:,.1f} s of wall time, "
         f"{counted(restarts, 'restart')}{lost}; {last.outcome}"
     )
 
@@ -235,9 +236,10 @@ def read_timeline(path: Path) -> Timeline:
             processes += _processes(events, attempts)
     has_ended = not lines or lines[-1].get("event") == "end"
     is_running = is_held(RunFolder(path).lock) or (not has_ended and _is_saved_to(path))
+    logged = max((row["step"] for row in read_rows(RunFolder(path).metrics)), default=0)
     return Timeline(
         name=path.name,
-        attempts=tuple(_attempts(lines, processes, is_running=is_running)),
+        attempts=tuple(_attempts(lines, processes, logged, is_running=is_running)),
         processes=tuple(sorted(processes, key=lambda p: p.begin)),
         signals=tuple(signals),
     )
@@ -296,8 +298,9 @@ def _processes(events: Iterable[Mapping[str, Any]], attempts: Mapping[int, int])
 
 
 def _attempts(
-    lines: Sequence[Mapping[str, Any]], processes: Sequence[ProcessSpan], *, is_running: bool
+    lines: Sequence[Mapping[str, Any]], processes: Sequence[ProcessSpan], logged: int, *, is_running: bool
 ) -> Iterator[Attempt]:
+    """Makes the attempts of their lines; `logged` is the step of the last row, which the newest attempt came to as well."""
     numbers = sorted({line["attempt"] for line in lines if "attempt" in line})
     firsts = {line["attempt"]: line["step"] for line in lines if line.get("event") == "begin"}
     for number in numbers:
@@ -311,10 +314,11 @@ def _attempts(
             for x in own
             if "part" in x
         ]
-        first, last = firsts[number], max(line["step"] for line in own)
+        first, timed = firsts[number], max(line["step"] for line in own)
+        is_last = number == numbers[-1]
+        last = max(timed, logged) if is_last and end is None else timed
         later = [firsts[n] for n in numbers if n > number and n in firsts]
         kept = min([last, *later])
-        is_last = number == numbers[-1]
         # Servers outlive an attempt.
         until = min(
             (line["at"] for line in lines if line.get("event") == "begin" and line["attempt"] > number),
@@ -326,7 +330,7 @@ def _attempts(
         outcome = end["outcome"] if end is not None else "running" if is_last and is_running else "killed"
         cut = [each for span in spans for each in _split(span, kept)]
         if outcome == "killed" and ended > known:  # what it did behind its last line is lost, whatever it was
-            cut.append(Span(part=LOST, begin=known, end=ended, first=last, last=last))
+            cut.append(Span(part=LOST, begin=known, end=ended, first=timed, last=last))
         yield Attempt(
             number=number,
             begin=begin,

@@ -25,8 +25,8 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks import Started, TrackerWarning
-from jdist.checkpoint.bucket import BucketPath
-from jdist.errors import ConfigError, StepError
+from jdist.checkpoint.bucket import BucketPath, open_path
+from jdist.errors import CheckpointError, ConfigError, StepError
 from jdist.report.matrix import matrix_as_png
 from tests.callbacks import tracked_program
 from tests.children import without_devices
@@ -423,6 +423,29 @@ class TestRows:
         fit(saves, told, callbacks.Callback(on_step=wait), log_every=1)
         assert len(written) < 10  # before and after the start; 14 rows are in fewer
         assert written[-1]["loss"] == 14
+
+    def test_a_fenced_job_leaves_the_marks_of_its_successor(self):
+        place = open_path(f"memory://bucket/{uuid.uuid4()}", 60)
+        tracker = Fake()
+
+        def take_over(moment: callbacks.Moment) -> None:
+            deadline = time.monotonic() + 60
+            while moment.step == 8 and not any(
+                call[0] == "log" for call in tracker.calls
+            ):  # for 2 s nothing is written
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            if moment.step == 8:
+                (place / ".job").write_text(json.dumps({"token": "another", "who": "process 7 on host-b"}))
+                (place / "tracker-mine.json").write_text("of the successor")
+
+        saves, told = callbacks.checkpoint(str(place), every=None), callbacks.track(tracker, name="mine")
+        with (
+            pytest.warns(TrackerWarning, match="mine: where it is cannot be kept.*process 7 on host-b has begun"),
+            pytest.raises(CheckpointError, match="process 7 on host-b has begun to save here since"),
+        ):
+            fit(saves, told, callbacks.Callback(on_step=take_over), log_every=1)
+        assert (place / "tracker-mine.json").read_text() == "of the successor"
 
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path):
         trackers = [Fake(), Fake()]

@@ -1,5 +1,6 @@
 import errno
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -75,6 +76,27 @@ def test_a_plan_takes_overrides_after_its_flags(tmp_path, capsys):
     command = ["plan", str(tmp_path / "none.yaml"), "--topology", "cpu:8", "train.steps=8"]
     assert main(command) == 2
     assert capsys.readouterr().err == f"jdist: {tmp_path}/none.yaml: no such config file.\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["run --help", "runs ."])
+def test_where_nobody_reads_on_it_ends_without_a_word(arguments, unbuffered, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "jdist", *arguments.split()]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path, env=environ)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_broken_pipe_of_something_else_is_no_reader_that_is_gone(monkeypatch):
+    def fails() -> int:
+        raise BrokenPipeError(errno.EPIPE, "a socket")
+
+    monkeypatch.setitem(COMMANDS, "doctor", fails)
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main(["doctor"])
 
 
 def test_the_module_is_the_command(tmp_path):

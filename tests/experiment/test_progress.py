@@ -110,6 +110,29 @@ def test_a_bar_keeps_its_counter_whatever_is_beside_it(width):
     assert re.search(r"30000/100000.*ETA 0:01:20  loss 0\.3124", out.getvalue())
 
 
+@pytest.mark.parametrize(
+    ("width", "figures"),
+    [
+        (60, "ETA 0:01:20  loss 0.3124"),
+        (80, "ETA 0:01:20  loss 0.3124  12,345 examples/s  1,080 steps/s"),
+        (100, "ETA 0:01:20  loss 0.3124  12,345 examples/s  1,080 steps/s  input wait 34 %"),
+        (
+            160,
+            "ETA 0:01:20  loss 0.3124  12,345 examples/s  1,080 steps/s  input wait 34 %  peak memory 562.90 MiB  "
+            "goodput 93 % overall",
+        ),
+    ],
+)
+def test_a_bar_leaves_whole_figures_out_where_there_is_no_room(width, figures):
+    out = io.StringIO()
+    costs = {"steps_per_s": 1080.2, "input_wait_share": 0.343, "peak_memory_bytes": 590241792, "goodput": 0.93}
+    console = Console(file=out, force_terminal=True, color_system=None, width=width)
+    with contextlib.closing(open_report(console, step=0, total=600)) as report:
+        report.train(300, {"loss": 0.31239}, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80), costs)
+    drawn = re.split(r"\r|\n|\x1b\[\S*?[A-Za-z]", out.getvalue())
+    assert re.fullmatch(rf"step 300/600 ━+ +{re.escape(figures)} *", [line for line in drawn if line][-1])
+
+
 def test_flags_that_are_there_are_kept_and_the_configs_win():
     section = PlatformSection(cpu_devices=4, deterministic=True)
     there = {"XLA_FLAGS": "--xla_dump_to=x --xla_force_host_platform_device_count=8"}

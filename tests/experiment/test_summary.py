@@ -80,6 +80,8 @@ def test_advice_after_a_nan_names_calls_that_divide_the_steps_that_are_left():
     def advice(saved):
         return non_finite_advice(NonFiniteError("x", "w", 9), 9, saved, total=24, steps_per_call=4)
 
+    first = non_finite_advice(NonFiniteError("x", "w", 0), 0, 0, total=24, steps_per_call=4)
+    assert first.startswith("step 1 was not applied: w is NaN or infinite. There is no checkpoint yet.\n")
     assert advice(8).endswith("leave such steps out with train.non_finite=skip.")
     assert advice(9).endswith(
         "with train.non_finite=skip and train.steps_per_call=3, as 4 does not divide the 15 steps that are left."

@@ -91,7 +91,11 @@ def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mo
         ("platform.deterministic=1", "1 is not true or false"),
         ("platform.cpu_devices=9999", "9999 is not <= 2048"),
         ("name=a/../b", '"a/../b" is not of the right form (override name=a/../b). Name of the run'),
-        ("name=no", "false is not text (override name=no). If it is meant as text, quote it"),
+        (
+            "name=no",
+            "false is not text (override name=no). If it is meant as text, quote it as it is written, such as 'no'.",
+        ),
+        ("name=3", "3 is not text (override name=3). If it is meant as text, quote it: '3'."),
         ("log.folder=''", "at least 1 character"),
         ("task.make=jdist.tasks.digits", "Import path `module:function`"),
         ("task.make=os:system()", "Import path `module:function`"),

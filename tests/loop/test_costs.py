@@ -133,6 +133,15 @@ class TestShares:
         assert seconds["evaluation"] > 0
         assert history.rows[0]["startup_share"] + history.rows[0]["compile_share"] > 0.5
 
+    def test_what_a_callback_does_at_the_end_is_no_checkpoint(self, tmp_path):
+        spent: list[dict[str, float]] = []
+        slow = callbacks.Callback(on_end=lambda _: time.sleep(1.0), logs=())
+        tells = callbacks.Callback(on_end=lambda moment: spent.append(dict(moment.spent)), logs=())
+        saves = callbacks.checkpoint(tmp_path)
+        jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=[slow, saves, tells], **QUIET)
+        assert spent[0]["other"] >= 1.0
+        assert 0 < spent[0]["checkpoint"] < 1.0
+
     def test_a_compilation_in_the_midst_is_named(self):
         def compiles(moment):
             if moment.step == 6:
@@ -344,6 +353,19 @@ class TestGoodput:
             jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=told, **QUIET)
         last = json.loads((tmp_path / "times.jsonl").read_text().splitlines()[-1])
         assert (last["event"], last["outcome"]) == ("end", "failed")
+
+    def test_a_finished_run_that_is_started_again_adds_nothing(self, tmp_path):
+        def go(epochs: int) -> list[str]:
+            saves = callbacks.checkpoint(tmp_path)
+            options = {"global_batch": 16, "epochs": epochs, "callbacks": [saves], **EVAL, **QUIET}
+            jdist.fit(train_step, create_state(), DATA, **options)
+            return (tmp_path / "times.jsonl").read_text().splitlines()
+
+        lines = go(1)
+        assert go(1) == lines
+        (tmp_path / "times.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # killed with its last step saved
+        assert [json.loads(line).get("event") for line in go(1)[len(lines) - 1 :]] == ["begin", None, "end"]
+        assert json.loads(go(2)[-1])["attempt"] == 2
 
     @pytest.mark.parametrize(("age_s", "lines"), [(0.0, 24), (1e6, 4)])
     def test_of_a_long_start_lines_are_further_apart(self, tmp_path, monkeypatch, age_s, lines):

@@ -34,7 +34,7 @@ def test_a_run_that_has_diverged_comes_last():
 
 
 @pytest.mark.parametrize(
-    "key", ["train.steps", "task.options.loss", "task.options.time_s", "a.run", "a.status", "a.time"]
+    "key", ["train.steps", "task.options.loss", "task.options.time_s", "a.run", "a.status", "a.trained"]
 )
 def test_an_axis_that_is_called_as_another_column_has_a_column_by_its_whole_key(tmp_path, key):
     trials = points(parse_grid([f"{key}=10,20", "train.seed=7"]))

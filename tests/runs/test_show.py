@@ -23,7 +23,7 @@ def test_it_lists_runs_and_compares_two(jdist):
         "metric",
         "last",
         "best",
-        "time",
+        "trained",
         "goodput",
         "status",
         "when",
@@ -62,6 +62,16 @@ def test_a_run_that_has_not_ended_is_running_or_stopped(jdist):
     for name in ("environment.json", "metrics.jsonl"):  # as a run of an older jdist, killed at once
         (folder / name).unlink()
     assert jdist("runs")[1].splitlines()[1].split()[3:7] == ["0/8", "close", "-", "-"]
+
+
+def test_a_run_that_ended_with_an_error_has_failed(jdist):
+    poisoned = ("task.options.poison_row=3", "name=poisoned")
+    assert jdist("run", "toy.yaml", *poisoned)[0] == 1
+    assert jdist("run", "toy.yaml", "checkpoint.best=nothing", "name=refused")[0] == 2
+    assert {run["name"]: run["status"] for run in json.loads(jdist("runs", "--json")[1])} == {
+        "poisoned": "failed",
+        "refused": "failed",
+    }
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(jdist):

@@ -88,6 +88,19 @@ def test_steps_behind_the_checkpoint_of_a_killed_attempt_are_lost(run):
     assert (timeline.lost_steps, timeline.lost_s, timeline.begin - T, timeline.end - T) == (20, 12, 0, 46)
 
 
+def test_rows_say_how_far_the_newest_attempt_came_where_its_times_do_not(run):
+    write(run / "times.jsonl", times("../logs")[:5])
+    write(run / "metrics.jsonl", [{"step": 50}, {"step": 60}])
+    (killed,) = read_timeline(run).attempts
+    assert (killed.last, killed.outcome, killed.lost_steps) == (60, "killed", 0)
+    assert (killed.spans[-1].first, killed.spans[-1].last) == (50, 60)
+    write(run / "times.jsonl", times("../logs")[:-1])
+    assert [attempt.last for attempt in read_timeline(run).attempts] == [50, 60]
+    write(run / "times.jsonl", times("../logs"))
+    write(run / "metrics.jsonl", [{"step": 99}])  # of an attempt that has ended all is known
+    assert [attempt.last for attempt in read_timeline(run).attempts] == [50, 60]
+
+
 def test_a_span_that_began_before_the_checkpoint_is_cut_where_it_was_saved(tmp_path):
     rows = times()
     rows[2:5] = [part(0, "train", 3, 13, 1, 51)]  # five steps a second
@@ -269,6 +282,15 @@ def test_a_line_torn_by_a_kill_is_left_out_and_another_is_named(run):
     assert len(read_timeline(run).processes) == 5
     logs.write_text('{"at": 18\n' + logs.read_text())
     with pytest.raises(ConfigError, match=r'events\.jsonl:1: not a JSON object with "at" and "event"'):
+        read_timeline(run)
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "at"), (2, "begin"), (9, "attempt")])
+def test_a_line_of_times_that_lacks_something_is_named(run, place, name):
+    lines = times("../logs")
+    del lines[place][name]
+    write(run / "times.jsonl", lines)
+    with pytest.raises(ConfigError, match=rf"toy/times\.jsonl:{place + 1}: has no number for {name}\. Mend"):
         read_timeline(run)
 
 

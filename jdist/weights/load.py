@@ -187,7 +187,7 @@ def _refuse_dtype(saved: np.dtype, wanted: Any, cast: bool) -> str | None:
         return "only floating-point numbers are converted, into others"
     if cast or jnp.promote_types(saved, wanted) == wanted:
         return None
-    return f"{wanted} cannot hold each value of it. Give `cast=True` to round"
+    return f"{wanted} cannot hold each value of it; `jdist.weights.load(..., cast=True)` rounds"
 
 
 def _left_over(reader: Reader, rules: Sequence[Rule] | None, known: set[str], selection: Selection) -> list[str]:

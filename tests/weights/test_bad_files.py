@@ -83,7 +83,7 @@ def test_all_that_is_wrong_is_named_at_once(file):
 
 def test_float64_is_rounded_only_when_asked(file):
     save_file(tensors() | {"head": np.full(3, 0.1)}, file)
-    assert "float32 cannot hold each value of it. Give `cast=True` to round" in refusal(file)
+    assert "float32 cannot hold each value of it; `jdist.weights.load(..., cast=True)` rounds" in refusal(file)
     assert np.asarray(jdist.weights.load(file, LIKE, RULES, cast=True)["head"]).tolist() == [np.float32(0.1)] * 3
 
 

@@ -170,7 +170,7 @@ def test_16_bits_go_into_float32_exactly_and_back_when_asked(tmp_path, dtype):
     (tmp_path / "wide").mkdir()
     wide = saved(tmp_path / "wide", gpt2_weights())
     like = jdist.mirrored().shapes(narrow)
-    with pytest.raises(CheckpointError, match=f"has dtype float32, and leaf .* {dtype.dtype.name}: .*Give `cast=True`"):
+    with pytest.raises(CheckpointError, match=f"has dtype float32, and leaf .* {dtype.dtype.name}: .*cast=True"):
         jdist.weights.load(wide, like, jdist.weights.gpt2())
     cast = jdist.weights.load(wide, like, jdist.weights.gpt2(), cast=True)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, cast), narrow)

@@ -177,7 +177,8 @@ def run(
                     checkpoints.save(good, train_step.last_state, data=data, wait=True)
                     saved = good
             length = {"total": parts.total_steps, "steps_per_call": train.steps_per_call}
-            advice = non_finite_advice(exc, good, saved, **length)
+            batch = parts.train_data.batch_at(good) if isinstance(parts.train_data, RandomAccessSource) else None
+            advice = non_finite_advice(exc, good, saved, batch=batch, **length)
             raise NonFiniteError(advice, exc.leaf, good) from exc
 
         # The end, or a pause.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import NonFiniteError
@@ -14,6 +16,8 @@ from jdist.experiment.prepare import Parts
 from jdist.report.metrics_file import Row
 from jdist.report.progress import readable
 from jdist.support.checks import largest_divisor
+
+PyTree = Any
 
 
 def arithmetic(config: Config, parts: Parts) -> str:
@@ -38,7 +42,9 @@ def arithmetic(config: Config, parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def non_finite_advice(error: NonFiniteError, good: int, saved: int, *, total: int, steps_per_call: int) -> str:
+def non_finite_advice(
+    error: NonFiniteError, good: int, saved: int, *, total: int, steps_per_call: int, batch: PyTree = None
+) -> str:
     """Says what to do after a step that was not finite.
 
     Args:
@@ -47,6 +53,7 @@ def non_finite_advice(error: NonFiniteError, good: int, saved: int, *, total: in
         saved: the step of the newest checkpoint; 0 if there is none.
         total: the steps of the run.
         steps_per_call: how many of them one call makes, which the steps that are left have to divide by.
+        batch: that of the step; None: not known any longer.
     """
     if saved and saved == good:
         where, begin = f"The state before it, at step {good:,}, is saved.", "go on from here"
@@ -54,10 +61,17 @@ def non_finite_advice(error: NonFiniteError, good: int, saved: int, *, total: in
         where, begin = f"The newest checkpoint is that of step {saved:,}.", "go on from there"
     else:
         where, begin = "There is no checkpoint yet.", "begin anew"
+    bad = [
+        f"batch{jax.tree_util.keystr(path)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if jnp.issubdtype(np.asarray(leaf).dtype, jnp.inexact) and not np.isfinite(leaf).all()
+    ]
+    cause = f" The data themselves are: look at {', '.join(bad)} of that step." if bad else ""
     return (
-        f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite. {where}\nThe same command would come to the same "
-        "step again: lower the learning rate or set train.clip_norm in a run of another name, or "
-        f"{begin} and leave such steps out with train.non_finite=skip{_calls_of(total - saved, steps_per_call)}."
+        f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite.{cause} {where}\n"
+        "The same command would come to the same step again: lower the learning rate or set train.clip_norm in a run "
+        f"of another name, or {begin} and leave such steps out with train.non_finite=skip"
+        f"{_calls_of(total - saved, steps_per_call)}."
     )
 
 

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jdist.errors import NonFiniteError
@@ -82,6 +83,10 @@ def test_advice_after_a_nan_names_calls_that_divide_the_steps_that_are_left():
 
     first = non_finite_advice(NonFiniteError("x", "w", 0), 0, 0, total=24, steps_per_call=4)
     assert first.startswith("step 1 was not applied: w is NaN or infinite. There is no checkpoint yet.\n")
+    batch = {"x": np.ones(2, np.float32), "y": np.array([np.nan, 1], np.float32), "label": np.ones(2, int)}
+    of_data = non_finite_advice(NonFiniteError("x", "w", 9), 9, 8, total=24, steps_per_call=4, batch=batch)
+    assert "is NaN or infinite. The data themselves are: look at batch['y'] of that step. The newest" in of_data
+    assert "The data" not in advice(8)
     assert advice(8).endswith("leave such steps out with train.non_finite=skip.")
     assert advice(9).endswith(
         "with train.non_finite=skip and train.steps_per_call=3, as 4 does not divide the 15 steps that are left."

@@ -1,6 +1,7 @@
 """The rooms of jdist/: imports point downwards, and go round in no circle."""
 
 import ast
+import re
 from pathlib import Path
 
 import jdist
@@ -130,3 +131,16 @@ def test_each_room_says_what_lives_there_and_what_it_may_import():
         doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         assert 4 <= len(doc.splitlines()) <= 20, folder
         assert "May import" in doc, folder
+
+
+def test_none_draws_from_the_programs_own_random_numbers():
+    """A program that has seeded `random` or `np.random` is to get the same numbers, whatever threads wait how often."""
+    shared = {
+        r"^import random$": r"(?<![\w.])random\.(?!SystemRandom\b|Random\b)\w+",
+        r"np\.random": r"np\.random\.(?!default_rng\b)[a-z]\w*",
+    }
+    texts = {file: file.read_text() for file in ROOT.rglob("*.py")}
+    for imports, drawn in shared.items():
+        files = [file for file, text in texts.items() if re.search(imports, text, re.MULTILINE)]
+        assert len(files) > 3
+        assert not [file for file in files if re.search(drawn, texts[file])]

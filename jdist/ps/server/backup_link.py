@@ -17,6 +17,7 @@ from jdist.ps.server.shard_transfer import ShardState, pack_shard
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 
 _LOG = logging.getLogger(__name__)
+_RANDOM = random.SystemRandom()  # the pauses take no numbers of `random`, which a program may have seeded
 MOST_ENTRIES = 256  # of one call
 MOST_CALL_BYTES = 64 << 20  # beyond which nothing more is put into a call
 MOST_BEHIND_BYTES = 256 << 20  # that may wait while the state is copied
@@ -131,7 +132,7 @@ class BackupLink:
                 self._copy_is_due = self._copy_is_due or entries == 0
             if failed is not None:
                 _LOG.info("a backup does not take the state or entries that it is sent: %s", failed)
-            self._closed.wait(pause * random.uniform(0.5, 1.5))
+            self._closed.wait(pause * _RANDOM.uniform(0.5, 1.5))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _next(self) -> tuple[int, int, Callable[[], Header]] | None:

@@ -23,6 +23,7 @@ from jdist.ps.transport.interface import CallFailed, CallOptions, Channel, Heade
 from jdist.ps.transport.threads import Threads
 
 T = TypeVar("T")
+_RANDOM = random.SystemRandom()  # the pauses take no numbers of `random`, which a program may have seeded
 SLOWEST_BYTES_S = 10e6
 _END_S = 10.0
 Answers = tuple[list[Any], list[Any], dict[int, bytes]]  # answers, arrays, results by closure
@@ -182,7 +183,7 @@ class ShardClient:
                     raise ShardLostError(
                         f"the parameter server {self.channel.peer} does not answer: {exc.why}"
                     ) from exc
-            time.sleep(pause * random.uniform(0.5, 1.5))
+            time.sleep(pause * _RANDOM.uniform(0.5, 1.5))
             pause = min(2 * pause, 2.0)
 
 

@@ -1,6 +1,7 @@
 """A shard with its arrays, asked by a client over the fake transport."""
 
 import itertools
+import random
 import threading
 
 import jax
@@ -258,11 +259,13 @@ def test_a_push_to_an_empty_shard_comes_too_early_and_two_at_once_make_no_sense(
     assert not isinstance(info.value, FailedPrecondition)
 
 
-def test_a_server_that_is_gone_is_named():
+def test_a_server_that_is_gone_is_named_and_the_programs_random_numbers_stay():
     job = Job(1).restore()
     job.servers[0].stop()
+    drawn = random.getstate()
     with pytest.raises(ShardLostError, match="the parameter server ps0 does not answer: unavailable"):
         job.clients[0].say([Pull(generation=1)])
+    assert random.getstate() == drawn  # after some pauses
 
 
 def test_whoever_has_closed_the_connection_does_not_try_again():

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 pytestmark = pytest.mark.xdist_group(__name__)  # they share the installation
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("run", "sweep", "runs", "plan", "launch", "serve", "doctor")
+COMMANDS = ("run", "sweep", "runs", "checkpoint", "plan", "launch", "serve", "doctor")
 
 
 def closure(requires):

@@ -55,9 +55,8 @@ def numbers_of(path: str, leaf: Any) -> np.ndarray:
     Raises:
         BatchError: it is text, an object, a time, a table, or nothing that numpy can read.
     """
-    columns = next(
-        (name for name in ("column_names", "columns") if hasattr(leaf, name)), None
-    )  # of Arrow, pandas, Polars
+    # Tables of Arrow have the one, those of pandas and Polars the other.
+    columns = next((name for name in ("column_names", "columns") if hasattr(leaf, name)), None)
     if columns is not None:
         raise BatchError(
             f"batch leaf {path} is a table, a {type(leaf).__name__}, which would become one matrix without its columns' names "

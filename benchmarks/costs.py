@@ -27,7 +27,7 @@ class Nothing:
     def __init__(self, strategy, *, begun):
         pass
 
-    def begin(self, step, folder, *, ideal_step_s):
+    def begin(self, step, folder, *, ideal_step_s, trains=True):
         pass
 
     def waits(self, batches):

@@ -33,7 +33,7 @@ class Nothing:
     def waits(self, batches):
         return batches
 
-    def called(self, token, step):
+    def called(self, token, step, consumed=None):
         pass
 
     def during(self, part, step):

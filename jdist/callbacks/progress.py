@@ -117,8 +117,8 @@ def starved(seconds: Mapping[str, float], steps: int) -> str | None:
     step_s = max(seconds[STEPS], 1e-9)
     return (
         f"waited {percent(waited_s / training_s)} of the time for data: {steps / training_s:.3g} batches a second came, and "
-        f"{steps / step_s:.3g} could be trained on. Read them with more workers, or decode them once and store them so: "
-        "docs/input.md"
+        f"{steps / step_s:.3g} could be trained on. Read them with more workers, in processes where they work in Python, or "
+        "decode them once and store them so: docs/input.md"
     )
 
 

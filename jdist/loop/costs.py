@@ -54,6 +54,7 @@ class Costs:
         self._file: TimesFile | None = None
         self._to_epoch_s = time.time() - time.monotonic()
         self._earlier = Earlier([], step=0, at=begun)
+        self._consumed: PyTree = None
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
 
     def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None, trains: bool = True) -> None:
@@ -83,6 +84,7 @@ class Costs:
         while True:
             if self._is_training:
                 self.clock.enter(self._input)
+            self._consumed = None
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -94,13 +96,16 @@ class Costs:
             yield batch
             del batch  # as `Feed.one_pass` does
 
-    def called(self, token: jax.Array | None, step: int) -> None:
+    def called(self, token: jax.Array | None, step: int, consumed: PyTree = None) -> None:
         """Notes that a call of the step has returned.
 
         Args:
             token: an array that is ready once the call is over, `Distributed.newest_token`.
             step: steps done.
+            consumed: the state whose buffers the call has taken, let go while the loop waits for the next batch. JAX gives
+                Python's lock away with each array that goes, and where threads that read want it too gets it back late.
         """
+        self._consumed = consumed
         self.clock.settle()
         if self._watch is not None:
             self._watch.add(token)

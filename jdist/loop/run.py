@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ from jdist.step.base import Distributed
 from jdist.step.options import Verify
 
 PyTree = Any
+# How long a thread may keep Python's lock from others while a run goes on. Python's own 5 ms are as long as a step, and where
+# threads read by code in Python the loop would wait that long for each of them, several times a step.
+_SWITCH_S = 0.0005
 
 
 class Run:
@@ -93,6 +97,7 @@ class Run:
         self._measures_epochs = measures_epochs
         self._length = length
         self._per_call = train_step.options.steps_per_call
+        self._donates = train_step.options.donates_state
         self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
@@ -121,6 +126,8 @@ class Run:
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
         with contextlib.ExitStack() as ends:
+            ends.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._costs = Costs(self._strategy, begun=self._begun)
             ends.callback(self._costs.close)
             for callback in self._callbacks:
@@ -249,14 +256,16 @@ class Run:
     def _call(self, batch: PyTree) -> None:
         """Makes the steps of one call, and what is due after it."""
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
+        before = self.state
         try:
-            self.state, measured = self._train_step(self.state, batch)
+            self.state, measured = self._train_step(before, batch)
         except jax.errors.JaxRuntimeError as exc:
             raise_out_of_memory(exc, {**self._live(), "batch": batch})
             raise
         self._before, self.step = self.step, self.step + count
         self.history.steps = self.step
-        self._costs.called(self._train_step.newest_token, self.step)
+        self._costs.called(self._train_step.newest_token, self.step, before if self._donates else None)
+        del before
         per_epoch = self._feed.steps_per_epoch
         if not self._measures_epochs:
             self._totals.note(measured)

@@ -79,6 +79,7 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
         if newest:
             report.train(moment.step, newest, meter.lap(moment.step), costs)
         else:
+            meter.lap(moment.step)  # the row's own figures begin anew, and so do these
             report.move(moment.step)
         for prefix, source in ((EPOCH, f"epoch {moment.epoch}"), (EVAL, "evaluation")):
             values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}

@@ -17,7 +17,7 @@ from jdist.data.feed import distributed_dataset
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config
-from jdist.experiment.init_from import check_init_from
+from jdist.experiment.init_from import check_init_from, init_from
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, check_can_be_made
@@ -72,13 +72,15 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(f"parameters: {_numbers(parameters)}")
     say(f"state: {_numbers(state)}")
     say(f"batch: {_batch(batch)}")
+    goes_on = folder.has_checkpoints() and not fresh
+    if config.init_from is not None and not goes_on:
+        init_from(config.init_from, jax.tree.map(_zeros, state), strategy, say)
     # Before eval_shape: an error in the step then says what it was called with.
     evaluation = make_eval_step(parts).lower(state, eval_batch)
     check_watched_of_shapes(config, task, jax.eval_shape(task.eval_step, state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(state, batch)))
     say(_compiled("evaluation", evaluation))
-    goes_on = folder.has_checkpoints() and not fresh
     say(f"a run would {'go on from the checkpoints in' if goes_on else 'write'} {folder.path}")
     say("dry run: all is well; nothing was trained or written")
     return 0
@@ -90,6 +92,20 @@ def without_servers(name: str, **options: Any) -> Strategy:
         return make_strategy(name, **options)
     check_parameter_server(**options)
     return make_strategy("one_device")
+
+
+def _zeros(x: Any) -> Any:
+    """Makes zeros on the host, which take no memory before they are written to."""
+    if not is_key(x):
+        return np.zeros(x.shape, x.dtype)
+    kinds: list[Any] = []  # JAX tells a key's kind only of arrays and of what is traced
+
+    def data_of(key: jax.Array) -> jax.Array:
+        kinds.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    data = jax.eval_shape(data_of, x)
+    return jax.random.wrap_key_data(np.zeros(data.shape, data.dtype), impl=kinds[0])
 
 
 def _compiled(what: str, lowered: jax.stages.Lowered) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -37,6 +38,8 @@ PyTree = Any
 # How long a thread may keep Python's lock from others while a run goes on. Python's own 5 ms are as long as a step, and where
 # threads read by code in Python the loop would wait that long for each of them, several times a step.
 _SWITCH_S = 0.0005
+_turns = threading.Lock()
+_before_s: list[float] = []  # of each run that goes on, Python's interval before the first of them
 
 
 class Run:
@@ -126,8 +129,7 @@ class Run:
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
         with contextlib.ExitStack() as ends:
-            ends.callback(sys.setswitchinterval, sys.getswitchinterval())
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+            ends.enter_context(_quick_turns())
             self._costs = Costs(self._strategy, begun=self._begun)
             ends.callback(self._costs.close)
             for callback in self._callbacks:
@@ -159,14 +161,30 @@ class Run:
     def _go_round(self, stop: Preemption) -> None:
         """Goes round until the run is over, and ends it."""
         while not self._is_over(stop):
-            for batch in self._costs.waits(self._feed.one_pass()):
+            for batch in self._until_stopped(stop):
                 self._call(batch)
                 if self._is_over(stop):
                     break
             else:
-                self._end_pass()
+                if not self._is_over(stop):
+                    self._end_pass()
         self.history.stopped = self._reason if stop.reason is None else f"by {stop.reason}"
         self._end(interrupted=stop.reason is not None)
+
+    def _until_stopped(self, stop: Preemption) -> Iterator[PyTree]:
+        """Yields the batches of a pass; behind a signal to stop nothing is lost where they end in an error.
+
+        A terminal sends Ctrl-C to every process, those that read data as well, and they are gone before this one has stopped.
+        """
+        try:
+            yield from self._costs.waits(self._feed.one_pass())
+        except Exception as exc:
+            if not stop.stops_after(self.step):
+                raise
+            # No one needs the batch: said, as it may be another error than that of a process which was told to end.
+            warnings.warn(
+                f"the data ended behind {stop.reason}: {type(exc).__name__}: {exc}", RuntimeWarning, stacklevel=1
+            )
 
     def _preflight(self, state: PyTree, depth: int) -> None:
         """Checks the run against the traced steps, before anything is compiled."""
@@ -438,3 +456,19 @@ def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
                 raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
             keeps[callback.name] = callback.keeps
     return keeps
+
+
+@contextlib.contextmanager
+def _quick_turns() -> Iterator[None]:
+    """Lets Python's threads take turns every `_SWITCH_S` while a run goes on; the last of several in threads restores."""
+    with _turns:
+        _before_s.append(_before_s[0] if _before_s else sys.getswitchinterval())
+        if _before_s[0] > _SWITCH_S:
+            sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        with _turns:
+            before_s = _before_s.pop()
+            if not _before_s and before_s > _SWITCH_S:
+                sys.setswitchinterval(before_s)

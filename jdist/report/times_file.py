@@ -13,6 +13,7 @@ A part is "startup", "train", "evaluation" or "checkpoint". An attempt without a
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ class TimesFile:
         self, folder: Path, *, step: int, at: float, writes: bool, trains: bool = True, about: Mapping[str, Any]
     ) -> None:
         path = folder / NAME
-        self.earlier = read_rows(path)
+        self.earlier = read_times(folder)
         self._attempt = sum(line.get("event") == "begin" for line in self.earlier)
         self._file: MetricsFile | None = None
         has_ended = bool(self.earlier) and self.earlier[-1].get("outcome") in _IS_OVER
@@ -133,7 +134,28 @@ def read_times(folder: str | os.PathLike[str]) -> list[Row]:
     lines = read_rows(path)
     for number, line in enumerate(lines, start=1):
         kind = "part" if "part" in line else line.get("event")
-        wrong = [name for name in _NUMBERS.get(str(kind), ()) if not isinstance(line.get(name), int | float)]
-        if wrong:
-            raise ConfigError(f"{path}:{number}: has no number for {', '.join(wrong)}. Mend or delete that line.")
+        if wrong := _wrong(line, str(kind)):
+            raise ConfigError(f"{path}:{number}: {wrong}. Mend that line, or delete those of its attempt.")
+    begun = {line["attempt"] for line in lines if line.get("event") == "begin"}
+    if alone := [line["attempt"] for line in lines if line.get("attempt", 0) not in begun]:
+        raise ConfigError(f"{path}: attempt {alone[0]} has no line that begins it. Delete the lines of that attempt.")
     return lines
+
+
+def _wrong(line: Row, kind: str) -> str | None:
+    """Says what a line lacks; None for one that is right, or of a kind that is not known here."""
+    wrong = [name for name in _NUMBERS.get(kind, ()) if not _is_time(line.get(name))]
+    if wrong:
+        return f"has no number for {', '.join(wrong)}"
+    if kind == "end" and not isinstance(line.get("outcome"), str):
+        return 'an end has no "outcome"'
+    seconds = line.get("seconds", {})
+    if not isinstance(seconds, Mapping) or not all(map(_is_time, seconds.values())):
+        return '"seconds" are no numbers by part'
+    if kind == "part" and not isinstance(line["part"], str):
+        return '"part" is no name'
+    return None
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e12

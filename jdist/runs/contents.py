@@ -34,12 +34,19 @@ def show(path: str) -> int:
     Raises:
         CheckpointError: there is none, or what says what it holds cannot be read.
     """
+    try:
+        return _show(path)
+    except OSError as error:  # no permission, a loop of links, a name that is too long
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def _show(path: str) -> int:
     place = open_path(path, _TIMEOUT_S)
     is_file = isinstance(place, Path) and place.is_file()
     if there := [] if is_file else _checkpoints(place):
-        body = disk.read_manifest(there[-1])
+        shown, body = _newest(there)
         steps = ", ".join(f"{step:,}" for step in sorted(map(disk.step_of, there)))
-        print(f"{there[-1]}: step {body['step']:,}" + (f"; there are steps {steps}" if len(there) > 1 else ""))
+        print(f"{shown}: step {body['step']:,}" + (f"; there are steps {steps}" if len(there) > 1 else ""))
         for name in ("data", "metrics", "metadata"):
             text = json.dumps(body[name])
             print(f"{name}: {text if len(text) <= _MOST_LETTERS else f'{text[:_MOST_LETTERS]}...'}")
@@ -72,6 +79,16 @@ def _checkpoints(place: disk.Place) -> list[disk.Place]:
     if disk.NAME.fullmatch(place.name):
         return [place]
     return disk.list_committed(place / "checkpoints") or disk.list_committed(place)
+
+
+def _newest(there: list[disk.Place]) -> tuple[disk.Place, dict[str, Any]]:
+    """Reads the manifest of the newest checkpoint that has one, as a run goes on from it; names those that it passes over."""
+    for place in there[:0:-1]:
+        try:
+            return place, disk.read_manifest(place)
+        except CheckpointError as error:
+            print(f"passed over: {error}")
+    return there[0], disk.read_manifest(there[0])
 
 
 def _num_bytes(leaf: dict[str, Any]) -> int:

@@ -37,6 +37,17 @@ def test_a_run_begins_with_the_parameters_of_another(first, jdist_run):
     assert "leaves from" not in out
 
 
+def test_a_dry_run_says_what_fits_and_refuses_what_does_not(first, jdist_run):
+    code, out, _ = jdist_run("--dry-run", "name=next", FROM)
+    assert code == 0
+    assert f"begins with {len(jax.tree.leaves(first))} of " in out
+    assert "dry run: all is well" in out
+    real, dry = (jdist_run("name=next", FROM, "task.options.features=7", *how) for how in ([], ["--dry-run"]))
+    assert dry[0] == real[0] != 0
+    assert dry[2] == real[2]
+    assert "does not fit the state" in dry[2]
+
+
 @pytest.mark.parametrize("strategy", ["one_device", "sharded", "parameter_server"])
 def test_what_is_new_is_counted(strategy, first, jdist_run):
     code, out, _ = jdist_run("name=next", "train.steps=1", FROM, f"strategy={{name: {strategy}}}")

@@ -22,7 +22,7 @@ import jdist
 from jdist import callbacks
 from jdist.callbacks.progress import starved, summary
 from jdist.errors import OutOfMemoryError, StepError
-from jdist.loop import peaks
+from jdist.loop import peaks, run
 from jdist.loop.costs import Costs
 from jdist.report.metrics_file import COSTS
 from jdist.report.part_clock import SHARES
@@ -147,6 +147,15 @@ class TestShares:
             )
         assert set(during) == {0.0005}
         assert len(during) == 2 - fails
+        assert sys.getswitchinterval() == before
+
+    def test_of_several_runs_in_threads_the_last_one_restores_the_turns(self):
+        before, (first, second) = sys.getswitchinterval(), (contextlib.ExitStack(), contextlib.ExitStack())
+        first.enter_context(run._quick_turns())
+        second.enter_context(run._quick_turns())
+        first.close()
+        assert sys.getswitchinterval() == 0.0005
+        second.close()
         assert sys.getswitchinterval() == before
 
     def test_they_add_up_and_their_times_are_those_of_the_clock(self):
@@ -441,7 +450,7 @@ class TestStarved:
         seconds = {"steps": 30.0, "input": 63.0, "other": 7.0, "compile": 50.0}
         assert starved(seconds, 1000) == (
             "waited 63 % of the time for data: 10 batches a second came, and 33.3 could be trained on. Read them with more "
-            "workers, or decode them once and store them so: docs/input.md"
+            "workers, in processes where they work in Python, or decode them once and store them so: docs/input.md"
         )
 
     @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -487,6 +488,35 @@ class TestEnding:
         state, history = jdist.fit(train_step, state, DATA, steps=2, **options)  # the same cell once more
         assert history.stopped is None
         assert int(state.step) == done + 2
+
+    @pytest.mark.filterwarnings("ignore:checkpoint. `data` is a generator")
+    @pytest.mark.parametrize("interrupted", [False, True])
+    def test_an_error_of_the_data_behind_an_interrupt_loses_nothing(self, interrupted, tmp_path):
+        """A terminal's Ctrl-C ends processes that read data, and whoever waits for them gets an error."""
+
+        trained = threading.Event()
+
+        def reading():
+            yield from [{"x": np.full((8, 3), i, np.float32), "y": np.zeros(8, np.float32)} for i in range(4)]
+            assert trained.wait(60)
+            if interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+            raise RuntimeError("a worker died")
+
+        def train():
+            saves = callbacks.checkpoint(tmp_path, every=1_000)
+            ends = callbacks.Callback(on_step=lambda moment: trained.set() if moment.step == 4 else None, logs=())
+            return jdist.fit(train_step, create_state(), reading(), steps=9, callbacks=[saves, ends], **QUIET)
+
+        if not interrupted:
+            with pytest.raises(RuntimeError, match="a worker died"):
+                train()
+            return
+        with pytest.warns(RuntimeWarning, match="the data ended behind SIGINT: RuntimeError: a worker died"):
+            state, history = train()
+        assert (history.stopped, int(state.step)) == ("by SIGINT", 4)
+        assert jdist.train.Checkpointer(tmp_path).steps() == [4]
 
     def test_a_second_interrupt_leaves_at_once_and_the_process_lives_on(self):
         def wait(moment: jdist.callbacks.Moment) -> None:

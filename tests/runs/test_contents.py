@@ -71,6 +71,27 @@ def test_a_bucket(listed):
     assert (code, err) == (1, "jdist: memory:///bucket/none: there is no checkpoint of jdist's\n")
 
 
+def test_a_damaged_one_is_passed_over_and_named(tmp_path, listed):
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, STATE)
+        checkpoints.save(2, STATE)
+    manifest = tmp_path / "run" / "step_00000002_save_00002" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    code, out, _ = listed(tmp_path / "run")
+    assert code == 0
+    assert out.startswith(f"passed over: {manifest}: cannot be read: ")
+    assert f"{tmp_path}/run/step_00000001_save_00001: step 1; there are steps 1, 2\n" in out
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "link"])
+def test_what_the_system_refuses_is_one_line(tmp_path, listed, name):
+    (tmp_path / "link").symlink_to("link")
+    code, out, err = listed(tmp_path / name)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"jdist: {tmp_path}/{name}: ")
+    assert err.count("\n") == 1
+
+
 def test_there_is_none(tmp_path, listed):
     code, out, err = listed(tmp_path / "none")
     assert (code, out) == (1, "")

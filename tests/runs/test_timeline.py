@@ -1,6 +1,7 @@
 """`jdist runs --timeline`: what happened in a run, from the records of the run and of its launcher."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from jdist.cli.main import main
 from jdist.errors import ConfigError
 from jdist.launcher.record import Record, launch_of
+from jdist.report.times_file import TimesFile
 from jdist.runs.perfetto import trace
 from jdist.runs.timeline import LOST, read_timeline
 from jdist.runs.timeline_picture import draw
@@ -291,6 +293,36 @@ def test_a_line_of_times_that_lacks_something_is_named(run, place, name):
     del lines[place][name]
     write(run / "times.jsonl", lines)
     with pytest.raises(ConfigError, match=rf"toy/times\.jsonl:{place + 1}: has no number for {name}\. Mend"):
+        read_timeline(run)
+
+
+@pytest.mark.parametrize(
+    ("place", "changed", "says"),
+    [
+        (2, {"seconds": {"steps": None}}, '3: "seconds" are no numbers by part'),
+        (2, {"seconds": [1]}, '3: "seconds" are no numbers by part'),
+        (2, {"begin": float("nan")}, "3: has no number for begin"),
+        (2, {"part": ["train"]}, '3: "part" is no name'),
+        (0, {"at": True}, "1: has no number for at"),
+        (0, {"event": "other"}, " attempt 0 has no line that begins it"),
+    ],
+)
+def test_a_line_of_times_that_holds_nonsense_is_named(run, place, changed, says):
+    lines = times("../logs")
+    lines[place].update(changed)
+    write(run / "times.jsonl", lines)
+    with pytest.raises(ConfigError, match=re.escape(f"toy/times.jsonl:{says}")):
+        read_timeline(run)
+    with pytest.raises(ConfigError, match=re.escape(f"toy/times.jsonl:{says}")):  # of a run that would go on, too
+        TimesFile(run, step=0, at=0.0, writes=False, about={})
+
+
+def test_an_end_of_times_without_its_outcome_is_named(run):
+    lines = times("../logs")
+    place = next(i for i, line in enumerate(lines) if line.get("event") == "end")
+    del lines[place]["outcome"]
+    write(run / "times.jsonl", lines)
+    with pytest.raises(ConfigError, match=rf'times\.jsonl:{place + 1}: an end has no "outcome"'):
         read_timeline(run)
 
 

@@ -105,7 +105,7 @@ def _zeros(x: Any) -> Any:
         return jax.random.key_data(key)
 
     data = jax.eval_shape(data_of, x)
-    return jax.random.wrap_key_data(np.zeros(data.shape, data.dtype), impl=kinds[0])
+    return jax.random.wrap_key_data(jax.numpy.zeros(data.shape, data.dtype), impl=kinds[0])
 
 
 def _compiled(what: str, lowered: jax.stages.Lowered) -> str:

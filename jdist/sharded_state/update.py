@@ -200,9 +200,11 @@ class _Evaluation:
             if self.is_varying(v)
             else jnp.asarray(self.whole(v, self.value(v)))
         )
-        if kind == LOCAL:
-            return jnp.broadcast_to(x, (n, *x.shape))
-        return jnp.concatenate([x] * n) if kind == ROWS else x
+        if kind not in (LOCAL, ROWS):
+            return x
+        # An entry a replica lies with its replica, also where all are the same.
+        of_replicas = jnp.broadcast_to(x, (n, *x.shape)) if kind == LOCAL else jnp.concatenate([x] * n)
+        return jax.lax.with_sharding_constraint(of_replicas, self.strategy.batch_sharding)
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name

@@ -36,7 +36,8 @@ def run(text, names):
     return result.attempted
 
 
-def test_the_examples_of_the_guide_give_what_it_shows():
+def test_the_examples_of_the_guide_give_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert run(TEXT, {}) > 20
 
 

@@ -427,3 +427,17 @@ def test_prints_of_both_parts(strategy, capfd):
     jax.effects_barrier()
     shown = capfd.readouterr().out
     assert shown.count("rows 2") == shown.count("weight 0") == 4  # one for each replica, as under mirrored
+
+
+def test_an_entry_a_replica_lies_with_its_replica_also_where_all_are_the_same():
+    def train_step(state, batch):
+        own = {"mean": batch.mean(), "same": state, "summed": jax.lax.psum(batch.mean(), "replica")}
+        return state + 1, own, jnp.stack([state, state + 1])
+
+    strategy = jdist.central_storage(jax.devices()[:4])
+    step = jdist.distribute(train_step, strategy, returns=("state", "per_replica", "examples"))
+    _, own, rows = step(strategy.init(lambda: jnp.float32(3)), np.arange(8, dtype=np.float32))
+    for x in (*jax.tree.leaves(own), rows):
+        assert x.sharding == strategy.batch_sharding
+    assert own["same"].tolist() == [3, 3, 3, 3]
+    assert rows.tolist() == [3, 4] * 4

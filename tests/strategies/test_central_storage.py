@@ -439,5 +439,5 @@ def test_an_entry_a_replica_lies_with_its_replica_also_where_all_are_the_same():
     _, own, rows = step(strategy.init(lambda: jnp.float32(3)), np.arange(8, dtype=np.float32))
     for x in (*jax.tree.leaves(own), rows):
         assert x.sharding == strategy.batch_sharding
-    assert own["same"].tolist() == [3, 3, 3, 3]
+    assert own.value["same"].tolist() == [3, 3, 3, 3]
     assert rows.tolist() == [3, 4] * 4

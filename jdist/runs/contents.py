@@ -36,6 +36,8 @@ def show(path: str) -> int:
     """
     try:
         return _show(path)
+    except BrokenPipeError:  # of what is printed
+        raise
     except OSError as error:  # no permission, a loop of links, a name that is too long
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 

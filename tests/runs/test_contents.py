@@ -7,6 +7,7 @@ import pytest
 
 import jdist
 from jdist.cli.main import main
+from jdist.runs import contents
 from jdist.train import Checkpointer
 
 STATE = {"params": {"kernel": jnp.ones((40, 3), jnp.bfloat16)}, "rng": jax.random.key(0), "count": 3}
@@ -96,3 +97,15 @@ def test_there_is_none(tmp_path, listed):
     code, out, err = listed(tmp_path / "none")
     assert (code, out) == (1, "")
     assert f"no safetensors, and none of Orbax: {tmp_path}/none: there is no such folder." in err
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, STATE)
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(BrokenPipeError):
+        contents.show(str(tmp_path / "run"))

@@ -111,7 +111,7 @@ class NonFiniteError(JDistError, FloatingPointError):
 
     Attributes:
         leaf: path of the first such leaf.
-        step: number of the step's call, from 0.
+        step: number of the step, from 0, since it was distributed; of a call with `steps_per_call` each of its steps counts.
     """
 
     def __init__(self, message: str, leaf: str, step: int):

@@ -286,7 +286,7 @@ def _name_step(exc: Exception, step: Any, run: Run) -> str:
     if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
         return f"jdist.fit was at step {run.step:,}."
     if isinstance(step, Distributed | Task):
-        return "The error counts the step's calls from 0, since it was distributed."
+        return "The error counts the steps from 0, since this one was distributed."
     message = str(exc).removeprefix(f"step {exc.step}")
     exc.args = (f"step {(run.first or 0) + exc.step + 1:,} of the run{message}",)
     return "The steps of a run count from 1."

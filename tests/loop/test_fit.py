@@ -566,7 +566,7 @@ class TestEnding:
         assert re.findall(r"step \d+", "\n".join([str(error), *error.__notes__])) == ["step 5"]
         own = run(jdist.distribute(train_step, jdist.one_device(), steps_per_call=steps_per_call))
         assert str(own).startswith("step 4: ")
-        assert "counts the step's calls from 0, since it was distributed." in "".join(own.__notes__)
+        assert "counts the steps from 0, since this one was distributed." in "".join(own.__notes__)
         told = {"callbacks": [callbacks.checkpoint(tmp_path)], "steps_per_call": steps_per_call}
         jdist.fit(train_step, create_state(), data, steps=2, global_batch=16, **told, **QUIET)
         error = run(train_step, **told)

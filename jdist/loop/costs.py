@@ -102,8 +102,8 @@ class Costs:
         Args:
             token: an array that is ready once the call is over, `Distributed.newest_token`.
             step: steps done.
-            consumed: the state whose buffers the call has taken, let go while the loop waits for the next batch. JAX gives
-                Python's lock away with each array that goes, and where threads that read want it too gets it back late.
+            consumed: the state whose buffers the call has taken, freed while the loop waits for the next batch: JAX releases
+                Python's lock with each array that is freed, and gets it back late where threads that read want it, too.
         """
         self._consumed = consumed
         self.clock.settle()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from jdist.errors import DatasetError, StepError
 from jdist.loop import peaks
 from jdist.loop.costs import Costs
 from jdist.loop.data import Feed
+from jdist.loop.device_watch import quick_turns
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.out_of_memory import naming_leaves, raise_out_of_memory
@@ -35,11 +34,6 @@ from jdist.step.base import Distributed
 from jdist.step.options import Verify
 
 PyTree = Any
-# How long a thread may keep Python's lock from others while a run goes on. Python's own 5 ms are as long as a step, and where
-# threads read by code in Python the loop would wait that long for each of them, several times a step.
-_SWITCH_S = 0.0005
-_turns = threading.Lock()
-_before_s: list[float] = []  # of each run that goes on, Python's interval before the first of them
 
 
 class Run:
@@ -129,7 +123,7 @@ class Run:
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
         with contextlib.ExitStack() as ends:
-            ends.enter_context(_quick_turns())
+            ends.enter_context(quick_turns())
             self._costs = Costs(self._strategy, begun=self._begun)
             ends.callback(self._costs.close)
             for callback in self._callbacks:
@@ -456,19 +450,3 @@ def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
                 raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
             keeps[callback.name] = callback.keeps
     return keeps
-
-
-@contextlib.contextmanager
-def _quick_turns() -> Iterator[None]:
-    """Lets Python's threads take turns every `_SWITCH_S` while a run goes on; the last of several in threads restores."""
-    with _turns:
-        _before_s.append(_before_s[0] if _before_s else sys.getswitchinterval())
-        if _before_s[0] > _SWITCH_S:
-            sys.setswitchinterval(_SWITCH_S)
-    try:
-        yield
-    finally:
-        with _turns:
-            before_s = _before_s.pop()
-            if not _before_s and before_s > _SWITCH_S:
-                sys.setswitchinterval(before_s)

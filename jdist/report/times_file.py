@@ -13,7 +13,6 @@ A part is "startup", "train", "evaluation" or "checkpoint". An attempt without a
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +22,12 @@ from jdist.errors import ConfigError
 from jdist.report.files import writing
 from jdist.report.metrics_file import MetricsFile, Row, read_rows
 from jdist.report.part_clock import STEPS
+from jdist.support.checks import as_real
 
 NAME = "times.jsonl"
 Outcome = Literal["finished", "stopped", "interrupted", "preempted", "failed"]
 _NUMBERS = {"begin": ("attempt", "at"), "part": ("attempt", "begin", "end", "first"), "end": ("attempt", "at")}
+_MOST = 1e12  # steps, attempts, or seconds since 1970
 _IS_OVER = ("finished", "stopped")
 _ENDED_ON_PURPOSE = (*_IS_OVER, "interrupted")  # what comes behind is not lost, but was not wanted
 
@@ -158,4 +159,5 @@ def _wrong(line: Row, kind: str) -> str | None:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e12
+    number = as_real(value)
+    return number is not None and abs(number) < _MOST  # NaN is not

@@ -22,8 +22,9 @@ import jdist
 from jdist import callbacks
 from jdist.callbacks.progress import starved, summary
 from jdist.errors import OutOfMemoryError, StepError
-from jdist.loop import peaks, run
+from jdist.loop import peaks
 from jdist.loop.costs import Costs
+from jdist.loop.device_watch import quick_turns
 from jdist.report.metrics_file import COSTS
 from jdist.report.part_clock import SHARES
 from jdist.step.mesh_step import DistributedStep
@@ -151,8 +152,8 @@ class TestShares:
 
     def test_of_several_runs_in_threads_the_last_one_restores_the_turns(self):
         before, (first, second) = sys.getswitchinterval(), (contextlib.ExitStack(), contextlib.ExitStack())
-        first.enter_context(run._quick_turns())
-        second.enter_context(run._quick_turns())
+        first.enter_context(quick_turns())
+        second.enter_context(quick_turns())
         first.close()
         assert sys.getswitchinterval() == 0.0005
         second.close()

@@ -98,7 +98,7 @@ class Precision:
         """The dtype of the forward and backward pass."""
         return jnp.dtype(_DTYPES[self.name])
 
-    def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Casts floating-point leaves that are wider to the compute dtype; leaves all others as they are.
 
         Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
@@ -106,7 +106,6 @@ class Precision:
 
         Args:
             tree: pytree of arrays or numbers; constants, as the functions and numbers of an `equinox.Module`, stay.
-            keep: further names of entries that stay.
 
         Example:
             >>> import jdist, jax.numpy as jnp
@@ -114,7 +113,7 @@ class Precision:
             >>> {k: str(x.dtype) for k, x in half.cast_to_compute({"w": jnp.ones(2), "scale": jnp.ones(2)}).items()}
             {'scale': 'float32', 'w': 'bfloat16'}
         """
-        kept = {*self.keep, *keep}
+        kept = set(self.keep)
 
         def cast(path: Any, x: Any) -> Any:
             dtype = jax.typeof(x).dtype
@@ -156,7 +155,7 @@ def precision(
 ) -> Precision:
     """Makes the precision that a step computes in, for `jdist.distribute(..., precision=...)`.
 
-    The batch, but for its "mask", reaches the step in the compute dtype, and what `jdist.value_and_grad` differentiates by the
+    The batch reaches the step in the compute dtype, and what `jdist.value_and_grad` differentiates by the
     loss function. What a step computes of the batch elsewhere, such as a metric, is computed from rounded values: `keep` names
     entries that are not to be. Gradients come back in float32 to the parameters, which are float32 throughout, as are the
     optimiser's state, batch statistics, the sums of `jdist.mean`, all-reduces, and the loss, what `has_aux` returns and metrics

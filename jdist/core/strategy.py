@@ -368,7 +368,8 @@ class Strategy:
                 `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: pad it and mask the padding,
                 leave it out, or refuse it.
-            with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.
+            with_mask: yield `(batch, mask)` with the batch's own tree unchanged. Without it a dict gains the mask as its leaf
+                "mask", and must not have such a leaf of its own; other trees have no mask.
             steps_per_call: how many batches go into one call of a step made with the same option.
             batch_axis: the axis that the rows of a batch are on, here and in the step, made with the same option: an int, or
                 a tree of them with which the batch's tree begins. A mask that is added leads with its rows.

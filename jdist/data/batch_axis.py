@@ -64,13 +64,10 @@ def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
     """
     if isinstance(batch, Masked):
         return Masked(axes_of(batch.batch, batch_axis), 0)
-    if isinstance(batch, dict) and MASK in batch:
+    names_mask = isinstance(batch_axis, dict) and MASK in batch_axis
+    if isinstance(batch, dict) and np.ndim(batch.get(MASK)) == 1 and not names_mask:
         rest = {key: value for key, value in batch.items() if key != MASK}
-        of_mask = batch_axis.get(MASK, 0) if isinstance(batch_axis, dict) else batch_axis
-        of_rest = (
-            {key: x for key, x in batch_axis.items() if key != MASK} if isinstance(batch_axis, dict) else batch_axis
-        )
-        return {**axes_of(rest, of_rest), MASK: 0 if np.ndim(batch[MASK]) <= 1 else of_mask}
+        return {**axes_of(rest, batch_axis), MASK: 0}
     try:
         return jax.tree.map(lambda axis, part: jax.tree.map(lambda _: axis, part), batch_axis, batch)
     except ValueError as exc:

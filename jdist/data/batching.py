@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
 
-from jdist.data.leaves import MASK, TreeSpec, check_same, to_numpy, tree_spec
+from jdist.data.leaves import MASK, TreeSpec, check_same, leaves_by_path, to_numpy, tree_spec
 from jdist.data.process_shard import WHOLE, LocalRows, ProcessShard
 from jdist.errors import BatchError
 from jdist.support.arrays import to_host
@@ -52,7 +52,7 @@ class BatchLayout:
         full: rows of a full batch by process.
         rows: rows of every batch as the step receives it; a multiple of `num_replicas`.
         tree: what the source's batches look like but for their rows.
-        is_dict: whether the tree is a dict at its top, which the mask becomes a leaf of.
+        is_dict: whether the mask becomes a leaf of the batch; else it stands next to it, or there is none.
     """
 
     options: DatasetOptions
@@ -74,15 +74,17 @@ def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -
         BatchError: the batch is no tree of arrays, or a full one needs padding where `partial` allows none.
     """
     batch = to_numpy(batch)
-    is_dict = isinstance(batch, dict)
+    is_dict = isinstance(batch, dict) and not options.with_mask
     if is_dict and not all(isinstance(key, str) for key in batch):
         raise BatchError(
             f"a dict batch gains the leaf `mask`, so its keys must be strings, but they are {list(batch)!r}"
         )
-    if is_dict and MASK in batch and not isinstance(batch[MASK], np.ndarray):
+    if is_dict and MASK in batch:
+        own = leaves_by_path({MASK: batch[MASK]})
         raise BatchError(
-            f"the batch's own `mask` must be one array of shape [rows, ...], but it is a "
-            f"{type(batch[MASK]).__name__}; rename it if it means something else"
+            f"the batch has a leaf `mask` of its own ({', '.join(own.values())}), where `distribute_dataset` puts the mask "
+            "that tells real rows from padding. Rename the leaf; or pass `with_mask=True`, and the step receives "
+            "`(batch, mask)` with the batch unchanged"
         )
     check_divisible(full, options)
     rows = padded_rows(full, num_replicas=options.num_replicas)
@@ -124,9 +126,9 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
     """Fills this process's part of a batch up to the shape that the step receives.
 
     Returns:
-        The batch with leaves [rows, ...] and its mask: as the `mask` leaf of a dict, else beside it under
-        `with_mask`. Padding repeats the real rows in turn, which brings no NaN, and is masked False; a `mask` of the batch's
-        own is filled up with zeros. None for a batch without rows, and for one that `partial="drop"` leaves out.
+        The batch with leaves [rows, ...] and its mask: next to it under `with_mask`, else as the `mask` leaf of a dict.
+        Padding repeats the real rows in turn, which brings no NaN, and is masked False. None for a batch without rows, and
+        for one that `partial="drop"` leaves out.
 
     Raises:
         BatchError: the batch differs from the layout, or is short where that is not allowed.
@@ -158,12 +160,7 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
         )
     local_rows = layout.rows // options.share.count
     mask = np.arange(local_rows) < num_real
-    rest = batch
-    if layout.is_dict:
-        if MASK in batch:
-            mask = _fill(batch[MASK][:num_real], local_rows, copy=options.copy, repeat=False)
-        rest = {key: leaf for key, leaf in batch.items() if key != MASK}
-    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=options.copy), rest)
+    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=options.copy), batch)
     if layout.is_dict:
         return {**filled, MASK: mask}
     return Masked(filled, mask) if options.with_mask else filled
@@ -189,18 +186,17 @@ def element_spec(layout: BatchLayout) -> PyTree:
     return Masked(tree, mask) if layout.options.with_mask else tree
 
 
-def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np.ndarray:
+def _fill(leaf: np.ndarray, rows: int, *, copy: bool) -> np.ndarray:
     num_real = leaf.shape[0]
     if num_real == rows:
         return np.array(leaf, order="C") if copy else leaf
     filled = np.empty((rows, *leaf.shape[1:]), leaf.dtype)
     filled[:num_real] = leaf
-    filled[num_real:] = leaf[np.arange(rows - num_real) % num_real] if repeat else np.zeros((), leaf.dtype)
+    filled[num_real:] = leaf[np.arange(rows - num_real) % num_real]
     return filled
 
 
-# By the id of the mask, while it lives: a batch stays a plain tree, and keeps its mask when a user
-# replaces other leaves. Not by the mask's values: a weight of zero need not mean padding.
+# By the id of the mask, while it lives: a batch stays a plain tree, and keeps its mask when a user replaces other leaves.
 _real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
 
 
@@ -212,7 +208,7 @@ def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None =
         sizes: the real rows of each process.
         rows: the rows that each process feeds, padding included; None: the mask's first axis tells.
     """
-    mask = _mask_of(batch)
+    mask = mask_of(batch)
     if mask is not None:
         rows = len(mask) // len(sizes) if rows is None else rows
         key = id(mask)
@@ -234,14 +230,13 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
         turn: moves a batch's rows to its first axis.
 
     Returns:
-        bool [rows], False for padding of `distribute_dataset`; without a mask from there, where the batch's own mask is
-        zero. None without any mask: there is no padding.
+        bool [rows], False for padding. None without a mask: there is no padding.
     """
     rows = filled_up(batch)
     if rows is not None:
         return rows
-    mask = None if _mask_of(batch) is None else _mask_of(turn(batch))
-    return None if mask is None else np.any(to_host(mask).reshape(len(mask), -1) != 0, axis=1)
+    mask = None if mask_of(batch) is None else mask_of(turn(batch))
+    return to_host(mask) if mask is not None and mask.ndim == 1 else None
 
 
 def filled_up(batch: PyTree) -> np.ndarray | None:
@@ -271,7 +266,7 @@ def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
     return None
 
 
-def _mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:
-    """Finds the mask of a dict, or of the `(batch, mask)` of `with_mask`."""
-    mask = batch.get(MASK) if isinstance(batch, dict) else batch.mask if isinstance(batch, Masked) else None
-    return mask if isinstance(mask, jax.Array | np.ndarray) else None
+def mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:
+    """Returns the mask of rows, bools, of a dict or of the `(batch, mask)` of `with_mask`; None if its place holds no bools."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else batch.mask if isinstance(batch, Masked) else None
+    return mask if isinstance(mask, jax.Array | np.ndarray) and mask.dtype == np.bool_ else None

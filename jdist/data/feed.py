@@ -49,7 +49,7 @@ def distributed_dataset(
         partial: what to do with a batch that has fewer rows than the first: "pad" fills it up and masks the filling,
             "drop" leaves it out, "error" refuses it. "pad" also rounds the global batch up to a multiple of
             `num_replicas`; the others require that it divides.
-        with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a `mask` leaf.
+        with_mask: yield `(batch, mask)`; else a dict gains a `mask` leaf, and other trees have no mask.
         steps_per_call: stack this many batches on a new leading axis. The rest at the end comes as a smaller stack, which
             compiles a step once more.
         prefetch: how many (stacks of) batches a background thread makes ahead; 0: none, and no thread.

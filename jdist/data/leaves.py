@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ from jdist.errors import BatchError
 
 PyTree = Any
 MASK = "mask"
+ROWS_REMEDY = (
+    "Every leaf needs one row for each example. Pass an array without rows to the step as an argument of its own, with the "
+    'role "replicated"; if the rows are on another axis, pass `batch_axis`'
+)
 
 
 @dataclass(frozen=True)
@@ -133,17 +138,43 @@ def count_rows(tree: PyTree) -> int:
     leaves = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
     sizes = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(sizes.values())) == 1:
-        return leaves[0][1].shape[0]
+        rows = leaves[0][1].shape[0]
+        check_static_parts(tree, rows)
+        return rows
     listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
-    if isinstance(tree, dict) and isinstance(tree.get(MASK), np.ndarray):
-        others = {size for path, size in sizes.items() if path != f"['{MASK}']"}
-        if len(others) == 1:
-            raise BatchError(
-                f"the batch's own `mask` leaf has shape {tree[MASK].shape}, but the other leaves have "
-                f"{others.pop()} rows; `mask` says which rows count, so its leading axis must be the rows. "
-                "Rename the leaf if it means something else"
-            )
-    raise BatchError(f"the leaves of a batch must agree on their leading (batch) axis, but have rows {listed}")
+    raise BatchError(
+        f"the leaves of a batch must agree on their leading (batch) axis, but have rows {listed}. {ROWS_REMEDY}"
+    )
+
+
+def check_static_parts(batch: PyTree, rows: int) -> None:
+    """Raises a `BatchError` for a node of a batch, as a `BCOO`, whose static part holds the number of rows: cuts miss it."""
+    treedef = jax.tree.structure(batch)
+    if not _holds(treedef, rows):
+        return
+
+    def holds(node: Any) -> bool:
+        return _holds_itself(jax.tree.structure(node), rows)
+
+    numbered = treedef.unflatten(range(treedef.num_leaves))
+    path, node = next(item for item in jax.tree_util.tree_leaves_with_path(numbered, is_leaf=holds) if holds(item[1]))
+    raise BatchError(
+        f"batch node {_name(path)} is a {type(node).__name__}, a container with {rows}, the number of rows, in its static "
+        "part: its arrays are cut by rows, and that number stays. Pass the arrays as leaves of a dict, and make the "
+        f"{type(node).__name__} of them in the step; leave a number with another meaning out of the batch"
+    )
+
+
+def _holds(treedef: Any, rows: int) -> bool:
+    return _holds_itself(treedef, rows) or any(_holds(child, rows) for child in treedef.children())
+
+
+def _holds_itself(treedef: Any, rows: int) -> bool:
+    """Whether the static part of a tree's topmost node has the number `rows`; the keys of a dict are none."""
+    kind, static = treedef.node_data() or (None, None)
+    if kind in (None, dict, list, tuple, type(None), OrderedDict, defaultdict):
+        return False
+    return any(type(x) is int and x == rows for x in jax.tree.leaves(static))
 
 
 class TreeSpec(NamedTuple):

@@ -11,8 +11,7 @@ import numpy as np
 
 from jdist.cluster.runtime import Runtime
 from jdist.core.per_replica import PerReplica
-from jdist.data.batching import Masked
-from jdist.data.leaves import MASK
+from jdist.data.batching import mask_of
 from jdist.errors import StepError
 from jdist.metrics import Metric
 from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES
@@ -286,7 +285,7 @@ def _unpack_total(zero: PyTree, kept: dict[str, Any]) -> PyTree:
 
 def _weights(batch: PyTree, steps_per_call: int) -> Any:
     """Makes a function that reads the weights of a batch's rows, or of each step's; it holds no other array of the batch."""
-    mask = batch.get(MASK) if isinstance(batch, Mapping) else batch.mask if isinstance(batch, Masked) else None
+    mask = mask_of(batch)
     if mask is not None:
         return lambda: np.asarray(local_rows(mask, axis=int(steps_per_call > 1)), np.float64)
     leaf = jax.tree.leaves(batch)[0]

@@ -9,7 +9,6 @@ import jax
 
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.precision import precision
-from jdist.data.leaves import MASK
 from jdist.experiment.config import Config
 from jdist.experiment.dry_run import batch_shapes, state_shapes
 from jdist.experiment.prepare import Parts, make_train_step
@@ -61,6 +60,6 @@ def _in_precision(step: Any, name: str | None) -> Any:
 
     def in_16_bits(state: PyTree, batch: PyTree) -> Any:
         with tracing(ReplicaTrace(strategy=default(), precision=chosen)):
-            return step(state, chosen.cast_to_compute(batch, keep=(MASK,)))
+            return step(state, chosen.cast_to_compute(batch))
 
     return in_16_bits

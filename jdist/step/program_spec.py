@@ -13,7 +13,6 @@ from jdist.core.context import ReplicaTrace, current_trace, tracing
 from jdist.core.precision import LossScaling
 from jdist.core.step_state import loss_scale_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
-from jdist.data.leaves import MASK
 from jdist.step.options import NonFinite, StepOptions
 from jdist.step.outputs import METRIC, OutputKind, Traced, differs, kinds_of, rows_of, sort_results
 from jdist.step.signature import Call, Others, Step
@@ -94,7 +93,7 @@ class ProgramSpec:
         user, precision = user_state(state), self.options.precision
         if precision is not None:
             precision.check_names((user, batches))
-            batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
+            batches = precision.cast_to_compute(batches)
         # Copies of the containers: what a step changes in place must not change for the caller.
         argument, batches, others = jax.tree.map(lambda x: x, (user, batches, others))
         with tracing(dataclasses.replace(trace, precision=precision, loss_scale=self._loss_scale(state, others))):

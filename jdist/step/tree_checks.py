@@ -12,7 +12,7 @@ import numpy as np
 from jdist.core.sharded_leaf import ShardedLeaf
 from jdist.core.step_state import StaticLeaf, is_static
 from jdist.core.strategy import Strategy
-from jdist.data.leaves import is_numeric, numbers_of
+from jdist.data.leaves import ROWS_REMEDY, check_static_parts, is_numeric, numbers_of
 from jdist.errors import BatchError, StepError
 
 PyTree = Any
@@ -183,8 +183,10 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: in
         elif shape[lead] != rows:
             raise BatchError(
                 f"batch leaves disagree on the number of rows: {first} has {rows}, {name} has {shape[lead]}. "
-                "Every leaf must hold one row for each example."
+                f"{ROWS_REMEDY}."
             )
+    if rows is not None:
+        check_static_parts(batches, rows)
     parts *= accumulate
     if rows is not None and rows % parts:
         below, above = rows - rows % parts, rows - rows % parts + parts

@@ -108,18 +108,27 @@ def test_several_steps_a_call(strategy):
     np.testing.assert_allclose(np.asarray(metrics["loss"]), [loss for loss, _ in expected], rtol=1e-4)
 
 
-def test_one_axis_for_all_and_a_mask_of_ones_own(strategy):
-    """`mask` of one axis has an entry a row; one of [time, rows] lies as the other leaves do."""
-
-    def total(w, batch):
-        weights = jnp.broadcast_to(batch["mask"], batch["x"].shape)
-        return w, {"mean": jdist.mean(batch["x"], weights)}, batch["x"].sum(0)
-
+def test_one_axis_for_all_with_the_mask_in_the_batch_or_next_to_it(strategy):
+    """The mask has an entry a row; a leaf of that name, of [time, rows], lies as the other leaves do."""
     x = np.arange(10, dtype=np.float32).reshape(2, 5)
-    mask = np.array([[1, 1, 0, 1, 1], [1, 0, 0, 1, 1]], np.float32)
-    run = jdist.distribute(total, strategy, batch_axis=1, **RETURNS)
-    for given, expected in (({"x": x}, 4.5), ({"x": x, "mask": mask}, float((x * mask).sum() / mask.sum()))):
-        for batch in strategy.distribute_dataset([given], batch_axis=1):
+    tokens = np.array([[1, 1, 0, 1, 1], [1, 0, 0, 1, 1]], np.float32)
+
+    def mean_of(x, weights):
+        return {"mean": jdist.mean(x, jnp.broadcast_to(weights, x.shape))}
+
+    def with_leaf(w, batch):
+        return w, mean_of(batch["x"], batch["mask"]), batch["x"].sum(0)
+
+    def with_pair(w, pair):
+        batch, real = pair
+        return w, mean_of(batch["x"], batch["mask"] * real), batch["x"].sum(0)
+
+    for step, given, with_mask, expected in (
+        (with_leaf, {"x": x}, False, 4.5),
+        (with_pair, {"x": x, "mask": tokens}, True, float((x * tokens).sum() / tokens.sum())),
+    ):
+        run = jdist.distribute(step, strategy, batch_axis=1, **RETURNS)
+        for batch in strategy.distribute_dataset([given], batch_axis=1, with_mask=with_mask):
             _, metrics, sums = run(0.0, batch)
             assert float(metrics["mean"]) == pytest.approx(expected)
             np.testing.assert_array_equal(np.asarray(sums), x.sum(0))

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import sparse
 
+import jdist
 from jdist.data import batching
 from jdist.data.batching import DatasetOptions, element_spec, plan_layout
 from jdist.data.leaves import count_rows, to_numpy
@@ -75,21 +77,52 @@ def test_every_real_row_comes_once_under_the_mask(full, found, num_replicas, wid
     assert {tuple(row) for row in fitted["x"]} == {tuple(row) for row in rows}
 
 
-def test_own_mask_is_kept_and_padded_with_zeros_of_its_dtype():
-    layout = layout_of({"x": np.arange(4), "mask": np.ones(4, np.float32)})
-    fitted = fit(layout, {"x": np.arange(2), "mask": np.array([0.5, 1], np.float32)}, copy=False)
-    assert fitted["mask"].dtype == np.float32
-    assert fitted["mask"].tolist() == [0.5, 1, 0, 0]
+@pytest.mark.parametrize(
+    ("mask", "described"),
+    [
+        (np.zeros((4, 8), np.int32), r"int32\[rows, 8\]"),
+        (np.ones(4, bool), r"bool\[rows\]"),
+        ({"a": np.arange(4), "b": np.ones(4)}, r"int64\[rows\], float64\[rows\]"),
+    ],
+)
+def test_a_leaf_in_the_masks_place_is_refused_unless_the_mask_stands_next_to_the_batch(mask, described):
+    batch = {"x": np.arange(4), "mask": mask}
+    with pytest.raises(BatchError, match=rf"leaf `mask` of its own \({described}\).*Rename.*`with_mask=True`"):
+        fit_one(batch)
+    layout = layout_of(batch, with_mask=True)
+    fitted, real = fit(layout, jax.tree.map(lambda x: x[:3], batch), copy=False)
+    assert real.tolist() == [True, True, True, False]
+    for leaf, own in zip(jax.tree.leaves(fitted), jax.tree.leaves(batch), strict=True):
+        np.testing.assert_array_equal(leaf, own[[0, 1, 2, 0]])
 
 
-def test_own_mask_of_another_length_is_refused_with_its_shape():
-    with pytest.raises(BatchError, match=r"`mask` leaf has shape \(3, 5\).* 4 rows"):
-        fit_one({"x": np.arange(4), "mask": np.ones((3, 5))})
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Ragged:
+    values: Any
+    num_rows: int = dataclasses.field(metadata={"static": True})
 
 
-def test_own_mask_that_is_a_tree_is_refused():
-    with pytest.raises(BatchError, match=r"must be one array.*it is a dict"):
-        fit_one({"x": np.arange(4), "mask": {"a": np.arange(4)}})
+@pytest.mark.parametrize(
+    ("node", "kind"),
+    [
+        (sparse.BCOO.fromdense(np.ones((4, 3)), n_batch=1), "BCOO"),
+        (Ragged(np.ones((4, 2)), 4), "Ragged"),
+    ],
+)
+def test_a_node_with_the_number_of_rows_in_its_static_part_is_refused(node, kind):
+    for batch, path in (({"x": np.ones(4), "node": node}, r"\['node'\]"), ((np.ones(4), [node]), r"\[1\]\[0\]")):
+        with pytest.raises(BatchError, match=rf"batch node {path} is a {kind}, a container with 4,.*leaves of a dict"):
+            fit_one(batch)
+    step = jdist.distribute(lambda w, batch: (w, {"sum": batch["x"].sum()}), jdist.mirrored(jax.devices()[:2]))
+    with pytest.raises(BatchError, match=rf"batch node .* is a {kind}"):
+        step(0.0, {"x": np.ones(4), "node": node})
+
+
+def test_a_node_without_the_number_of_rows_is_a_container():
+    fitted = fit_one({"x": Ragged(np.arange(3), 7)}, num_replicas=2)
+    assert fitted["x"].values.tolist() == [0, 1, 2, 0]
+    assert fitted["x"].num_rows == 7
 
 
 def test_dict_keys_must_be_strings():
@@ -113,10 +146,6 @@ def test_other_trees_that_need_padding_are_refused_with_the_choices():
     layout = layout_of((np.arange(4),))
     with pytest.raises(BatchError, match=r"1 rows and needs 4 for 2 replicas.*tuple.*with_mask.*dict.*drop"):
         fit(layout, (np.arange(1),), copy=False)
-
-
-def test_with_mask_on_a_dict_changes_nothing():
-    assert sorted(fit_one({"x": np.arange(4)}, with_mask=True)) == ["mask", "x"]
 
 
 def test_drop_leaves_short_batches_out_and_still_masks_the_others():
@@ -254,13 +283,14 @@ def test_copy_separates_a_full_batch_from_its_source():
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize(
-    "batch",
+    ("batch", "with_mask"),
     [
-        {"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int32)},
-        {"x": np.zeros(5, np.float32), "mask": np.ones((5, 1), np.float32)},
-        collections.namedtuple("Pair", "x y")(np.zeros(5, np.float32), np.zeros((5, 1), np.uint8)),
+        ({"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int32)}, False),
+        ({"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int32)}, True),
+        ({"x": np.zeros(5, np.float32), "mask": np.ones((5, 1), np.float32)}, True),
+        (collections.namedtuple("Pair", "x y")(np.zeros(5, np.float32), np.zeros((5, 1), np.uint8)), False),
+        (collections.namedtuple("Pair", "x y")(np.zeros(5, np.float32), np.zeros((5, 1), np.uint8)), True),
     ],
 )
 def test_element_spec_describes_what_fit_makes(batch, with_mask, steps_per_call):

@@ -1,4 +1,4 @@
-"""Which rows of a batch are real: known beside its mask, whatever the mask's weights."""
+"""The real rows of a batch: known with its mask, whatever the batch's own leaves are called or hold."""
 
 import gc
 
@@ -10,8 +10,6 @@ from jdist.data import batching as padding_module
 from jdist.data import distributed_dataset
 from jdist.data.batching import Masked, real_rows, remember_real_rows
 
-WEIGHTS = np.array([1, 0, 0.5, 0], np.float32)
-
 
 def batches(source, *, place=None, num_replicas=2, **options):
     return list(distributed_dataset(source, num_replicas=num_replicas, place=place, **options))
@@ -19,12 +17,14 @@ def batches(source, *, place=None, num_replicas=2, **options):
 
 @pytest.mark.parametrize("place", [None, jax.device_put])
 @pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"prefetch_to_device": False}], ids=str)
-def test_a_weight_of_zero_is_no_padding(place, options):
-    source = [{"x": np.arange(4), "mask": WEIGHTS}, {"x": np.arange(3), "mask": WEIGHTS[:3]}]
-    full, short = batches(source, place=place, **options)
+def test_a_leaf_with_the_name_of_the_mask_is_a_leaf_like_any_other(place, options):
+    classes = np.array([[1, 0], [0, 0], [2, 1], [0, 0]])
+    source = [{"x": np.arange(4), "mask": classes}, {"x": np.arange(3), "mask": classes[:3]}]
+    full, short = batches(source, place=place, with_mask=True, **options)
     assert real_rows(full).tolist() == [True] * 4
     assert real_rows(short).tolist() == [True, True, True, False]
-    assert type(full) is dict
+    assert full.batch["mask"].tolist() == classes.tolist()
+    assert short.batch["mask"].tolist() == [*classes[:3].tolist(), classes[0].tolist()]
 
 
 def test_the_mask_takes_it_along_into_other_trees():
@@ -36,17 +36,17 @@ def test_the_mask_takes_it_along_into_other_trees():
 
 
 def test_rounding_up_to_the_replicas_is_padding_too():
-    (batch,) = batches([{"x": np.arange(5), "mask": np.zeros(5)}], num_replicas=4)
+    (batch,) = batches([{"x": np.arange(5)}], num_replicas=4)
+    assert type(batch) is dict
     assert real_rows(batch).tolist() == [True] * 5 + [False] * 3
 
 
-def test_a_mask_from_elsewhere_is_all_there_is_to_go_by():
-    mine = {"x": np.arange(4), "mask": WEIGHTS}
-    assert real_rows(mine).tolist() == [True, False, True, False]
-    assert real_rows({"x": np.arange(2), "mask": np.array([[0, 1], [0, 0]])}).tolist() == [True, False]
-    assert real_rows(Masked(np.arange(2), np.array([True, False]))).tolist() == [True, False]
-    (full,) = batches([mine])
-    assert real_rows({**full, "mask": full["mask"] * 1}).tolist() == [True, False, True, False]
+def test_in_a_batch_from_elsewhere_the_masks_place_counts_if_it_holds_a_bool_a_row():
+    real = np.array([True, False])
+    for batch in ({"x": np.arange(2), "mask": real}, Masked(np.arange(2), real)):
+        assert real_rows(batch).tolist() == [True, False]
+    for other in (np.array([1.0, 0]), np.array([1, 0]), np.array([[True, True], [False, False]])):
+        assert real_rows({"x": np.arange(2), "mask": other}) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_without_a_mask_there_is_no_padding(batch):
 def test_nothing_is_kept_of_batches_that_are_gone(make):
     gc.collect()
     before = len(padding_module._real_rows)
-    batch = {"mask": make(3)}
+    batch = {"mask": make(3, bool)}
     remember_real_rows(batch, (2,))
     assert len(padding_module._real_rows) == before + 1
     assert real_rows(batch).tolist() == [True, True, False]
@@ -72,7 +72,7 @@ def test_nothing_is_kept_of_batches_that_are_gone(make):
 
 
 def test_another_array_with_the_same_id_is_not_mistaken(monkeypatch):
-    batch, other = {"mask": np.ones(3)}, {"mask": np.ones(3)}
+    batch, other = {"mask": np.ones(3, bool)}, {"mask": np.ones(3, bool)}
     remember_real_rows(batch, (2,))
     known = {id(other["mask"]): padding_module._real_rows[id(batch["mask"])]}
     monkeypatch.setattr(padding_module, "_real_rows", known)

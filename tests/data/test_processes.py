@@ -89,7 +89,7 @@ def outcome(parts):
 def test_by_data_the_global_batch_is_the_same_whatever_the_number_of_processes(
     rows, global_batch, replicas, kind, weights, partial, steps_per_call, seed
 ):
-    data = {"x": np.arange(rows)} | ({"mask": np.arange(rows) % 3 / 2} if weights else {})
+    data = {"x": np.arange(rows)} | ({"weights": np.arange(rows) % 3 / 2} if weights else {})
     source: Any = from_arrays(data, global_batch=global_batch, shuffle_seed=seed)
     if kind == "iterable":
         source = list(source)

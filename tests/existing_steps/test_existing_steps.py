@@ -97,6 +97,7 @@ CASES = [
     Case(name="norm_of_updated"),
     Case(name="averaged_twice", axis="batch"),
     Case(name="equinox_filter"),
+    Case(name="segmentation_mask"),
     Case(
         name="pmap_eval_loop",
         axis="batch",

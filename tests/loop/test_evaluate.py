@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 from jdist.core.remote import RemoteTree
-from jdist.errors import DatasetError, StepError, StrategyError
+from jdist.errors import BatchError, DatasetError, StepError, StrategyError
 from tests.loop.loop_programs import DATA, create_state, errors, eval_step, predict_step
 
 W = np.array([1.0, -2.0, 0.5], np.float32)
@@ -115,12 +115,19 @@ def test_metrics_by_name_and_all_at_once():
         assert named == pytest.approx({f"all/{name}": value for name, value in expected.items()}, rel=1e-5)
 
 
-def test_weights_of_the_users_own_mask_count():
-    weights = np.arange(100, dtype=np.float32) % 3
-    data = DATA | {"mask": weights}
-    expected = np.average(errors({"w": W}, DATA), weights=weights)
-    measured = jdist.evaluate(eval_step, state(), data, strategy=jdist.mirrored(jax.devices()[:2]), global_batch=16)
-    assert measured["loss"] == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("ignored", [np.zeros(100, bool), np.arange(100) % 3 == 0])
+def test_means_weigh_by_the_real_rows_whatever_a_leaf_of_the_masks_name_holds(ignored):
+    strategy = jdist.mirrored(jax.devices()[:2])
+    data = strategy.distribute_dataset(
+        jdist.data.from_arrays(DATA | {"mask": ignored}, global_batch=16, epochs=1), with_mask=True
+    )
+
+    def step(own, pair):
+        batch, real = pair
+        return {"loss": jdist.mean(errors(own.params, batch), real)}
+
+    measured = jdist.evaluate(step, state(), data, strategy=strategy)
+    assert measured["loss"] == pytest.approx(errors({"w": W}, DATA).mean(), rel=1e-5)
 
 
 class TestErrors:
@@ -137,10 +144,9 @@ class TestErrors:
         with pytest.raises(DatasetError, match="empty"):
             jdist.evaluate(eval_step, state(), {"x": DATA["x"][:0], "y": DATA["y"][:0]}, global_batch=16)
 
-    @pytest.mark.filterwarnings("error::RuntimeWarning")
-    def test_no_row_that_counts(self):
-        with pytest.raises(DatasetError, match=r"no rows; check .* its mask"):
-            jdist.evaluate(eval_step, state(), DATA | {"mask": np.zeros(100, np.float32)}, global_batch=16)
+    def test_data_with_a_leaf_in_the_masks_place(self):
+        with pytest.raises(BatchError, match=r"leaf `mask` of its own \(int32\[rows\]\).*Rename the leaf"):
+            jdist.evaluate(eval_step, state(), DATA | {"mask": np.zeros(100, np.int32)}, global_batch=16)
 
     def test_metrics_that_are_no_dict(self):
         with pytest.raises(StepError, match=r"returned float32\[\] for metrics; return a dict"):

@@ -404,21 +404,17 @@ class TestExamplesAndMasks:
         (rows,) = self.predict(lambda _, batch: batch[0], [(x, y)])
         assert rows.tolist() == x.tolist()
 
-    def test_a_mask_of_tokens_tells_padding_too(self):
-        batch = {"x": np.arange(5.0, dtype=np.float32), "mask": np.ones((5, 3), bool)}
-        (rows,) = self.predict(lambda _, batch: batch["x"], [batch])
-        assert rows.tolist() == [0, 1, 2, 3, 4]
-
-    def test_a_row_of_weight_zero_is_a_row(self):
-        source = [{"x": np.arange(n, dtype=np.float32), "mask": np.arange(n) % 2.0} for n in (8, 5)]
-        for strategy in EVERY.values():
-            run = jdist.distribute(lambda _, batch: batch["x"], strategy, returns="examples")
-            rows = [run(0.0, batch).tolist() for batch in strategy.distribute_dataset(source)]
-            assert rows == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4]]
+    def test_a_leaf_with_the_name_of_the_mask_is_no_mask(self):
+        for mask in (np.ones((8, 3), bool), np.arange(8) % 2.0, np.zeros(8, bool)):
+            source = [{"x": np.arange(n, dtype=np.float32), "mask": mask[:n]} for n in (8, 5)]
+            for strategy in EVERY.values():
+                run = jdist.distribute(lambda _, pair: pair[0]["x"], strategy, returns="examples")
+                rows = [run(0.0, batch).tolist() for batch in strategy.distribute_dataset(source, with_mask=True)]
+                assert rows == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4]]
 
     def test_a_batch_that_the_user_changed_or_moved(self):
         run = jdist.distribute(lambda _, batch: batch["x"], self.strategy, returns="examples")
-        source = [{"x": np.arange(n, dtype=np.float32), "mask": np.zeros(n)} for n in (8, 5)]
+        source = [{"x": np.arange(n, dtype=np.float32)} for n in (8, 5)]
         _, short = self.strategy.distribute_dataset(source)
         assert run(0.0, {**short, "x": short["x"] * 2}).tolist() == [0, 2, 4, 6, 8]
         elsewhere = {"x": np.asarray(short["x"]), "mask": short["mask"]}  # placed again by the call

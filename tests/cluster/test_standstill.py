@@ -46,7 +46,7 @@ def source(stuck_at, context):
     for k in range(40):
         if k == stuck_at and index == 1:
             time.sleep(3600)
-        yield {"x": np.ones((2, 4), np.float32), "mask": np.ones(2, bool)}
+        yield {"x": np.ones((2, 4), np.float32)}
 """
 
 

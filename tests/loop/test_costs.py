@@ -466,7 +466,7 @@ class TestStarved:
         def load() -> Any:
             for _ in range(20):
                 time.sleep(0.02)
-                yield {name: x[:16] for name, x in DATA.items()} | {"mask": np.ones(16, bool)}
+                yield {name: x[:16] for name, x in DATA.items()}
 
         out = io.StringIO()
         bar = callbacks.progress(Console(file=out, width=300))

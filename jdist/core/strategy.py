@@ -357,6 +357,7 @@ class Strategy:
         steps_per_call: int = 1,
         batch_axis: Any = 0,
         prefetch: int | None = None,
+        shapes: int = 1,
     ) -> DistributedDataset:
         """Feeds global batches to the replicas.
 
@@ -375,6 +376,8 @@ class Strategy:
                 a tree of them with which the batch's tree begins. A mask that is added leads with its rows.
             prefetch: how many batches a background thread puts on the devices ahead of the consumer; 0: none. Short for
                 `options=jdist.InputOptions(prefetch=...)`; None: 2.
+            shapes: how many shapes batches may have: lengths of buckets, batches of a token budget, leaves that some lack. The
+                step is compiled once for each. A short batch is filled up to an earlier one of its shape.
 
         Returns:
             An iterable with `element_spec`, `state()` and `restore(state)`.
@@ -384,7 +387,7 @@ class Strategy:
             BatchError: a batch does not fit the replicas, or its leaves disagree.
         """
         self.need_devices("distribute_dataset")
-        asked = FeedOptions(partial, with_mask, steps_per_call, batch_axis, input_options(options, prefetch))
+        asked = FeedOptions(partial, with_mask, steps_per_call, batch_axis, input_options(options, prefetch), shapes)
         return self.operations.feed_batches(self, dataset, asked)
 
     @without_own_frames

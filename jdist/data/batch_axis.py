@@ -65,7 +65,7 @@ def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
     if isinstance(batch, Masked):
         return Masked(axes_of(batch.batch, batch_axis), 0)
     names_mask = isinstance(batch_axis, dict) and MASK in batch_axis
-    if isinstance(batch, dict) and np.ndim(batch.get(MASK)) == 1 and not names_mask:
+    if isinstance(batch, dict) and np.ndim(batch.get(MASK, 0)) == 1 and not names_mask:
         rest = {key: value for key, value in batch.items() if key != MASK}
         return {**axes_of(rest, batch_axis), MASK: 0}
     try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jdist.data.leaves import MASK, TreeSpec, check_same, leaves_by_path, to_numpy, tree_spec
+from jdist.data.leaves import MASK, TreeSpec, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
 from jdist.data.process_shard import WHOLE, LocalRows, ProcessShard
 from jdist.errors import BatchError
 from jdist.support.arrays import to_host
@@ -37,6 +37,7 @@ class DatasetOptions:
     partial: Partial = "pad"
     with_mask: bool = False
     steps_per_call: int = 1
+    shapes: int = 1
     prefetch: int = 2
     prefetch_to_device: bool = True
     share: ProcessShard = WHOLE
@@ -65,6 +66,31 @@ class BatchLayout:
     def global_batch(self) -> int:
         """Rows of a full batch as the sources give it."""
         return sum(self.full)
+
+
+class Shapes:
+    """The shapes of a dataset's batches, at most `limit`, each with the rows that its batches are filled up to."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.known: list[tuple[str, int]] = []
+
+    def rows_of(self, batch: PyTree, number: int) -> int:
+        """Finds the rows of a full batch of this one's shape, which is new if none that is known has room for it."""
+        rows, spec = count_rows(batch), tree_spec(batch)
+        shape = "; ".join([*(f"{leaf.path} {leaf}" for leaf in spec.leaves), str(spec.structure)])
+        with_room = [most for known, most in self.known if known == shape and most >= rows]
+        if with_room:
+            return min(with_room)
+        if len(self.known) == self.limit:
+            leaves = ", ".join(f"{leaf.path} {leaf}" for leaf in spec.leaves)
+            raise BatchError(
+                f"batch {number:,} (from 0), {rows} rows of {leaves}, has one shape more than `shapes={self.limit}` allows; "
+                "each compiles the step once. Raise `shapes`, or let the source pad to fewer shapes and give the largest batch "
+                "of each first"
+            )
+        self.known.append((shape, rows))
+        return rows
 
 
 def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -> BatchLayout:

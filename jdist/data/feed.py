@@ -31,6 +31,7 @@ def distributed_dataset(
     partial: Partial = "pad",
     with_mask: bool = False,
     steps_per_call: int = 1,
+    shapes: int = 1,
     prefetch: int = 2,
     prefetch_to_device: bool = True,
     share: ProcessShard = WHOLE,
@@ -52,6 +53,7 @@ def distributed_dataset(
         with_mask: yield `(batch, mask)`; else a dict gains a `mask` leaf, and other trees have no mask.
         steps_per_call: stack this many batches on a new leading axis. The rest at the end comes as a smaller stack, which
             compiles a step once more.
+        shapes: how many shapes the batches may have, see `Strategy.distribute_dataset`.
         prefetch: how many (stacks of) batches a background thread makes ahead; 0: none, and no thread.
         prefetch_to_device: whether that thread calls `place`; False: the consumer's does, when it takes a batch.
         share: which rows of each global batch this process makes; `place` gets these alone.
@@ -76,12 +78,19 @@ def distributed_dataset(
     whole_number(num_replicas, name="num_replicas", least=1)
     whole_number(steps_per_call, name="steps_per_call", least=1)
     whole_number(prefetch, name="prefetch", least=0)
+    if whole_number(shapes, name="shapes", least=1) > 1 < steps_per_call:
+        raise DatasetError(
+            f"`shapes` is {shapes} and `steps_per_call` is {steps_per_call}: the batches of one call are stacked, so they need "
+            "one shape. Leave one of them at 1"
+        )
     source = adapted(source)
     check_source(source)
-    reader = make_reader(source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers)
+    reader = make_reader(
+        source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers, shapes=shapes
+    )
     if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource | RowSource):
         # So that its steps count, and number, the batches that are left.
-        reader = GlobalReader(reader.source.without_short(), share, num_replicas)
+        reader = GlobalReader(reader.source.without_short(), share, num_replicas, shapes=reader.shapes)
     options = DatasetOptions(
         num_replicas=num_replicas,
         place=place,
@@ -89,6 +98,7 @@ def distributed_dataset(
         partial=partial,
         with_mask=with_mask,
         steps_per_call=steps_per_call,
+        shapes=shapes,
         prefetch=prefetch,
         prefetch_to_device=prefetch_to_device,
         share=share,

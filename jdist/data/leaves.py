@@ -220,7 +220,8 @@ def check_same(first: TreeSpec, now: TreeSpec) -> None:
     missing = " (a value that is missing makes floats of integers: fill it in)" if {"i", "f"} in kinds else ""
     raise BatchError(
         f"a batch differs from the first one: {differences(first, now)}. All batches of a dataset need "
-        f"one structure, one dtype a leaf and one shape a row: pad, crop or convert rows in the source{missing}"
+        "one structure, one dtype a leaf and one shape a row: pad, crop or convert rows in the source, or say how many shapes "
+        f"there are, `strategy.distribute_dataset(..., shapes=n)`{missing}"
     )
 
 

@@ -85,9 +85,11 @@ class FeedOptions:
     steps_per_call: int
     batch_axis: Any
     input: InputOptions
+    shapes: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps_per_call", whole_number(self.steps_per_call, name="steps_per_call", least=1))
+        for name in ("steps_per_call", "shapes"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name=name, least=1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jdist.data.batching import (
     remember_real_rows,
     stack,
 )
-from jdist.data.leaves import check_fits
+from jdist.data.leaves import check_fits, tree_spec
 from jdist.data.prefetch import Prefetcher
 from jdist.data.process_shard import NumberedPart
 from jdist.data.sources.stateful import Position
@@ -54,12 +54,18 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
     group: list[PyTree] = []
     position, sizes = Position(0), (0,)
     # `fit` copies before the source is asked again, which may refill the same memory.
+    layouts = {(layout.tree, layout.full): layout}
     for numbered_part in numbered:
         if numbered_part is None:
             yield None
             continue
         position, part = numbered_part
         try:
+            if options.shapes > 1:
+                shape = tree_spec(part.batch), part.full
+                if shape not in layouts:
+                    layouts[shape] = plan_layout(part.batch, part.full, options)
+                layout = layouts[shape]
             fitted = fit(layout, part)
             check_fits(fitted)
         except BatchError as error:

@@ -64,11 +64,12 @@ class Progress:
             DatasetError: the source is a plain iterable.
         """
         reader = self._reader
+        shapes = {"shapes": reader.shapes.known} if isinstance(reader, GlobalReader) and reader.shapes.known else {}
         if reader.stateful is None:
-            return write_state(reader.resumable or resumable(reader.source), self.step)
+            return shapes | write_state(reader.resumable or resumable(reader.source), self.step)
         rows = self.place.full if full is None else reader.full_of_source(full)
         place = dataclasses.replace(self.place, full=rows)
-        return write_place(reader.stateful, place, reader.gather(describe_place(reader.stateful, place)))
+        return shapes | write_place(reader.stateful, place, reader.gather(describe_place(reader.stateful, place)))
 
     def read(self, saved: Mapping[str, Any]) -> None:
         """Goes to a place that `write` wrote.
@@ -85,4 +86,6 @@ class Progress:
             step = read_state(reader.resumable or resumable(reader.source), saved)
             place = Place(position=Position(step))
             self._begin = Place()
+        if isinstance(reader, GlobalReader):
+            reader.shapes.known = [(shape, rows) for shape, rows in saved.get("shapes", ())]
         self.place, self.finished = place, False

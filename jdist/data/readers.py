@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from jdist.data.batching import padded_rows
+from jdist.data.batching import Shapes, padded_rows
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
 from jdist.data.passes import Pass, Source
@@ -43,10 +43,20 @@ class GlobalReader:
         share: which rows.
         num_replicas: over all processes.
         peers: the processes, which agree in each step on the batches of an iterable; None: they cannot.
+        shapes: of the batches.
     """
 
-    def __init__(self, source: Source, share: ProcessShard, num_replicas: int, peers: Peers | None = None):
+    def __init__(
+        self,
+        source: Source,
+        share: ProcessShard,
+        num_replicas: int,
+        peers: Peers | None = None,
+        *,
+        shapes: Shapes | None = None,
+    ):
         self.source = source
+        self.shapes = Shapes(1) if shapes is None else shapes
         self._share = share
         self._num_replicas = num_replicas
         self._peers = peers
@@ -106,6 +116,9 @@ class GlobalReader:
     def _by_number(self, start: int, *, workers: int) -> Iterator[NumberedPart]:
         source, share = self.source, self._share
         assert isinstance(source, RandomAccessSource), "asked of those only"
+        if self.shapes.limit > 1:
+            batches = ordered_map(source.batch_at, lambda: steps_from(source, start), workers=workers)
+            return (self._shaped(to_numpy(batch), Position(i)) for i, batch in enumerate(batches, start + 1))
         rows = self._padded(int(source.global_batch))
         return ordered_map(
             lambda number: (Position(number + 1), read_part(source, number, share, rows)),
@@ -121,10 +134,19 @@ class GlobalReader:
             if batch is None:
                 yield None
                 continue
-            full = full or count_rows(batch)
             number += 1
+            if self.shapes.limit > 1:
+                yield self._shaped(batch, opened.position(number))
+                continue
+            full = full or count_rows(batch)
             yield opened.position(number), part_of(batch, self._share, self._padded(full))
         self.state_at_end = opened.state_at_end()
+
+    def _shaped(self, batch: PyTree, position: Position) -> NumberedPart:
+        """Takes this process's part of a batch, which is filled up to the rows of its shape."""
+        full = self.shapes.rows_of(batch, position.step - 1)
+        padded = self._padded(full)
+        return position, part_of(batch, self._share, padded)._replace(full=self._share.sizes(full, padded))
 
     def _padded(self, full: int) -> int:
         return padded_rows((full,), num_replicas=self._num_replicas)
@@ -211,7 +233,7 @@ def _from_first_rows(batches: Iterator[PyTree]) -> Iterator[PyTree]:
 
 
 def make_reader(
-    source: Source, *, share: ProcessShard, num_replicas: int, autoshard: Policy, peers: Peers | None
+    source: Source, *, share: ProcessShard, num_replicas: int, autoshard: Policy, peers: Peers | None, shapes: int = 1
 ) -> GlobalReader | LocalReader:
     """Makes this process's reader of a source; see `distributed_dataset` for the arguments.
 
@@ -225,7 +247,7 @@ def make_reader(
             "know how to reach them. Make it with `jdist.multi_worker()`"
         )
     if share.count == 1 or peers is None:
-        return GlobalReader(source, share, num_replicas)
+        return GlobalReader(source, share, num_replicas, shapes=Shapes(shapes))
 
     def take() -> tuple[Policy, Source]:
         policy = _policy(source, share, autoshard)
@@ -239,7 +261,12 @@ def make_reader(
     )
     if policy == "data":
         _say_what_is_read(source, share)
-        return GlobalReader(source, share, num_replicas, peers)
+        return GlobalReader(source, share, num_replicas, peers, shapes=Shapes(shapes))
+    if shapes > 1:
+        raise DatasetError(
+            f"`shapes` is {shapes}, but autoshard={policy!r} gives each process batches of its own, whose shapes may differ in "
+            'one step. Let all processes make the same batches, `jdist.InputOptions(autoshard="data")`'
+        )
     return LocalReader(local, peers, descriptions)
 
 

@@ -113,6 +113,7 @@ def _onto_devices(
         partial=options.partial,
         with_mask=options.with_mask,
         steps_per_call=options.steps_per_call,
+        shapes=options.shapes,
         prefetch=options.input.prefetch,
         prefetch_to_device=options.input.prefetch_to_device,
         share=share,

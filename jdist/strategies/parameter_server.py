@@ -207,6 +207,7 @@ def _strategy(job: Session) -> Strategy:
             partial=options.partial,
             with_mask=options.with_mask,
             steps_per_call=options.steps_per_call,
+            shapes=options.shapes,
             prefetch=options.input.prefetch,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from jdist.support.leaf_table import tree_table
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
+_LOG = logging.getLogger(__name__)
 
 
 class DistributedDataset:
@@ -40,11 +42,16 @@ class DistributedDataset:
     `distributed_dataset` makes it.
     """
 
-    def __init__(self, reader: GlobalReader | LocalReader, options: DatasetOptions):
+    def __init__(
+        self, reader: GlobalReader | LocalReader, options: DatasetOptions, orders: dict[str, bool] | None = None
+    ):
         self._reader = reader
         self._source = reader.source
         self._options = options
         self._progress = Progress(reader)
+        self._orders = (
+            {} if orders is None else orders
+        )  # shuffled sources that came to an end; whether a repeat was told
         self._skip = self._skipped = 0  # leading batches that the next pass and this one leave out
         self._layout: BatchLayout | None = None
         self._stop = StopRequest()  # of the pass that was opened last
@@ -197,6 +204,7 @@ class DistributedDataset:
                 "on where that ends. Iterate again once it has returned"
             )
         self._progress.next_pass()
+        self._tell_of_repeated_order()
         batches = self._open()
         if self._options.prefetch:
             is_stream, depth = batches is self._stream, self._options.prefetch
@@ -316,8 +324,28 @@ class DistributedDataset:
             self._stream.push_back(*self._prefetcher.unused())
             self._prefetcher = None
 
+    @property
+    def _order(self) -> str | None:
+        """The text that names the order of the rows in a pass from the beginning; None: no seed of jdist's shuffles them."""
+        if getattr(self._source, "shuffle_seed", None) is None or self._progress.place.epoch:
+            return None
+        return getattr(self._source, "fingerprint", None)
+
+    def _tell_of_repeated_order(self) -> None:
+        order = self._order
+        if order is None or self.position or self._orders.get(order, True):
+            return
+        self._orders[order] = True
+        _LOG.warning(
+            "the rows come in the same order as in an earlier pass: shuffle_seed=%s orders epoch 0 again. For a new order in "
+            "each epoch give `epochs=n` (None: without end) to the source, and distribute it once.",
+            getattr(self._source, "shuffle_seed", None),
+        )
+
     def _came_to_end(self, count: int) -> None:
         self._progress.finished = True
+        if (order := self._order) is not None:
+            self._orders.setdefault(order, False)
         if count or self._skipped:
             return
         if isinstance(self._source, Iterator):

@@ -37,6 +37,7 @@ def distributed_dataset(
     share: ProcessShard = WHOLE,
     autoshard: Policy = "auto",
     peers: Peers | None = None,
+    orders: dict[str, bool] | None = None,
 ) -> DistributedDataset:
     """Feeds the batches of a source to replicas; `strategy.distribute_dataset` calls this.
 
@@ -59,6 +60,7 @@ def distributed_dataset(
         share: which rows of each global batch this process makes; `place` gets these alone.
         autoshard: how several processes share the source, see `jdist.InputOptions`.
         peers: by which several processes agree on what each has; None: they all read the same.
+        orders: of the shuffled sources that were read to their end under the same strategy, so that a repeat is told.
 
     Raises:
         DatasetError: the source is empty or not a source, an option is out of range, or the processes' sources do
@@ -109,4 +111,4 @@ def distributed_dataset(
     )
     if reader.resumable is not None and reader.full is not None:
         check_divisible(reader.full, options)
-    return DistributedDataset(reader, options)
+    return DistributedDataset(reader, options, orders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,6 +69,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     return _onto_devices(strategy, source, options, peers, "off")
 
 
+_orders: weakref.WeakKeyDictionary[Strategy, dict[str, bool]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)  # of datasets; all processes make them in the same order
 
 
@@ -119,4 +121,5 @@ def _onto_devices(
         share=share,
         autoshard=autoshard,
         peers=peers,
+        orders=_orders.setdefault(strategy, {}),
     )

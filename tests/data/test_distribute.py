@@ -246,3 +246,22 @@ def test_a_length_that_is_not_known_is_a_type_error(source, options, why):
     with pytest.raises(TypeError, match=f"this dataset has no len.*{why}"):
         len(dataset)
     assert dataset  # its truth needs no length
+
+
+@pytest.mark.parametrize("again", ["distributed again", "looped over again"])
+def test_a_shuffled_source_that_gives_its_first_order_again_is_told_once(caplog, again):
+    def distribute(strategy, epochs=1):
+        source = jdist.data.from_arrays({"x": np.arange(6)}, global_batch=3, shuffle_seed=0, epochs=epochs)
+        return strategy.distribute_dataset(source)
+
+    strategy = jdist.one_device()
+    dataset = distribute(strategy)
+    passes = []
+    for _ in range(3):
+        dataset = distribute(strategy) if again == "distributed again" else dataset
+        passes.append([batch["x"].tolist() for batch in dataset])
+    assert passes[0] == passes[1] == passes[2]
+    assert [record.getMessage()[:41] for record in caplog.records] == ["the rows come in the same order as in an "]
+    caplog.clear()
+    list(distribute(jdist.one_device(), epochs=3))
+    assert not caplog.records

@@ -98,6 +98,7 @@ CASES = [
     Case(name="averaged_twice", axis="batch"),
     Case(name="equinox_filter"),
     Case(name="segmentation_mask"),
+    Case(name="buckets_of_lengths"),
     Case(
         name="pmap_eval_loop",
         axis="batch",

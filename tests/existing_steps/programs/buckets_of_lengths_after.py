@@ -1,0 +1,37 @@
+"""A text classifier on buckets of lengths: plain jit compiles one program for each length."""
+
+import jax
+import numpy as np
+import optax
+
+import jdist
+
+
+def load_batches(num_steps, tokens):
+    rng = np.random.default_rng(0)
+    for step in range(num_steps):
+        length = (4, 8, 16)[step % 3]
+        words = rng.integers(0, 32, (tokens // length, length)).astype(np.int32)
+        yield {"words": words, "label": (words.mean(1) > 15.5).astype(np.int32)}
+
+
+def main(strategy):
+    keys = jax.random.split(jax.random.key(0))
+    params = {"table": jax.random.normal(keys[0], (32, 8)), "out": 0.1 * jax.random.normal(keys[1], (8, 2))}
+    tx = optax.sgd(0.5)
+
+    @jdist.distribute(strategy)
+    def train_step(params, opt_state, batch):
+        def loss_fn(params):
+            logits = params["table"][batch["words"]].mean(1) @ params["out"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+        loss, grads = jdist.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+    opt_state, losses = tx.init(params), []
+    for batch in strategy.distribute_dataset(load_batches(num_steps=9, tokens=256), shapes=3):
+        params, opt_state, metrics = train_step(params, opt_state, batch)
+        losses.append(float(metrics["loss"]))
+    return {"state": params, "losses": losses}

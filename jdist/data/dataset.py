@@ -327,7 +327,8 @@ class DistributedDataset:
     @property
     def _order(self) -> str | None:
         """The text that names the order of the rows in a pass from the beginning; None: no seed of jdist's shuffles them."""
-        if getattr(self._source, "shuffle_seed", None) is None or self._progress.place.epoch:
+        draws_anew = self._reader.stateful is not None and self._progress.place.epoch > 0
+        if getattr(self._source, "shuffle_seed", None) is None or draws_anew:
             return None
         return getattr(self._source, "fingerprint", None)
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jdist
 from jdist.data import from_arrays
 from jdist.errors import BatchError, DatasetError
 from tests.data.counting import Counting, feed, real_rows, values

@@ -13,6 +13,7 @@ import optax
 from jdist.errors import StepError
 from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.support.leaf_table import has_arrays, tree_table, tree_text
+from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 
@@ -117,17 +118,20 @@ class TrainState:
         Args:
             grads: gradient, a tree like `params`.
             **extra: new values of collections that `create` declared, this replica's where `aggregation` says how to
-                bring them together.
+                bring them together. Other names are arguments of an optimiser whose `update` takes more, such as
+                `value=loss` of `optax.contrib.reduce_on_plateau`.
 
         Raises:
-            StepError: a collection that `create` did not declare.
+            StepError: a name that is neither a collection nor an argument that the optimiser takes.
         """
+        of_update = {name: extra.pop(name) for name in list(extra) if self._is_for_update(name)}
         self._check_declared(extra)
         for name, how in self.aggregation:
             if name in extra:
                 old = {"old": self.extra[name]} if how == "sum" else {}
                 extra[name] = aggregate(extra[name], how, **old)
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        update: Callable[..., tuple[PyTree, PyTree]] = self.tx.update
+        updates, opt_state = update(grads, self.opt_state, self.params, **of_update)
         return dataclasses.replace(
             self,
             step=self.step + 1,
@@ -161,10 +165,17 @@ class TrainState:
         # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
         printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
 
+    def _is_for_update(self, name: str) -> bool:
+        """Whether a name is an argument of the optimiser's `update`, and no collection nor a misspelt one."""
+        takes_more = isinstance(self.tx, optax.GradientTransformationExtraArgs)
+        return takes_more and name not in self.extra and not did_you_mean(name, self.extra)
+
     def _check_declared(self, extra: dict[str, PyTree]) -> None:
         for name in extra:
             if name not in self.extra:
                 raise StepError(
-                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}. "
-                    f"Declare it at the start: `TrainState.create(..., {name}=...)`."
+                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}."
+                    f"{did_you_mean(name, self.extra)} Declare it at the start: `TrainState.create(..., {name}=...)`; an "
+                    "argument of the optimiser's `update` goes to one that takes more, an "
+                    "`optax.GradientTransformationExtraArgs`."
                 )

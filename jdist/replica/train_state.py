@@ -124,7 +124,7 @@ class TrainState:
         Raises:
             StepError: a name that is neither a collection nor an argument that the optimiser takes.
         """
-        of_update = {name: extra.pop(name) for name in list(extra) if self._is_for_update(name)}
+        of_update = {name: extra.pop(name) for name in self._read_by_update(grads, extra)}
         self._check_declared(extra)
         for name, how in self.aggregation:
             if name in extra:
@@ -165,10 +165,23 @@ class TrainState:
         # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
         printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
 
-    def _is_for_update(self, name: str) -> bool:
-        """Whether a name is an argument of the optimiser's `update`, and no collection nor a misspelt one."""
-        takes_more = isinstance(self.tx, optax.GradientTransformationExtraArgs)
-        return takes_more and name not in self.extra and not did_you_mean(name, self.extra)
+    def _read_by_update(self, grads: PyTree, extra: dict[str, PyTree]) -> list[str]:
+        """Lists the names, of no collection, that the optimiser's `update` reads."""
+        others = {name: value for name, value in extra.items() if name not in self.extra}
+        if not others or not isinstance(self.tx, optax.GradientTransformationExtraArgs):
+            return []
+        # Chains take any name and pass it on, so only the program tells whether one of them reads it.
+        functions = {name: value for name, value in others.items() if callable(value)}
+        arrays = {name: value for name, value in others.items() if name not in functions}
+        update: Callable[..., Any] = self.tx.update
+        traced = jax.make_jaxpr(lambda arrays: update(grads, self.opt_state, self.params, **functions, **arrays))(
+            arrays
+        )
+        reads = [*(v for eqn in traced.jaxpr.eqns for v in eqn.invars), *traced.jaxpr.outvars]
+        is_read = jax.tree.unflatten(
+            jax.tree.structure(arrays), [any(v is x for x in reads) for v in traced.jaxpr.invars]
+        )
+        return [*functions, *(name for name in arrays if any(jax.tree.leaves(is_read[name])))]
 
     def _check_declared(self, extra: dict[str, PyTree]) -> None:
         for name in extra:
@@ -176,6 +189,6 @@ class TrainState:
                 raise StepError(
                     f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}."
                     f"{did_you_mean(name, self.extra)} Declare it at the start: `TrainState.create(..., {name}=...)`; an "
-                    "argument of the optimiser's `update` goes to one that takes more, an "
-                    "`optax.GradientTransformationExtraArgs`."
+                    "argument goes to the optimiser's `update` if that reads it, as `value=loss` of "
+                    "`optax.contrib.reduce_on_plateau`."
                 )

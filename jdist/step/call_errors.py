@@ -42,6 +42,17 @@ def explain(
             f'`jdist.sharded(mesh={{"replica": -1, "{missing[1]}": 1}})`, there with as many devices as a replica is to have, '
             "or take the metadata off: `flax.linen.unbox(variables)`."
         ) from exc
+    if (
+        isinstance(exc, ValueError)
+        and strategy.mesh is not None
+        and re.search(r"[Cc]ontext mesh|NamedSharding|sharding_constraint inside jit|`set_mesh`", str(exc))
+    ):
+        axes = f"the axes {', '.join(strategy.model_axes)}" if strategy.model_axes else "no axes"
+        raise StepError(
+            f"the step names a mesh of its own, and {strategy.name} runs it over {dict(strategy.mesh.shape)}, with {axes} "
+            "inside a replica. Write constraints as `PartitionSpec`s over axes inside a replica, which "
+            '`jdist.sharded(mesh={"replica": -1, "model": 2})` makes, or take them out.'
+        ) from exc
     if isinstance(exc, KeyError) and exc.args == (MASK,):
         exc.add_note(
             "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."

@@ -59,6 +59,8 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
         i: _strong(jnp.array(x)) if sharding is None else onto(x if isinstance(x, np.ndarray) else _strong(x), sharding)
         for i, x in created.existing.items()
     }
+    if not created.computed:
+        return created.state(existing, [])
     shardings = None if sharding is None else [sharding] * len(created.computed)
     return created.state(existing, jax.jit(created.compute, out_shardings=shardings)(created.inputs))
 

@@ -353,7 +353,8 @@ def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:
 def _is_in_class(step: Step) -> bool:
     """Whether a function was defined in the body of a class."""
     outer, _, _ = getattr(step, "__qualname__", "").rpartition(".")
-    return inspect.isfunction(step) and bool(outer) and not outer.endswith("<locals>")
+    is_named = inspect.isfunction(step) and step.__name__ != "<lambda>"
+    return is_named and bool(outer) and not outer.endswith("<locals>")
 
 
 def _likely_roles(parameters: Sequence[str]) -> tuple[str, ...]:

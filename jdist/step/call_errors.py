@@ -54,9 +54,10 @@ def explain(
             '`jdist.sharded(mesh={"replica": -1, "model": 2})` makes, or take them out.'
         ) from exc
     if isinstance(exc, KeyError) and exc.args == (MASK,):
-        exc.add_note(
-            "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
-        )
+        raise StepError(
+            f'the step reads batch["{MASK}"], and this batch has none. The mask tells real rows from padding, and '
+            "`distribute_dataset` adds it: `for batch in strategy.distribute_dataset(batches):`; or leave it out of the step."
+        ) from exc
     if not isinstance(exc, RuntimeError):  # a RuntimeError tells of devices and memory
         exc.add_note(signature.taken_as(call, state, batches))
 

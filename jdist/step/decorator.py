@@ -61,8 +61,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         check_replicas: compare the replicas after the first step and every so many steps; 0: never.
         non_finite: what a NaN or infinite gradient does: "raise" (the state stays as it was before that step), "skip"
             the step, or "apply" it.
-        precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits,
-            parameters in float32.
+        precision: "bf16", "fp16", or what `jdist.precision` returns: forward and backward pass in 16 bits, parameters in
+            float32.
         verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch
             and warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing,
             unless `jdist.fit` has an option of its own. See `jdist.verify`.

@@ -188,7 +188,8 @@ class Signature:
                 self._refusal = self._refusal or (
                     f"the parameter `{name}` of {self.name} has the role {role or 'replicated'!r}, as `args` is "
                     f"{options.args}. Say a role for each parameter in turn, for example "
-                    f"`args={_likely_roles(self.positional)}`."
+                    f"`args={_likely_roles(self.positional)}`. A step that changes nnx objects is distributed by "
+                    "`@jdist.nnx.distribute(strategy)`, which needs no roles for them."
                 )
         if self._refusal and not _is_in_class(step):  # a method has its roles once it is bound to an object
             raise StepError(self._refusal)

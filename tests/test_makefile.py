@@ -28,12 +28,13 @@ def plan(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
 
-    def dry_run(*arguments, there=None, stamped=True):
+    def dry_run(*arguments, there=None, stamped=True, target="lint"):
         if there is not None:
             fake_python(tmp_path / ".venv" / "bin" / "python", there)
             if stamped:
-                (tmp_path / ".venv" / ".installed").touch()
-        command = ["make", "--dry-run", "lint", *arguments]
+                for stamp in (".core", ".installed"):
+                    (tmp_path / ".venv" / stamp).touch()
+        command = ["make", "--dry-run", target, *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True, env={"PATH": "/usr/bin:/bin"}
         )
@@ -92,3 +93,27 @@ def test_what_is_not_installed_yet_is_without_a_new_environment(plan):
     said = plan(there="3.99.1", stamped=False)
     assert "venv --clear" not in said
     assert "pip install" in said
+
+
+def test_a_run_installs_what_it_needs_and_the_tests_the_rest(plan):
+    run, lint = plan(target="run"), plan(target="lint")
+    assert ("'.[examples]'" in run, "'.[dev]'" in run) == (True, False)
+    assert lint.index("'.[examples]'") < lint.index("'.[dev]'")
+
+
+def test_the_error_of_a_python_that_does_not_start_is_shown(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    shim = fake_python(tmp_path / "bin" / "python3.99", "")
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.99: these versions have it: 3.99.1' >&2\nexit 127\n")
+    done = subprocess.run(
+        ["make", "run", f"PYTHON={shim}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode != 0
+    assert "these versions have it: 3.99.1" in done.stderr

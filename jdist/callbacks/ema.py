@@ -14,6 +14,7 @@ from jdist.callbacks.callback import Callback, Keeps, Moment
 from jdist.core.remote import RemoteTree
 from jdist.core.step_state import pack, unpack
 from jdist.errors import StepError
+from jdist.support.arrays import promote_types
 from jdist.support.checks import as_real
 
 PyTree = Any
@@ -64,7 +65,7 @@ def ema(
 
     def begin(state: PyTree) -> None:
         nonlocal average
-        average = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), _part(state))
+        average = jax.tree.map(lambda x: jnp.array(x, promote_types(x.dtype, jnp.float32)), _part(state))
 
     def on_step(moment: Moment) -> None:
         nonlocal average

@@ -1,6 +1,6 @@
 """The current strategy, and what is known while a step is traced under it.
 
-Two kinds of context; no other part of a step depends on where it is called:
+Two kinds of context; no other part of a step depends on where it is called. `own_settings` keeps the caller's mesh out.
 
 - the *current strategy*, which `strategy.scope()` and `set_strategy` choose and which library code may ask for;
 - the *replica trace*: while a transform traces a step, the collectives of `jdist.replica` find here the strategy, and which
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from jdist.core.precision import Precision
 
 PyTree = Any
+F = TypeVar("F", bound=Callable[..., Any])
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
@@ -122,6 +124,55 @@ def check_not_mixed(strategy: Strategy) -> None:
         f"two strategies are mixed: within the scope of {outer!r} no other may be used, here {strategy!r}. Leave the "
         "first one's `with` block before, or use that strategy for both; two calls of `jdist.mirrored()` make two strategies."
     )
+
+
+def is_foreign(strategy: Strategy) -> bool:
+    """Whether the caller's JAX settings would change a strategy's programs: another mesh in context, or `jax_disable_jit`."""
+    return _compiles_nothing() or _has_foreign_mesh(strategy)
+
+
+@contextlib.contextmanager
+def own_settings(strategy: Strategy) -> Iterator[None]:
+    """Enters the JAX settings of a strategy: its mesh in place of the caller's, and compiled programs."""
+    with contextlib.ExitStack() as stack:
+        if _compiles_nothing():
+            stack.enter_context(jax.disable_jit(False))
+        if _has_foreign_mesh(strategy):
+            stack.enter_context(jax.set_mesh(_mesh_in_context(strategy)))
+        yield
+
+
+def _compiles_nothing() -> bool:
+    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue] # its annotations leave it out
+
+
+def _has_foreign_mesh(strategy: Strategy) -> bool:
+    if strategy.mesh is None and strategy.coordinator is None:
+        return False  # the default strategy runs a step where plain JAX would
+    try:
+        ambient = jax.sharding.get_mesh()
+    except ValueError:  # within a trace, where JAX lets nobody change the mesh
+        return False
+    wanted = _mesh_in_context(strategy)
+    return not ambient.empty if wanted is None else ambient != wanted
+
+
+def in_own_settings(method: F) -> F:
+    """Makes a method of a strategy, or of a step with a `strategy`, run in `own_settings`."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with own_settings(getattr(self, "strategy", self)):
+            return method(self, *args, **kwargs)
+
+    return cast(F, run)
+
+
+def _mesh_in_context(strategy: Strategy) -> Any:
+    """The mesh that JAX is to see around a program: where the compiler divides work among devices, else none."""
+    if strategy.mesh is None or not (strategy.is_global_view or strategy.model_axes):
+        return None
+    return strategy.mesh
 
 
 def set_process_wide(strategy: Strategy | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jdist.core.per_replica import PerReplica, Replicas, as_axis, is_per_replica, is_rows_of_replicas, named
 from jdist.errors import StepError
-from jdist.support.arrays import check_not_donated, is_key, local_rows, to_host
+from jdist.support.arrays import check_not_donated, is_key, local_rows, promote_types, to_host
 from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
@@ -119,7 +119,7 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
     is_exact = not jnp.issubdtype(dtype, jnp.inexact)
     # As NumPy and JAX have it: a sum of bools counts, small integers add up in 32 bits; a mean of integers is floating point.
     at_least = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
-    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, at_least)) if is_exact else dtype
+    out = (jnp.float32 if op == "mean" else promote_types(dtype, at_least)) if is_exact else dtype
     wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
     parts = [array.astype(out if is_exact and op == "sum" else wide) for array in arrays]
     count = len(arrays)

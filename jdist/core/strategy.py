@@ -126,6 +126,7 @@ class Strategy:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(self.axes))
 
     @without_own_frames
+    @context.in_own_settings
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Creates a state in the strategy's own layout.
 
@@ -153,6 +154,7 @@ class Strategy:
             return self.operations.init(self, fn, args)
 
     @without_own_frames
+    @context.in_own_settings
     def fetch(self, state: PyTree) -> PyTree:
         """Fetches the whole state to the host, once the steps in flight are done and the replicas were compared.
 
@@ -236,6 +238,7 @@ class Strategy:
         return shapes(self, state, is_all=False)
 
     @without_own_frames
+    @context.in_own_settings
     def check(self, state: PyTree) -> None:
         """Waits for the steps in flight and compares the replicas' copies of `state` bit by bit; call it before every save.
 
@@ -248,6 +251,7 @@ class Strategy:
             self.operations.check(self, state)
 
     @without_own_frames
+    @context.in_own_settings
     def run(self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls `fn` once on every replica.
 
@@ -280,6 +284,7 @@ class Strategy:
             return host_reduce.local_results(value, self.replicas)
 
     @without_own_frames
+    @context.in_own_settings
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """Makes a value for each replica.
 
@@ -304,6 +309,7 @@ class Strategy:
         return values_from_function(fn, self.replicas)
 
     @without_own_frames
+    @context.in_own_settings
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates what the replicas hold, on the host.
 
@@ -321,6 +327,7 @@ class Strategy:
             return host_reduce.gather(value, axis, self.replicas)
 
     @without_own_frames
+    @context.in_own_settings
     def reduce(self, op: host_reduce.HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None = None) -> PyTree:
         """Reduces what the replicas hold to one value, on the host.
 
@@ -347,6 +354,7 @@ class Strategy:
             return host_reduce.reduce(op, value, axis, self.replicas)
 
     @without_own_frames
+    @context.in_own_settings
     def distribute_dataset(
         self,
         dataset: Iterable[PyTree],
@@ -391,6 +399,7 @@ class Strategy:
         return self.operations.feed_batches(self, dataset, asked)
 
     @without_own_frames
+    @context.in_own_settings
     def distribute_datasets_from_function(
         self,
         fn: Callable[[InputContext], Iterable[PyTree] | RandomAccessSource],

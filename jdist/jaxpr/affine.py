@@ -16,6 +16,7 @@ import numpy as np
 
 from jdist.core.collective_marks import collective_of
 from jdist.jaxpr import graph, variation
+from jdist.support.arrays import promote_types
 
 _ADDING = ("add", "add_any", "sub", "scatter-add")
 _KEEPING = (
@@ -76,7 +77,7 @@ class AffineRule:
         dtype, slope = self._old.aval.dtype, slopes[0]
         if isinstance(slope, float | int):
             return slope
-        wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
+        wide = dtype if jnp.issubdtype(dtype, jnp.integer) else promote_types(dtype, jnp.float32)
         return jax.ShapeDtypeStruct(shape.shape, wide)
 
     @property
@@ -207,7 +208,7 @@ class AffineRule:
 
 def wide(x: Any) -> Any:
     """Widens floating-point numbers to at least 32 bits: half precision would round an offset away."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:

@@ -11,7 +11,7 @@ from jdist.errors import StepError
 from jdist.metrics.in_step import all_rows, class_labels, real_numbers, weights
 from jdist.metrics.mean import undefined
 from jdist.metrics.metric import Metric
-from jdist.support.arrays import to_host
+from jdist.support.arrays import promote_types, to_host
 
 PyTree = Any
 Rows = dict[str, np.ndarray]
@@ -49,7 +49,7 @@ def auc() -> Metric:
                 "1, for each label. Of two logits a row take `logits[..., 1] - logits[..., 0]`."
             )
         if jnp.issubdtype(scores.dtype, jnp.floating):
-            scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+            scores = scores.astype(promote_types(scores.dtype, jnp.float32))
         rows = {"score": scores, "label": labels, "weight": weights(call, mask, labels.shape)}
         # A tuple of one, so that contributions and totals are added by concatenation.
         return (all_rows({name: x.reshape(-1) for name, x in rows.items()}),)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jdist.core.per_replica import as_array, countable
 from jdist.errors import StepError
 from jdist.replica import collectives
-from jdist.support.arrays import is_key
+from jdist.support.arrays import is_key, promote_types
 
 PyTree = Any
 
@@ -56,7 +56,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
             "of that, usually [rows]."
         )
     is_exact = not jnp.issubdtype(mask.dtype, jnp.floating)
-    mask = mask.astype(jnp.int32 if is_exact else jnp.promote_types(mask.dtype, jnp.float32))
+    mask = mask.astype(jnp.int32 if is_exact else promote_types(mask.dtype, jnp.float32))
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)
 
 

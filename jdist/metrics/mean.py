@@ -12,6 +12,7 @@ import numpy as np
 from jdist.metrics.in_step import real_numbers, weights
 from jdist.metrics.metric import Metric
 from jdist.metrics.sums import of_sums
+from jdist.support.arrays import promote_types
 
 PyTree = Any
 
@@ -45,7 +46,7 @@ def mean_sums(call: str, values: Any, mask: Any) -> PyTree:
     """Sums the weighted values and the weights."""
     values = real_numbers(call, "`values`", values)
     weight = weights(call, mask, values.shape)
-    values = values.astype(jnp.int32 if values.dtype == jnp.bool_ else jnp.promote_types(values.dtype, jnp.float32))
+    values = values.astype(jnp.int32 if values.dtype == jnp.bool_ else promote_types(values.dtype, jnp.float32))
     return {"total": jnp.where(weight != 0, weight * values, 0).sum(), "weight": weight.sum()}
 
 

@@ -84,9 +84,13 @@ def distribute(
                 f"jdist.nnx.distribute: `metrics` has {op!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
                 f"{', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}"
             )
-    return without_own_frames(
-        lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, metric_ops)
-    )
+
+    def decorate(step: Callable[..., Any]) -> NNXStep:
+        distributed = NNXStep(step, strategy, {**options, "args": args, "returns": returns}, metric_ops)
+        distributed.rebind = decorate
+        return distributed
+
+    return without_own_frames(decorate)
 
 
 class NNXStep(Distributed):

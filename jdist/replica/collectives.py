@@ -20,6 +20,7 @@ from jdist.core.collective_marks import Collective, alone, emit, without_gradien
 from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.errors import StepError, StrategyError
 from jdist.reduction.algorithm import apply_reduction, axes_size, psum
+from jdist.support.arrays import promote_types
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -240,7 +241,7 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """
     values = as_array("jdist.mean", "`per_example`", per_example)
     check_numbers("jdist.mean", "mean", values)
-    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    values = values.astype(promote_types(values.dtype, jnp.float32))
     if mask is None:
         return values.mean()
     mask = as_array("jdist.mean", "`mask`", mask)

@@ -14,6 +14,7 @@ from jdist.core.collective_marks import Collective, alone, emit, gradient_of
 from jdist.core.precision import Precision
 from jdist.errors import StepError
 from jdist.replica.collectives import all_reduce, check_op, combine, num_replicas, replica_axes, replica_id
+from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
@@ -218,7 +219,7 @@ def scale_loss(result: Any, has_aux: bool, precision: Precision, loss_scale: jax
     """Casts what a loss function returned in 16 bits to float32, and multiplies the loss by the loss scale."""
     loss, aux = result if has_aux else (result, None)
     loss = jnp.asarray(loss)
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    loss = loss.astype(promote_types(loss.dtype, jnp.float32))
     loss = loss if loss_scale is None else loss * loss_scale
     return (loss, precision.cast_to_output(aux)) if has_aux else loss
 
@@ -229,7 +230,7 @@ def _unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
     def divided(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = promote_types(x.dtype, jnp.float32)
         return (x.astype(wide) / scale.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
 
     return jax.tree.map(divided, tree)

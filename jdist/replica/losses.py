@@ -15,6 +15,7 @@ from jdist.core import context
 from jdist.core.per_replica import as_array, check_numbers
 from jdist.errors import StepError
 from jdist.replica import collectives
+from jdist.support.arrays import promote_types
 from jdist.support.checks import as_int
 
 
@@ -48,7 +49,7 @@ def compute_average_loss(
     Source: `tf.nn.compute_average_loss`.
     """
     losses = _numbers("compute_average_loss", "per_example_loss", per_example_loss)
-    losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
+    losses = losses.astype(promote_types(losses.dtype, jnp.float32))
     if losses.ndim == 0:
         raise StepError(
             "jdist.compute_average_loss: `per_example_loss` is one scalar; it must hold one loss for each row, shape "
@@ -94,7 +95,7 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
     Source: `tf.nn.scale_regularization_loss`.
     """
     loss = _numbers("scale_regularization_loss", "regularization_loss", regularization_loss)
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    loss = loss.astype(promote_types(loss.dtype, jnp.float32))
     return loss.sum() / _num_replicas("scale_regularization_loss")
 
 

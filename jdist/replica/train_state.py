@@ -13,6 +13,7 @@ import optax
 from jdist.errors import StepError
 from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.support.leaf_table import has_arrays, tree_table, tree_text
+from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 
@@ -117,17 +118,20 @@ class TrainState:
         Args:
             grads: gradient, a tree like `params`.
             **extra: new values of collections that `create` declared, this replica's where `aggregation` says how to
-                bring them together.
+                bring them together. Other names are arguments of an optimiser whose `update` takes more, such as
+                `value=loss` of `optax.contrib.reduce_on_plateau`.
 
         Raises:
-            StepError: a collection that `create` did not declare.
+            StepError: a name that is neither a collection nor an argument that the optimiser takes.
         """
+        of_update = {name: extra.pop(name) for name in self._read_by_update(grads, extra)}
         self._check_declared(extra)
         for name, how in self.aggregation:
             if name in extra:
                 old = {"old": self.extra[name]} if how == "sum" else {}
                 extra[name] = aggregate(extra[name], how, **old)
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        update: Callable[..., tuple[PyTree, PyTree]] = self.tx.update
+        updates, opt_state = update(grads, self.opt_state, self.params, **of_update)
         return dataclasses.replace(
             self,
             step=self.step + 1,
@@ -161,10 +165,30 @@ class TrainState:
         # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
         printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
 
+    def _read_by_update(self, grads: PyTree, extra: dict[str, PyTree]) -> list[str]:
+        """Lists the names, of no collection, that the optimiser's `update` reads."""
+        others = {name: value for name, value in extra.items() if name not in self.extra}
+        if not others or not isinstance(self.tx, optax.GradientTransformationExtraArgs):
+            return []
+        # Chains take any name and pass it on, so only the program tells whether one of them reads it.
+        functions = {name: value for name, value in others.items() if callable(value)}
+        arrays = {name: value for name, value in others.items() if name not in functions}
+        update: Callable[..., Any] = self.tx.update
+        traced = jax.make_jaxpr(lambda arrays: update(grads, self.opt_state, self.params, **functions, **arrays))(
+            arrays
+        )
+        reads = [*(v for eqn in traced.jaxpr.eqns for v in eqn.invars), *traced.jaxpr.outvars]
+        is_read = jax.tree.unflatten(
+            jax.tree.structure(arrays), [any(v is x for x in reads) for v in traced.jaxpr.invars]
+        )
+        return [*functions, *(name for name in arrays if any(jax.tree.leaves(is_read[name])))]
+
     def _check_declared(self, extra: dict[str, PyTree]) -> None:
         for name in extra:
             if name not in self.extra:
                 raise StepError(
-                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}. "
-                    f"Declare it at the start: `TrainState.create(..., {name}=...)`."
+                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}."
+                    f"{did_you_mean(name, self.extra)} Declare it at the start: `TrainState.create(..., {name}=...)`; an "
+                    "argument goes to the optimiser's `update` if that reads it, as `value=loss` of "
+                    "`optax.contrib.reduce_on_plateau`."
                 )

@@ -175,21 +175,21 @@ def on_parts(
         leaves, treedef = jax.tree.flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
         shapes = [jax.ShapeDtypeStruct(forms[i].of, leaves[i].dtype) if i in forms else leaves[i] for i in places]
-        results: list[Any] = []
+        is_number: list[bool] = []
+        others: list[Any] = []
+        trees: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
             filled = list(leaves)
             for i, x in zip(places, arrays, strict=True):
                 filled[i] = x
             args, kwargs = jax.tree.unflatten(treedef, filled)
-            results[:], tree = jax.tree.flatten(fun(*args, **kwargs))
-            trees[:] = [tree]
+            results, tree = jax.tree.flatten(fun(*args, **kwargs))
+            trees[:], is_number[:] = [tree], map(_is_number, results)
+            others[:] = [None if _is_number(x) else x for x in results]  # no tracer may outlive its trace
             return [x for x in results if _is_number(x)]
 
-        trees: list[Any] = []
         closed = jax.make_jaxpr(flat)(*shapes)
-        is_number, others = [_is_number(x) for x in results], [None if _is_number(x) else x for x in results]
-        results.clear()  # tracers of a trace that is over
 
         given = [Part(leaves[i], forms[i], leaves[i].dtype, names[i]) if i in forms else leaves[i] for i in places]
         values = iter(

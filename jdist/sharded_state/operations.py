@@ -36,17 +36,27 @@ PyTree = Any
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
     """Computes each part of every leaf where it stays: `Strategy.init`."""
     layout = Layout.of(strategy)
+    created = placement.create(strategy, fn, args)
+    chosen = forms(strategy, jax.tree.unflatten(created.treedef, created.shapes), is_all=False)
+    of_computed = [chosen[i] for i in created.computed]
 
-    def compute(create: Callable[[list[Any]], list[jax.Array]], arrays: list[Any], state: PyTree) -> list[Any]:
-        chosen = forms(strategy, state, is_all=False)
+    def in_parts(inputs: list[jax.Array]) -> list[jax.Array]:
+        return [
+            form.store(x) if form.is_cut else x for x, form in zip(created.compute(inputs), of_computed, strict=True)
+        ]
 
-        def in_parts(arrays: list[Any]) -> list[jax.Array]:
-            return [form.store(x) if form.is_cut else x for x, form in zip(create(arrays), chosen, strict=True)]
+    stored = jax.jit(in_parts, out_shardings=list(map(layout.kept, of_computed)))(created.inputs)
+    leaves = [ShardedLeaf(x, form.of) if form.is_cut else x for x, form in zip(stored, of_computed, strict=True)]
+    existing = {i: _laid_out(layout, x, chosen[i]) for i, x in created.existing.items()}
+    return created.state(existing, leaves)
 
-        leaves = jax.jit(in_parts, out_shardings=list(map(layout.kept, chosen)))(arrays)
-        return [ShardedLeaf(x, form.of) if form.is_cut else x for x, form in zip(leaves, chosen, strict=True)]
 
-    return placement.init(strategy, fn, args, compute)
+def _laid_out(layout: Layout, x: Any, form: Form) -> Any:
+    """Copies an array into its place by the host, so that no device has to hold it whole."""
+    if not form.is_cut and not any(form.model):
+        return placement.onto(x, layout.kept(form))
+    stored = put(form.store(_on_host(x)), layout.kept(form))
+    return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:

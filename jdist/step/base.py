@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from jdist.core.step_state import unpack
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import MASK
+from jdist.errors import StepError
 from jdist.jaxpr import graph
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced
@@ -57,6 +58,28 @@ class Distributed(abc.ABC):
     strategy: Strategy
     options: StepOptions
     __name__: str
+    __wrapped__: Callable[..., Any]
+    rebind: Callable[[Callable[..., Any]], Any] | None = None  # distributes another function in the same way
+    _attribute = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Self:
+        """Binds the step of a method to its object, as `jax.jit` does; each object keeps one, made at the first look."""
+        bind = getattr(self.__wrapped__, "__get__", None)
+        if instance is None or bind is None or self.rebind is None:
+            return self
+        if (function := bind(instance, owner)) is self.__wrapped__:
+            return self
+        if not hasattr(instance, "__dict__"):
+            raise StepError(
+                f"{self.__name__} is a method of a {type(instance).__name__}: `__slots__` leave no room for the step of each "
+                'object. Add "__dict__" to them, or write `jdist.distribute(it.step, strategy)` where the object is there.'
+            )
+        bound = self.rebind(function)
+        vars(instance)[self._attribute or self.__name__] = bound
+        return bound
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

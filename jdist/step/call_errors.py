@@ -42,10 +42,22 @@ def explain(
             f'`jdist.sharded(mesh={{"replica": -1, "{missing[1]}": 1}})`, there with as many devices as a replica is to have, '
             "or take the metadata off: `flax.linen.unbox(variables)`."
         ) from exc
+    if (
+        isinstance(exc, ValueError)
+        and strategy.mesh is not None
+        and re.search(r"[Cc]ontext mesh|NamedSharding|sharding_constraint inside jit|`set_mesh`", str(exc))
+    ):
+        axes = f"the axes {', '.join(strategy.model_axes)}" if strategy.model_axes else "no axes"
+        raise StepError(
+            f"the step names a mesh of its own, and {strategy.name} runs it over {dict(strategy.mesh.shape)}, with {axes} "
+            "inside a replica. Write constraints as `PartitionSpec`s over axes inside a replica, which "
+            '`jdist.sharded(mesh={"replica": -1, "model": 2})` makes, or take them out.'
+        ) from exc
     if isinstance(exc, KeyError) and exc.args == (MASK,):
-        exc.add_note(
-            "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
-        )
+        raise StepError(
+            f'the step reads batch["{MASK}"], and this batch has none. The mask tells real rows from padding, and '
+            "`distribute_dataset` adds it: `for batch in strategy.distribute_dataset(batches):`; or leave it out of the step."
+        ) from exc
     if not isinstance(exc, RuntimeError):  # a RuntimeError tells of devices and memory
         exc.add_note(signature.taken_as(call, state, batches))
 

@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 from jdist.cluster.idle_launch import unused_job
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
+from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import StepKeywords, StepOptions, make_options, spelling_keywords
 from jdist.step.signature import Step
@@ -31,7 +32,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
 
     Args:
         step: a function `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or what `args` and
-            `returns` say.
+            `returns` say. A method is bound to its object, which is a constant of the step; `args` leave `self` out.
         strategy: what `jdist.mirrored()` and its like return.
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
@@ -60,8 +61,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         check_replicas: compare the replicas after the first step and every so many steps; 0: never.
         non_finite: what a NaN or infinite gradient does: "raise" (the state stays as it was before that step), "skip"
             the step, or "apply" it.
-        precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits,
-            parameters in float32.
+        precision: "bf16", "fp16", or what `jdist.precision` returns: forward and backward pass in 16 bits, parameters in
+            float32.
         verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch
             and warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing,
             unless `jdist.fit` has an option of its own. See `jdist.verify`.
@@ -107,6 +108,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
 
 def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
     distributed = strategy.operations.distribute(strategy, step, options)
+    if isinstance(distributed, Distributed):
+        distributed.rebind = lambda function: _distribute(function, strategy, options)
     if isinstance(distributed, DistributedStep):
         distributed.verifier = _verify
     return distributed

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jdist.core.context import own_settings
 from jdist.core.strategy import Strategy
 from jdist.data.adapters.recognize import adapted
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
@@ -100,11 +101,12 @@ def _onto_devices(
     def place(batch: PyTree) -> PyTree:
         batch, axes = turn_back(batch, batch_axis, lead=lead)
         shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
-        if share.count == 1:
-            return jax.device_put(batch, shardings)
-        return jax.tree.map(
-            lambda x, s, axis: put_rows(x, s, share.count * x.shape[axis], axis), batch, shardings, axes
-        )
+        with own_settings(strategy):  # of the thread that puts batches on the devices
+            if share.count == 1:
+                return jax.device_put(batch, shardings)
+            return jax.tree.map(
+                lambda x, s, axis: put_rows(x, s, share.count * x.shape[axis], axis), batch, shardings, axes
+            )
 
     on_host = None if is_first(batch_axis) else turn
     return distributed_dataset(

@@ -137,7 +137,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         # The numbers are for a step without a batch: `pmap` counts its replicas by a mapped argument.
-        parts = jax.tree.map(by_replica, batches), jnp.arange(n)
+        parts = jax.tree.map(by_replica, batches), jnp.arange(n, dtype=jnp.int32)
         traces.append(function)
         try:
             token, state, same, own, rows = mapped(token, state, parts, others)

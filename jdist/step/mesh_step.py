@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
-from jdist.core.context import check_not_mixed
+from jdist.core.context import check_not_mixed, in_own_settings, is_foreign, own_settings
 from jdist.core.division import shapes
 from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
@@ -120,6 +120,7 @@ class DistributedStep(Distributed):
             self._window.drain()
 
     @without_own_frames
+    @in_own_settings
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it.
 
@@ -147,6 +148,7 @@ class DistributedStep(Distributed):
             raise
 
     @without_own_frames
+    @in_own_settings
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """Returns the state as a call does: in its place, with a loss scale or residuals where a step keeps them.
 
@@ -179,6 +181,7 @@ class DistributedStep(Distributed):
         traced, _, _ = self._trace(args, kwargs)
         return traced.jaxpr
 
+    @in_own_settings
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, tuple[PyTree, ...]]:
         """Traces a call: what JAX has traced, what is known of the results, and the arguments."""
         call, state, batches, others = self._bind_shapes(args, kwargs)
@@ -272,6 +275,9 @@ class DistributedStep(Distributed):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, jax.Array]:
         """Starts one call, and waits where too many are in flight; the result, how many updates it makes, its token."""
         check_not_mixed(self.strategy)
+        if is_foreign(self.strategy):
+            with own_settings(self.strategy):
+                return self._call(args, kwargs)
         if self._verify != "off":
             self._verify_first(args, kwargs)
         with self._window.lock:  # of several calling threads each goes on from the token of the one before

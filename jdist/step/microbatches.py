@@ -21,6 +21,7 @@ from jdist.step.loops import scan
 from jdist.step.outputs import LOCAL, METRIC, ROWS, OutputKind, check_means, rows_of
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
+from jdist.support.arrays import promote_types
 
 PyTree = Any
 # (cuts of a phase, the arrays of this replica for each) -> those of all replicas
@@ -278,7 +279,7 @@ def _over_microbatches(
             ]
             return sums, [y if total is None else None for total, y in zip(totals, now, strict=True)]
 
-        totals, stacked = scan(plan.strategy, add, zeros, (jnp.arange(k), micro))
+        totals, stacked = scan(plan.strategy, add, zeros, (jnp.arange(k, dtype=jnp.int32), micro))
         values = []
         for place, (way, total, rows, shape) in enumerate(zip(ways, totals, stacked, shapes, strict=True)):
             if way in SUMMED:
@@ -307,4 +308,4 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 
 def _wide(dtype: Any) -> Any:
     """Chooses the dtype to add up in: float32 for half precision, which would lose small microbatches."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -88,9 +88,9 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
     if policy == "raise":  # sticky: later steps change nothing until the host has seen it
         code = jnp.where(code == 0, now, code)
         keep = code == 0
-        return jnp.stack([code, count + keep]), keep
+        return jnp.stack([code, count + keep.astype(count.dtype)]), keep
     keep = now == 0
-    return jnp.stack([code + ~keep, count + 1]), keep
+    return jnp.stack([code + (~keep).astype(code.dtype), count + 1]), keep
 
 
 def guarded(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from jdist.core.precision import LossScaling, Precision
+from jdist.core.precision import precision as make_precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
 from jdist.support.checks import as_bool, as_int
@@ -89,8 +90,8 @@ class StepOptions:
         object.__setattr__(self, "donate", donate)
         if self.precision is not None and not isinstance(self.precision, Precision):
             raise StepError(
-                f"`precision` is {self.precision!r}; it must be a value that `jdist.precision` makes: "
-                '`precision=jdist.precision("bf16")`.'
+                f'`precision` is {self.precision!r}; it must be "bf16", "fp16", or a value that `jdist.precision` makes: '
+                '`precision=jdist.precision("bf16", keep=("target",))`.'
             )
         if self.loss_scaling is not None and self.non_finite == "apply":
             raise StepError(
@@ -143,7 +144,7 @@ class RunKeywords(TypedDict, total=False):
     max_in_flight: int
     check_replicas: int
     non_finite: NonFinite
-    precision: Precision | None
+    precision: Precision | Literal["bf16", "fp16"] | None
     batch_axis: BatchAxis
     verify: Verify | Literal[False] | None
 
@@ -184,6 +185,8 @@ def make_options(**options: Any) -> StepOptions:
             raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
     if options.get("verify") is False:
         options["verify"] = "off"
+    if isinstance(name := options.get("precision"), str):
+        options["precision"] = make_precision(name)
     for name in ("args", "returns", "static_argnames"):
         value = options.get(name)
         if isinstance(value, str):

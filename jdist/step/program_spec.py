@@ -114,11 +114,11 @@ class ProgramSpec:
         return others.loss_scale if loss_scale is None else loss_scale.scale
 
     def splittable(self, seen: list[FiniteFlags]) -> Pure:
-        """Makes the step that `microbatches.make_plan` takes, with flags after the outputs; appends them to `seen`, too."""
+        """Makes the step that `microbatches.make_plan` takes, with flags after the outputs; notes their names in `seen`."""
 
         def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)
-            seen.append(flags)
+            seen.append(dataclasses.replace(flags, finite=[]))  # no tracer may outlive its trace
             # Flags are made of combined gradients: like a metric that is the same on all replicas.
             kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, rows_of(batches))), *[METRIC] * len(flags.finite)]
             return new_state, (*outputs, flags.finite), kinds

@@ -172,6 +172,7 @@ class Signature:
             for name, role in zip(names, options.args, strict=False)
         }
         self.options, self._strategy = options, strategy
+        self._refusal = ""
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         for name in options.static_argnames:
             if not open_ended and name not in {p.name for p in parameters}:
@@ -184,11 +185,14 @@ class Signature:
             # An argument declared replicated or static is meant so; one that is not declared at all was overlooked.
             misplaced = name in ("state", "batch") and role in {"state", "batch", None} - {name}
             if misplaced and name not in options.static_argnames:
-                raise StepError(
+                self._refusal = self._refusal or (
                     f"the parameter `{name}` of {self.name} has the role {role or 'replicated'!r}, as `args` is "
                     f"{options.args}. Say a role for each parameter in turn, for example "
-                    f"`args={_likely_roles(self.positional)}`."
+                    f"`args={_likely_roles(self.positional)}`. A step that changes nnx objects is distributed by "
+                    "`@jdist.nnx.distribute(strategy)`, which needs no roles for them."
                 )
+        if self._refusal and not _is_in_class(step):  # a method has its roles once it is bound to an object
+            raise StepError(self._refusal)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
         """Sorts the arguments of one call.
@@ -201,6 +205,8 @@ class Signature:
                 looks like a batch.
             BatchError: a leaf of a batch has no such axis as `batch_axis` says.
         """
+        if self._refusal:
+            raise StepError(self._refusal)
         kwargs, static_names, names = dict(kwargs), self.options.static_argnames, self.positional
         while len(args) < len(names) and names[len(args)] in kwargs:
             args = (*args, kwargs.pop(names[len(args)]))
@@ -343,6 +349,13 @@ def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:
     """Whether an array leads with the batch's axes: its rows, or steps and rows."""
     is_old_key = x.dtype == np.uint32 and x.shape in ((2,), (4,))  # as `jax.random.PRNGKey` makes it
     return not is_old_key and (x.shape[: len(batch)] == batch or x.shape[0] == batch[-1])
+
+
+def _is_in_class(step: Step) -> bool:
+    """Whether a function was defined in the body of a class."""
+    outer, _, _ = getattr(step, "__qualname__", "").rpartition(".")
+    is_named = inspect.isfunction(step) and step.__name__ != "<lambda>"
+    return is_named and bool(outer) and not outer.endswith("<locals>")
 
 
 def _likely_roles(parameters: Sequence[str]) -> tuple[str, ...]:

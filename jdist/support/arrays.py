@@ -24,6 +24,12 @@ _KEEP_A_COPY = (
 )
 
 
+def promote_types(a: Any, b: Any) -> np.dtype:
+    """Promotes two dtypes as `jnp.promote_types` does, also under jax_numpy_dtype_promotion="strict"."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
 def check_not_donated(tree: Any, what: str = "the state passed in", remedy: str = _GO_ON) -> None:
     """Refuses a tree with arrays whose buffers an earlier call has consumed.
 

@@ -20,6 +20,7 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
+from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import callers_level
 from jdist.weights.axes import View
 from jdist.weights.files import CONFIG, Reader, Tensor
@@ -185,7 +186,7 @@ def _refuse_dtype(saved: np.dtype, wanted: Any, cast: bool) -> str | None:
         return None
     if not (jnp.issubdtype(saved, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
         return "only floating-point numbers are converted, into others"
-    if cast or jnp.promote_types(saved, wanted) == wanted:
+    if cast or promote_types(saved, wanted) == wanted:
         return None
     return f"{wanted} cannot hold each value of it; `jdist.weights.load(..., cast=True)` rounds"
 

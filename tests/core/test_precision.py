@@ -42,9 +42,11 @@ class TestTheValue:
         with pytest.raises(StepError, match="`keep` has 3"):
             jdist.precision("bf16", keep=[3])
 
-    def test_a_step_takes_the_value_not_its_name(self):
-        with pytest.raises(StepError, match=r'`precision` is \'bf16\'; .* `precision=jdist.precision\("bf16"\)`'):
-            jdist.distribute(train_step, jdist.one_device(), precision="bf16")
+    def test_a_step_takes_its_name_or_the_value(self):
+        step = jdist.distribute(train_step, jdist.one_device(), precision="bf16")
+        assert step.options.precision == jdist.precision("bf16")
+        with pytest.raises(StepError, match=r'`precision` is 16; .*"bf16", "fp16", or a value'):
+            jdist.distribute(train_step, jdist.one_device(), precision=16)
 
     def test_an_overflow_cannot_be_applied(self):
         with pytest.raises(StepError, match='"apply"` cannot go with'):

@@ -166,6 +166,15 @@ def test_empty_iterables_are_refused(source):
         list(feed(source))
 
 
+def test_a_tuple_of_unlike_arrays_is_no_list_of_batches():
+    for pair in ((np.ones((8, 3)), np.ones(8)), (np.ones(4), np.arange(4))):
+        with pytest.raises(
+            DatasetError, match=r"a tuple of 2 arrays of different kinds.* `jdist\.data\.from_arrays\(\(x, y\)"
+        ):
+            feed(pair)
+    assert len(list(feed((np.ones(4), np.ones(4)), num_replicas=2))) == 2
+
+
 def test_empty_random_access_sources_are_refused_at_construction():
     with pytest.raises(DatasetError, match=r"the dataset is empty.*num_steps=0"):
         feed(Counting(num_steps=0))

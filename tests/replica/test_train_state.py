@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -108,3 +109,23 @@ class TestOptimizer:
     def test_a_plain_optimiser_ignores_extra_arguments(self):
         marked = jdist.optimizer(optax.sgd(1.0))
         assert float(marked.update(2.0, marked.init(1.0), 1.0, value=3.0)[0]) == -2.0
+
+
+class TestArgumentsOfTheOptimiser:
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+
+    def test_other_names_reach_an_update_that_takes_more(self):
+        params = {"w": jnp.ones(2)}
+        state = jdist.TrainState.create(params=params, tx=self.plateau, seen=jnp.zeros(()))
+        opt_state = self.plateau.init(params)
+        for loss in (1.0, 1.0, 1.0):
+            state = state.apply_gradients(grads=params, value=jnp.float32(loss), seen=state.extra["seen"] + 1)
+            _, opt_state = self.plateau.update(params, opt_state, params, value=jnp.float32(loss))
+        jax.tree.map(np.testing.assert_array_equal, state.opt_state, opt_state)
+        assert state.extra["seen"] == 3
+
+    @pytest.mark.parametrize(("tx", "name"), [(plateau, "sean"), (optax.sgd(0.1), "value")])
+    def test_a_name_that_nothing_reads_is_told(self, tx, name):
+        state = jdist.TrainState.create(params={"w": jnp.ones(2)}, tx=tx, seen=jnp.zeros(()))
+        with pytest.raises(StepError, match=rf"`{name}` is no collection of this state.*`update` if that reads it"):
+            state.apply_gradients(grads={"w": jnp.ones(2)}, **{"value": jnp.zeros(()), name: jnp.zeros(())})

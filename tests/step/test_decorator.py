@@ -4,6 +4,8 @@ import functools
 import gc
 import weakref
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jdist
@@ -71,3 +73,49 @@ def test_distribute_refuses_what_is_no_strategy_or_no_step():
         jdist.distribute(3, jdist.default())
     with pytest.raises(StepError, match=r"takes the step first: write `distribute\(step, strategy\)`"):
         jdist.distribute(jdist.default(), jdist.default())
+
+
+class Trainer:
+    """A class with a distributed method, as trainers are written."""
+
+    def __init__(self, rate):
+        self.rate, self.traced = rate, 0
+
+    @jdist.distribute(TWO)
+    def train_step(self, state, batch):
+        self.traced += 1
+        return state - self.rate * batch["x"].mean(), {"rate": jnp.float32(self.rate)}
+
+    @staticmethod
+    @jdist.distribute(TWO)
+    def eval_step(state, batch):
+        return state, {"mean": batch["x"].mean()}
+
+
+class TestMethods:
+    batch = {"x": np.ones(4, np.float32)}  # noqa: RUF012 - no test changes it
+
+    def test_each_object_has_a_step_of_its_own_that_is_traced_once(self):
+        one, other = Trainer(0.5), Trainer(0.25)
+        for trainer, expected in ((one, 0.5), (other, 0.75), (one, 0.5)):
+            state, metrics = trainer.train_step(jnp.float32(1), self.batch)
+            assert (float(state), float(metrics["rate"])) == (expected, trainer.rate)
+        assert (one.traced, other.traced) == (1, 1)
+        assert one.train_step.strategy is TWO
+        history = jdist.fit(one.train_step, jnp.float32(1), self.batch, global_batch=4, callbacks=[])[1]
+        assert len(history.rows) > 0
+
+    def test_a_static_method_takes_no_object(self):
+        assert float(Trainer(1).eval_step(jnp.float32(1), self.batch)[1]["mean"]) == 1
+        assert float(Trainer.eval_step(jnp.float32(1), self.batch)[1]["mean"]) == 1
+
+    def test_an_unbound_method_and_an_object_without_room_are_told(self):
+        with pytest.raises(StepError, match=r"the parameter `state` of train_step has the role 'batch'"):
+            Trainer.train_step(Trainer(1), jnp.float32(1), self.batch)
+
+        class Slotted:
+            __slots__ = ()
+            step = Trainer.__dict__["train_step"]
+
+        with pytest.raises(StepError, match=r"train_step is a method of a Slotted: `__slots__` leave no room"):
+            _ = Slotted().step

@@ -324,9 +324,10 @@ class TestWrongArguments:
         def step(state, batch):
             return {"w": state["w"] + (batch["x"] * batch["mask"]).sum()}, {}
 
-        with pytest.raises(KeyError, match="mask") as caught:
+        with pytest.raises(
+            StepError, match=r'reads batch\["mask"\], and this batch has none.*`distribute_dataset` adds it'
+        ):
             jdist.distribute(step, strategy)({"w": np.zeros((), np.float32)}, {"x": np.ones(4, np.float32)})
-        assert any("`strategy.distribute_dataset(...)` adds it" in note for note in caught.value.__notes__)
 
     def test_a_state_that_can_be_no_batch(self, strategy):
         with pytest.raises(BatchError, match=r"leaf \['w'\] has shape \(\)(?s:.)*`state`, role \"state\": \['x'\]"):

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import jdist
 from jdist.errors import BatchError, DonatedStateError, NonFiniteError, ReplicaDivergenceError, StepError
+from jdist.step import placement
 from jdist.step.placement import adopt_state
 from tests.toys import TWO
 
@@ -106,6 +107,25 @@ class TestInit:
         step.wait()
         assert (host == 1).all()
         assert (strategy.fetch(state) == 4).all()
+
+    def test_arrays_that_exist_are_placed_by_no_program(self, strategy, compiled):
+        held = {"a": np.arange(6.0, dtype=np.float32), "b": jnp.arange(4.0)}
+        jax.block_until_ready(strategy.init(lambda: held))
+        compiled.clear()
+        state = strategy.init(lambda: held)
+        assert not compiled
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), held)
+        jax.tree.map(lambda x: x.delete(), state)
+        assert held["b"].sum() == 6
+
+    def test_arrays_that_a_state_is_computed_from_are_no_constants(self, strategy):
+        held = jnp.arange(1000.0)
+        created = placement.create(strategy, lambda: {"held": held, "twice": held * 2, "key": jax.random.key(0)}, ())
+        assert list(created.existing.values()) == [held]
+        program = jax.jit(created.compute).lower(created.inputs).as_text()
+        assert "stablehlo.multiply" in program
+        assert len(program) < 3000
+        np.testing.assert_array_equal(strategy.init(lambda: {"twice": held * 2})["twice"], 2 * held)
 
 
 def test_keys_of_another_kind_are_fetched_as_such():

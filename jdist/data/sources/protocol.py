@@ -103,6 +103,12 @@ def check_source(source: Any) -> None:
             f"a {type(source).__name__} is not a source of batches; make one with "
             "`jdist.data.from_arrays(arrays, global_batch=...)`, or pass an iterable of batches"
         )
+    are_arrays = isinstance(source, tuple) and all(isinstance(x, np.ndarray | jax.Array) for x in source)
+    if are_arrays and len({(np.shape(x)[1:], x.dtype) for x in source}) > 1:
+        raise DatasetError(
+            f"a tuple is taken as a list of batches, and this is a tuple of {len(source)} arrays of different kinds. Make "
+            "batches of their rows by `jdist.data.from_arrays((x, y), global_batch=...)`"
+        )
     if not isinstance(source, Iterable):
         raise DatasetError(
             f"a {type(source).__name__} is not a source of batches; pass `jdist.data.from_arrays(...)`, or "

@@ -126,7 +126,7 @@ class CarriedLeaves:
         micro = microbatches(plan.strategy, batches, plan.k)
         if plan.k == 1:
             return one(jnp.int32(0), jax.tree.map(lambda x: x[0], micro))
-        each = jax.lax.map(lambda x: one(*x), (jnp.arange(plan.k), micro))
+        each = jax.lax.map(lambda x: one(*x), (jnp.arange(plan.k, dtype=jnp.int32), micro))
         return [x.mean(0).astype(x.dtype) for x in each]
 
     def _slopes(self, computed: Sequence[Any]) -> list[Slope]:

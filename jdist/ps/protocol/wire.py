@@ -22,6 +22,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from jdist.errors import WireError
+from jdist.support.arrays import promote_types
 
 ALIGNED = 64  # bytes; what XLA asks of a buffer that it can use without a copy
 CHUNK_BYTES = 1 << 20
@@ -71,7 +72,7 @@ def wide(spec: Spec) -> Spec:
     """Returns the spec in which means are taken: floating-point numbers have at least 32 bits."""
     if not jnp.issubdtype(spec.numpy, jnp.inexact):
         return spec
-    return Spec(spec.shape, np.dtype(jnp.promote_types(spec.numpy, jnp.float32)).name)
+    return Spec(spec.shape, np.dtype(promote_types(spec.numpy, jnp.float32)).name)
 
 
 def mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:

@@ -11,6 +11,7 @@ depends on no microbatch but through cuts is the *update part* and runs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,12 +66,21 @@ def split(
 
     num_virtual = [1]
 
-    def traced(state: PyTree, batch: PyTree, others: PyTree, microbatch: jax.Array) -> Any:
-        with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
+    def traced(state: PyTree, batch: PyTree, others: PyTree, microbatch: jax.Array, by_rows: frozenset[Any]) -> Any:
+        trace = ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch, by_rows=by_rows)
+        with tracing(trace):
             num_virtual[0] = collectives.num_replicas()
             return step(state, batch, others)
 
-    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch, others, jnp.int32(0))
+    def trace(by_rows: frozenset[Any]) -> Any:
+        return jax.make_jaxpr(partial(traced, by_rows=by_rows), return_shape=True)(state, batch, others, jnp.int32(0))
+
+    def of_rows(closed: Any) -> list[Any]:
+        first, rest = (len(jax.tree.leaves(tree)) for tree in (state, others))
+        *arguments, microbatch = graph.body_of(closed).invars
+        return [*arguments[first : len(arguments) - rest], microbatch]
+
+    closed, shapes = variation.traced(trace, of_rows)
     closed = variation.flat_collectives(closed)
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
@@ -91,8 +101,7 @@ def split(
     )
     of_leaves = dict(zip(parts, invars[num_state + num_batch + num_others - len(parts) : -1], strict=True))
     given = {invars[i]: part for i, part in of_leaves.items()}
-    rows = [*invars[num_state : num_state + num_batch], invars[-1]]
-    if parts and _cuts_what_varies(closed, rows):
+    if parts and _cuts_what_varies(closed, of_rows(closed)):
         raise PartsVaryError
 
     def part_of(eqn: Any) -> Any:

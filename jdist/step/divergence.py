@@ -22,11 +22,10 @@ from jdist.core.layout import over_replicas
 from jdist.core.strategy import Strategy
 from jdist.errors import ReplicaDivergenceError
 from jdist.jaxpr import graph, variation
-from jdist.jaxpr.affine import AffineRule
+from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
 
 PyTree = Any
 
-# With these a step may combine values in a way of its own, which the check cannot see.
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -149,7 +148,9 @@ def check_averages_combined(
     Raises:
         ReplicaDivergenceError: names the leaves, and how to bring them together.
     """
-    varying = variation.varying(closed, batch)
+    # With its own collectives a step may combine values in a way that the check cannot see.
+    by_hand = [v for eqn in graph.body_of(closed).eqns if _is_by_hand(eqn) for v in eqn.outvars]
+    varying = variation.varying(closed, batch) - variation.of_one_microbatch(closed, by_hand)
     paths = jax.tree_util.tree_leaves_with_path(state)
     if len(paths) != len(old) or len(old) != len(new):
         return  # the state has changed its tree, which is refused elsewhere
@@ -158,17 +159,12 @@ def check_averages_combined(
         for (path, _), before, after in zip(paths, old, new, strict=True)
         if graph.is_in(after, varying) and jnp.issubdtype(after.aval.dtype, jnp.floating)
     ]
-    if not own or any(_is_by_hand(eqn) for eqn in graph.body_of(closed).eqns):
-        return
-    slopes = [AffineRule(closed, before, after, sizes).of_program() for _, before, after in own]
-    moving = [
-        (name, slope)
-        for (name, _, _), slope in zip(own, slopes, strict=True)
-        if isinstance(slope, float | int) and 0 < slope < 1
-    ]
+    rules = [(name, AffineRule(closed, before, after, sizes, rows=batch)) for name, before, after in own]
+    slopes = [(name, slope, rule) for name, rule in rules for slope in [rule.of_program()]]
+    moving = [each for each in slopes if isinstance(each[1], float | int) and 0 < each[1] < 1]
     if not moving:
         return
-    (name, slope), *others = moving
+    (name, slope, rule), *others = moving
     more = f", and {len(others)} more like it," if others else ""
     # If parameters differ as well, the optimiser's gradients do: it keeps moving averages of these.
     if len(moving) < len(own):
@@ -176,6 +172,8 @@ def check_averages_combined(
             "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "
             'other averages together by `jdist.aggregate(new, "mean")`.'
         )
+    elif not rule.is_mean:
+        remedy = SAY_WHAT_IT_IS
     else:
         remedy = (
             'Bring it together: `jdist.aggregate(new, "mean")`, or `aggregation={"batch_stats": "mean"}` of '
@@ -186,7 +184,7 @@ def check_averages_combined(
         f"state leaf {name}{more} becomes {slope:.6g} times its old value and something computed from a replica's own rows: a "
         "moving average, such as batch normalisation and optimisers keep, which the replicas would hold different values of. "
         f"{remedy}",
-        tuple(name for name, _ in moving),
+        tuple(name for name, *_ in moving),
         tuple(tuple(range(sizes[0])) for _ in moving),
     )
 

@@ -323,6 +323,13 @@ def test_microbatches_are_replicas_in_time(name, how):
     assert_same(result(STEPS[name], strategy, accumulate), expected)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [name for name in STEPS if "of_rows" in name or "their_gradients" in name])
+def test_gradients_by_rows_where_parameters_are_in_parts(name, accumulate):
+    strategy = jdist.sharded(cpus(2), whole_below=0, most_whole=1)
+    assert_same(result(STEPS[name], strategy, accumulate), result(STEPS[name], jdist.one_device()))
+
+
 @pytest.mark.parametrize("accumulate", some([1, 2], [1]))
 @pytest.mark.parametrize("name", STEPS)
 def test_the_global_view_is_one_replica(name, accumulate):

@@ -6,6 +6,7 @@ old value can then be brought together; values of any other kind have nothing in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.collective_marks import collective_of
-from jdist.jaxpr import elementwise, graph, variation
+from jdist.jaxpr import graph, variation
 
 _ADDING = ("add", "add_any", "sub", "scatter-add")
 _KEEPING = (
@@ -30,7 +31,9 @@ _KEEPING = (
     *graph.RESHAPING,
 )  # whole numbers
 # What keeps the degree of its operands, if all have one.
-_LINEAR = frozenset({*_KEEPING, "add", "add_any", "sub", "select_n", "concatenate", "slice", "split", "psum"})
+_LINEAR = frozenset(
+    {*_KEEPING, "add", "add_any", "sub", "select_n", "concatenate", "slice", "split", "stack", "psum", "reduce_sum"}
+)
 _SIGNS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 Slope = Any  # a number of the program, or an array computed when the step runs; no axes, or those of the leaf
 
@@ -77,7 +80,6 @@ class AffineRule:
         own = [jaxpr.invars[arguments.index(v)] for v in rows]
         self._num_rows = next((v.aval.shape[0] for v in own if v.aval.shape), 1)
         self._of_rows, self._own = graph.dependents(self._flat, own), variation.of_one_microbatch(self._flat, own)
-        self._degrees: dict[Any, int | None] = {}
         equations, _ = graph.needed(self._flat, [self._new], {self._old})
         self._path = [
             eqn for eqn in equations if any(v in self._depends for v in eqn.invars if not graph.is_literal(v))
@@ -124,49 +126,57 @@ class AffineRule:
 
     def _degree(self, v: Any) -> int | None:
         """Finds how a value grows with the number of rows: 0 for a mean, 1 for a sum; None: it cannot be seen."""
-        if not graph.is_in(v, self._of_rows):
-            return 0
-        if v not in self._degrees:
-            degree = self._degree_by(self._made_by[v], v) if v in self._made_by else None
-            self._degrees[v] = 0 if degree is None and v not in self._own else degree  # a combined value
-        return self._degrees[v]
+        return self._degrees[v] if graph.is_in(v, self._of_rows) else 0
 
-    def _degree_by(self, eqn: Any, v: Any) -> int | None:
+    @functools.cached_property
+    def _degrees(self) -> dict[Any, int | None]:
+        """The degrees of all values that depend on rows."""
+        jaxpr = graph.body_of(self._flat)
+        self._degrees = degrees = dict[Any, int | None](dict.fromkeys(v for v in jaxpr.invars if v in self._of_rows))
+        for eqn in jaxpr.eqns:
+            for i, v in enumerate(eqn.outvars):
+                if v in self._of_rows:
+                    degree = self._degree_by(eqn, i)
+                    degrees[v] = 0 if degree is None and v not in self._own else degree  # a combined value
+        return degrees
+
+    def _degree_by(self, eqn: Any, result: int) -> int | None:
         name, collective = eqn.primitive.name, collective_of(eqn)
+        degrees = list(map(self._degree, eqn.invars))
         if collective is not None:
-            adds = collective.kind == "value" and collective.op in ("sum", "mean")
-            return self._degree(eqn.invars[eqn.outvars.index(v)]) if adds else None
-        if name in ("reduce_sum", "dot_general"):
-            return 1 if self._num_terms(eqn) % self._num_rows == 0 else None
+            return degrees[result] if collective.kind == "value" and collective.op in ("sum", "mean") else None
         if name == "scatter-add":
             return 1 if self._adds_row_by_row(eqn) else None
-        degrees, constants = [self._degree(x) for x in eqn.invars], [self._constant(x) for x in eqn.invars]
+        if None in degrees:
+            adds_rows = name in ("reduce_sum", "dot_general") and self._num_terms(eqn) % self._num_rows == 0
+            return 1 if adds_rows else None
+        if not any(degrees):
+            return 0  # made of means alone
+        constants = list(map(self._constant, eqn.invars))
         if (name == "div" and degrees[0] == 1 and constants[1]) or (name == "mul" and 1 in degrees and any(constants)):
             divisor = constants[1] if name == "div" else 1 / (constants[0] or constants[1])
             return 0 if self._is_number_of_terms(divisor, eqn) else 1
-        if None in degrees:
-            return None
-        if name in ("mul", "div"):
-            return degrees[0] + (degrees[1] if name == "mul" else -degrees[1])
+        if name in ("mul", "div", "dot_general"):
+            return degrees[0] - degrees[1] if name == "div" else degrees[0] + degrees[1]
         if name in _SIGNS and 0 in constants:
             return 0
-        if name in _LINEAR or name == "max":
-            # A guard against the division by zero leaves a sum what it is.
-            guards = {"select_n": math.inf, "max": 1, "add": 1e-3}
-            is_guard = [c is not None and abs(c) <= guards.get(name, 0) for c in constants]
-            cases = slice(name == "select_n", None)
-            found = {d for d, is_guard in list(zip(degrees, is_guard, strict=True))[cases] if not is_guard}
-            if len(found) == 1 and (name != "select_n" or degrees[0] == 0):
-                return found.pop()
-        return 0 if name in elementwise.ELEMENTWISE and not any(degrees) else None
+        # A guard against the division by zero leaves a sum what it is.
+        guards = {"select_n": math.inf, "max": 1, "add": 1e-3}
+        is_guard = [c is not None and abs(c) <= guards.get(name, 0) for c in constants]
+        cases = slice(name == "select_n", None)
+        found = {d for d, is_guard in list(zip(degrees, is_guard, strict=True))[cases] if not is_guard}
+        keeps = (name in _LINEAR or name == "max") and len(found) == 1 and (name != "select_n" or degrees[0] == 0)
+        return found.pop() if keeps else None
 
     def _is_number_of_terms(self, divisor: float, eqn: Any) -> bool:
         """Whether what divides a sum is the number of rows or of the sum's terms, or one less, as in a variance."""
         number = round(divisor)
         if not number or abs(divisor - number) > 1e-6 * number:
             return False
-        while eqn.primitive.name not in ("reduce_sum", "dot_general", "scatter-add"):
-            eqn = self._made_by[next(x for x in eqn.invars if self._degree(x) == 1)]
+        while (before := [x for x in eqn.invars if self._degree(x) == 1]) and eqn.primitive.name != "scatter-add":
+            eqn = self._made_by[before[0]]
+        if eqn.primitive.name not in ("reduce_sum", "dot_general", "scatter-add"):
+            return False
         terms = self._num_rows if eqn.primitive.name == "scatter-add" else self._num_terms(eqn)
         return number in (terms, terms - 1) or (number % self._num_rows == 0 and terms % number == 0)
 

@@ -17,6 +17,8 @@ from jdist.replica.collectives import all_reduce, check_op, combine, num_replica
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
+# The collection that flax replaces by its "gradient", `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`: maxima, and scales by them.
+OVERWRITTEN = "_overwrite_with_gradient"
 GradientOp = Literal["mean", "sum"]
 
 
@@ -90,15 +92,15 @@ def value_and_grad(
         if trace is None or trace.precision is None:
             return checked(*args, **kwargs)
         which = _places(argnums, args)
-        args = tuple(trace.precision.cast_to_compute(x) if i in which else x for i, x in enumerate(args))
+        args = tuple(
+            trace.precision.cast_to_compute(x, keep=(OVERWRITTEN,)) if i in which else x for i, x in enumerate(args)
+        )
         return scale_loss(checked(*args, **kwargs), has_aux, trace.precision, trace.loss_scale)
 
     def differentiate(fun: Callable[..., Any]) -> Callable[..., Any]:
         if using is not None:
             return using(fun, has_aux=has_aux)
         return jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
-
-    local = differentiate(lowered)
 
     @without_own_frames
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
@@ -108,21 +110,23 @@ def value_and_grad(
         in_parts = trace.in_parts if trace is not None and is_plain else None
         first = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         by_rows = paths_by_rows(first)
+        maxima = [path for path, _ in _paths(first) if OVERWRITTEN in path]
+        fun, how = (lowered, op) if not maxima or op == "sum" else (share_of_mean(lowered, has_aux), "sum")
         if in_parts is not None:
-            in_parts = in_parts.leaving(x for path, x in _paths(first) if path in by_rows)
+            in_parts = in_parts.leaving(x for path, x in _paths(first) if path in by_rows or path in maxima)
         if in_parts is None:
-            value, grads = local(*args, **kwargs)
+            value, grads = differentiate(fun)(*args, **kwargs)
         else:
-            value, grads = in_parts.take(differentiate, lowered, args, kwargs, _places(argnums, args))
+            value, grads = in_parts.take(differentiate, fun, args, kwargs, _places(argnums, args))
             if using is not None and not in_parts.fits(grads, first):
                 in_parts = None
-                value, grads = local(*args, **kwargs)
+                value, grads = differentiate(fun)(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
         if trace is not None:
             for parameter in jax.tree.leaves(first)[:1]:
                 gradient_of(*map(jax.lax.stop_gradient, (jnp.asarray(value), jnp.asarray(parameter))))
         forms = {} if in_parts is None else in_parts.forms(first)
-        value, grads = combine_gradients(value, grads, op, forms, by_rows)
+        value, grads = combine_gradients(value, grads, how, forms, by_rows, maxima)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_all
@@ -139,6 +143,16 @@ def paths_by_rows(tree: PyTree) -> list[str]:
     ]
     note_gradient(number, [x for _, x in leaves])
     return [path for place, (path, _) in enumerate(leaves) if (number, place) in trace.by_rows]
+
+
+def share_of_mean(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Makes a loss the replica's share of the mean, so that what is kept of its gradients is of the size of one replica's."""
+
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        return (result[0] / num_replicas(), result[1]) if has_aux else result / num_replicas()
+
+    return shared
 
 
 def _paths(tree: PyTree) -> list[tuple[str, Any]]:
@@ -181,25 +195,30 @@ def combine_gradients(
     op: GradientOp,
     forms: Mapping[str, Any] = MappingProxyType({}),
     by_rows: Collection[str] = (),
+    maxima: Collection[str] = (),
 ) -> tuple[jax.Array, PyTree]:
     """Reduces one replica's loss and gradient over the replicas.
 
     Both come multiplied by the loss scale, if there is one, and leave without it. Leaves without a gradient (`float0`, integer
     parameters) pass through. `forms` tell how arrays are stored whose gradients are parts, by path. The gradients `by_rows`,
-    by what only this replica has, stay its own: what its rows add to the combined loss.
+    by what only this replica has, stay its own: what its rows add to the combined loss. Of `maxima`, which are no gradients,
+    the largest remain, as they are.
     """
     trace = context.current_trace()
+    largest = combine(Collective("value", "max"), [x for path, x in _paths(grads) if path in maxima]) if maxima else []
     if trace is not None and trace.loss_scale is not None:
         value, grads = _unscaled((value, grads), trace.loss_scale)
     paths, out = zip(*_paths(grads), strict=True) if jax.tree.leaves(grads) else ((), ())
     out, share = list(out), num_replicas() if op == "mean" else 1
-    real = [i for i, leaf in enumerate(out) if leaf.dtype != jax.dtypes.float0 and paths[i] not in by_rows]
+    is_own = [path in by_rows or path in maxima for path in paths]
+    real = [i for i, leaf in enumerate(out) if leaf.dtype != jax.dtypes.float0 and not is_own[i]]
     if trace is not None and forms:
         of_parts = [forms.get(paths[i]) for i in real]
         value, combined = trace.in_parts.reduce(value, [out[i] for i in real], of_parts, op)
     else:
         value, combined = reduce_gradients(value, [out[i] for i in real], op)
-    out = [x / share if path in by_rows else x for path, x in zip(paths, out, strict=True)]
+    rest = iter(largest)
+    out = [next(rest) if p in maxima else x / share if p in by_rows else x for p, x in zip(paths, out, strict=True)]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
     if trace is not None and not trace.at_step_level():

@@ -12,6 +12,7 @@ import optax
 
 from jdist.errors import StepError
 from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
+from jdist.replica.gradients import OVERWRITTEN
 from jdist.support.leaf_table import has_arrays, tree_table, tree_text
 
 PyTree = Any
@@ -103,7 +104,7 @@ class TrainState:
         return cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=tx.init(params),
+            opt_state=tx.init(_apart(params)[0]),
             rng=rng,
             extra=extra,
             apply_fn=apply_fn,
@@ -127,11 +128,13 @@ class TrainState:
             if name in extra:
                 old = {"old": self.extra[name]} if how == "sum" else {}
                 extra[name] = aggregate(extra[name], how, **old)
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        (grads, overwritten), (params, _) = _apart(grads), _apart(self.params)
+        updates, opt_state = self.tx.update(grads, self.opt_state, params)
+        params = optax.apply_updates(params, updates)
         return dataclasses.replace(
             self,
             step=self.step + 1,
-            params=optax.apply_updates(self.params, updates),
+            params={**params, **overwritten} if overwritten else params,
             opt_state=opt_state,
             extra={**self.extra, **extra},
         )
@@ -168,3 +171,10 @@ class TrainState:
                     f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}. "
                     f"Declare it at the start: `TrainState.create(..., {name}=...)`."
                 )
+
+
+def _apart(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+    """Takes the collection that its gradient replaces out of parameters, as flax's TrainState does."""
+    if not isinstance(params, Mapping) or OVERWRITTEN not in params:
+        return params, {}
+    return {name: x for name, x in params.items() if name != OVERWRITTEN}, {OVERWRITTEN: params[OVERWRITTEN]}

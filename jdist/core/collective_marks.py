@@ -39,17 +39,6 @@ class Collective:
         """The name of the function that the equation calls."""
         return f"jdist_{self.kind}_{self.op}"
 
-    @property
-    def call(self) -> str:
-        """What a user calls, to be named in a message."""
-        if self.kind == "gradient":
-            return "`jdist.value_and_grad` or `jdist.grad`"
-        return (
-            "`jdist.all_gather`"
-            if self.op == "gather"
-            else "`jdist.all_reduce`, `jdist.mean` or another jdist collective"
-        )
-
 
 _NAME = re.compile(rf"jdist_({'|'.join(get_args(Kind))})_({'|'.join(get_args(Op))})")
 

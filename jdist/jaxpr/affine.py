@@ -142,7 +142,7 @@ class AffineRule:
 
     def _degree_by(self, eqn: Any, result: int) -> int | None:
         name, collective = eqn.primitive.name, collective_of(eqn)
-        degrees = list(map(self._degree, eqn.invars))
+        degrees: list[Any] = list(map(self._degree, eqn.invars))
         if collective is not None:
             return degrees[result] if collective.kind == "value" and collective.op in ("sum", "mean") else None
         if name == "scatter-add":

@@ -65,76 +65,59 @@ def varying(closed: Any, sources: Collection[Var], visit: Visit = lambda *_: Non
     return variables
 
 
-def traced(trace: Callable[[frozenset[tuple[int, int]]], Any], sources: Callable[[Any], Collection[Var]]) -> Any:
-    """Traces a step, and again where it takes gradients by a replica's own arrays, which are its own too.
+ByRows = frozenset[tuple[int, int]]  # gradients, by the number of the call and of the leaf
 
-    Weights that each replica has moved in its own way stay weights, whose gradients are combined.
 
-    Args:
-        trace: given these gradients, each by the number of its call and of its leaf, makes `(jaxpr, ...)`.
-        sources: finds the variables of a jaxpr that differ between replicas, or microbatches.
+def traced(trace: Callable[[ByRows], Any], sources: Callable[[Any], Collection[Var]]) -> Any:
+    """Traces a step, `trace(by_rows) -> (jaxpr, ...)`, again where it takes gradients by a replica's own arrays.
 
-    Raises:
-        StepError: a collective waits for replicas that may not come to it.
+    Raises StepError for collectives that some replicas may never reach.
     """
-    by_rows = frozenset[tuple[int, int]]()
+    by_rows: ByRows = frozenset()
     while True:
         closed, *rest = trace(by_rows)
-        own, found = sources(closed), set[tuple[int, int]]()
-        versions = _versions(closed, [v for v in graph.body_of(closed).invars if v not in own])
-
-        def visit(
-            eqn: Any,
-            flags: list[bool],
-            is_choice: bool,
-            found: set[tuple[int, int]] = found,
-            versions: Collection[Var] = versions,
-        ) -> None:
-            if is_choice and (names := _waiting_in(eqn)):
-                raise StepError(_MAY_WAIT.format(names[0], _CHOICES[eqn.primitive.name]))
-            if (number := gradient_number(eqn)) is not None:
-                operands = enumerate(zip(eqn.invars, flags, strict=True))
-                found.update((number, place) for place, (v, varies) in operands if varies and v not in versions)
-
-        varying(closed, own, visit)
+        found = _gradients_by_rows(closed, sources(closed))
         if found <= by_rows:
             return graph.without(closed, lambda eqn: gradient_number(eqn) is not None), *rest
         by_rows |= found
 
 
-def _versions(closed: Any, arguments: Collection[Var]) -> set[Var]:
-    """Finds the variables that are one of `arguments` and something added to it, as weights that each replica has moved."""
-    versions = set(arguments)
+def _gradients_by_rows(closed: Any, own: Collection[Var]) -> ByRows:
+    """Finds the gradients by what only one replica has; weights that each has moved by itself are still weights of all."""
+    found, weights = set[tuple[int, int]](), {v for v in graph.body_of(closed).invars if v not in own}
     for eqn in graph.body_of(closed).eqns:
-        added = eqn.invars if eqn.primitive.name in ("add", "add_any") else eqn.invars[:1]
-        if eqn.primitive.name in _ADDING and any(graph.is_in(v, versions) for v in added):
-            versions.update(eqn.outvars)
-    return versions
+        terms = eqn.invars if eqn.primitive.name in ("add", "add_any") else eqn.invars[:1]
+        if eqn.primitive.name in _MOVING and any(graph.is_in(v, weights) for v in terms):
+            weights.update(eqn.outvars)
+
+    def visit(eqn: Any, flags: list[bool], is_choice: bool) -> None:
+        if is_choice and _bound_axes() and any(map(_waits, graph.nested_jaxprs(eqn))):
+            raise StepError(
+                _MAY_WAIT.format({"cond": "cond` or `lax.switch", "while": "while_loop"}[eqn.primitive.name])
+            )
+        if (number := gradient_number(eqn)) is not None:
+            operands = enumerate(zip(eqn.invars, flags, strict=True))
+            found.update((number, place) for place, (v, varies) in operands if varies and v not in weights)
+
+    varying(closed, own, visit)
+    return frozenset(found)
 
 
-_ADDING = frozenset(
-    {"add", "add_any", "sub", "convert_element_type", "copy", "copy_p", "optimization_barrier", "stop_gradient"}
-)
-_CHOICES = {"cond": "`lax.cond` or `lax.switch`", "while": "`lax.while_loop`"}
+_MOVING = frozenset({"add", "add_any", "sub", "convert_element_type", "copy", "optimization_barrier", "stop_gradient"})
 _MAY_WAIT = (
-    "the step calls {} inside a {} whose condition depends on a replica's own rows: replicas that decide differently never "
-    "reach the call, and the others wait for them forever. Combine the condition first, for example by "
-    '`jdist.all_reduce(x, "max")`; or make the call outside, and choose between the results by `jnp.where`. '
-    "A line search takes `value_fn=jdist.global_loss(loss_fn)`."
+    "the step calls a collective (`jdist.value_and_grad`, `jdist.all_reduce`, a masked `jdist.mean`, `lax.psum`, ...) inside a "
+    "`lax.{}` whose condition depends on a replica's own rows: replicas that decide differently never reach the call, and the "
+    'others wait for them forever. Combine the condition first, for example by `jdist.all_reduce(x, "max")`; or make the call '
+    "outside, and choose between the results by `jnp.where`. A line search takes `value_fn=jdist.global_loss(loss_fn)`."
 )
 
 
-def _waiting_in(eqn: Any) -> list[str]:
-    """Lists the collectives in the functions of an equation for which the replicas wait for one another."""
-    names = list[str]()
-    for inner in (inner for body in graph.nested_jaxprs(eqn) for inner in graph.body_of(body).eqns):
-        waits = inner.primitive.name in (_MAKE_ALIKE | _MAKE_OWN) - {"axis_index"}
-        if waits and not set(_axes_of(inner)).isdisjoint(_bound_axes()):
-            names.append(f"`lax.{inner.primitive.name}`")
-        elif found := _waiting_in(inner):
-            collective = collective_of(inner)
-            names += found if collective is None else [collective.call]
-    return names
+def _waits(closed: Any) -> bool:
+    """Whether replicas wait for one another in a function."""
+    names, bound = (_MAKE_ALIKE | _MAKE_OWN) - {"axis_index"}, _bound_axes()
+    return any(
+        eqn.primitive.name in names and not set(_axes_of(eqn)).isdisjoint(bound) for eqn in graph.all_equations(closed)
+    )
 
 
 def _propagate(jaxpr: Any, varying: set[Var], visit: Visit) -> None:

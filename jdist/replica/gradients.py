@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jdist.core import context
 from jdist.core.collective_marks import Collective, alone, emit, gradient_of, note_gradient
@@ -138,9 +139,7 @@ def paths_by_rows(tree: PyTree) -> list[str]:
     if trace is None or num_replicas() == 1:
         return []
     number, leaves = next(trace.gradients), _paths(tree)
-    leaves = [
-        (path, x) for path, x in leaves if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
+    leaves = [(path, x) for path, x in leaves if isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
     note_gradient(number, [x for _, x in leaves])
     return [path for place, (path, _) in enumerate(leaves) if (number, place) in trace.by_rows]
 

@@ -130,7 +130,7 @@ class TrainState:
                 extra[name] = aggregate(extra[name], how, **old)
         (grads, overwritten), (params, _) = _apart(grads), _apart(self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params: Any = optax.apply_updates(params, updates)
         return dataclasses.replace(
             self,
             step=self.step + 1,

@@ -169,8 +169,8 @@ def check_averages_combined(
     # If parameters differ as well, the optimiser's gradients do: it keeps moving averages of these.
     if len(moving) < len(own):
         remedy = (
-            "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "
-            'other averages together by `jdist.aggregate(new, "mean")`.'
+            "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`). If it is not "
+            f"the optimiser's: {SAY_WHAT_IT_IS}"
         )
     elif not rule.is_mean:
         remedy = SAY_WHAT_IT_IS

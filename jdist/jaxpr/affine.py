@@ -132,6 +132,7 @@ class AffineRule:
     def _degrees(self) -> dict[Any, int | None]:
         """The degrees of all values that depend on rows."""
         jaxpr = graph.body_of(self._flat)
+        # In order: each looks up those before it.
         self._degrees = degrees = dict[Any, int | None](dict.fromkeys(v for v in jaxpr.invars if v in self._of_rows))
         for eqn in jaxpr.eqns:
             for i, v in enumerate(eqn.outvars):

@@ -76,6 +76,24 @@ def collective_of(eqn: Any) -> Collective | None:
     return None if match is None else Collective(match[1], match[2])  # type: ignore[arg-type]  # the pattern's choices
 
 
+def note_gradient(number: int, leaves: Sequence[jax.Array]) -> None:
+    """Notes by which arrays the gradient of a call of this number is taken, by an equation that can be found again."""
+
+    def named(*operands: jax.Array) -> list[jax.Array]:
+        return [jax.lax.optimization_barrier(jnp.zeros(())) for _ in operands[:1]]
+
+    named.__name__ = named.__qualname__ = f"jdist_by_{number}"
+    jax.jit(named)(*map(jax.lax.stop_gradient, leaves))
+
+
+def gradient_number(eqn: Any) -> int | None:
+    """Finds the number of a gradient that an equation notes; None for any other equation."""
+    match = (
+        re.search(r"jdist_by_(\d+)", str(eqn.params.get("name", ""))) if eqn.primitive.name in ("jit", "pjit") else None
+    )
+    return None if match is None else int(match[1])
+
+
 def own_part(cut: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Takes a replica's own part of an array, by an equation that can be found again."""
 

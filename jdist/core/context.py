@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class ReplicaTrace:
         in_parts: takes gradients of a replica's parts of arrays; see `sharded_state/gathering.py`. None: of whole arrays.
         precision: set where the step computes in 16 bits.
         loss_scale: what losses are multiplied by; None: nothing.
+        gradients: numbers the gradients that the step takes.
+        by_rows: by which leaves of which gradients the step differentiates that differ between the replicas.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
     """
 
@@ -64,6 +67,8 @@ class ReplicaTrace:
     in_parts: Any = None
     precision: Precision | None = None
     loss_scale: jax.Array | None = None
+    gradients: Iterator[int] = field(default_factory=itertools.count)
+    by_rows: frozenset[tuple[int, int]] = frozenset()
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:

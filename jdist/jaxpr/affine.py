@@ -6,6 +6,8 @@ old value can then be brought together; values of any other kind have nothing in
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +28,22 @@ _KEEPING = (
     "optimization_barrier",
     "stop_gradient",
     "convert_element_type",
+    "transpose",
     *graph.RESHAPING,
 )  # whole numbers
+# What keeps the degree of its operands, if all have one.
+_LINEAR = frozenset(
+    {*_KEEPING, "add", "add_any", "sub", "select_n", "concatenate", "slice", "split", "stack", "psum", "reduce_sum"}
+)
+_SIGNS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 Slope = Any  # a number of the program, or an array computed when the step runs; no axes, or those of the leaf
+
+
+# Of a number that is no mean, the mean over microbatches or replicas is another one than that of all rows.
+SAY_WHAT_IT_IS = (
+    'Combine it first, by what it is: `jdist.all_reduce(x, "sum")` of a sum over its rows, "max" of a maximum; of a mean '
+    '`jdist.aggregate(new, "mean")` of the new value will do.'
+)
 
 
 class _NotAffineError(Exception):
@@ -44,9 +59,18 @@ class AffineRule:
         new: the variable that holds the new one.
         sizes: the number of replicas of the mesh, and of microbatches of each.
         given: variables whose values are known where the slope is computed; the arguments if left out.
+        rows: the arguments that are a replica's rows.
     """
 
-    def __init__(self, closed: Any, old: Any, new: Any, sizes: tuple[int, int], given: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        closed: Any,
+        old: Any,
+        new: Any,
+        sizes: tuple[int, int],
+        given: Sequence[Any] | None = None,
+        rows: Sequence[Any] = (),
+    ):
         arguments = list(graph.body_of(closed).invars if given is None else given)
         self._flat = _entered(closed, arguments, new)
         jaxpr = graph.body_of(self._flat)
@@ -54,6 +78,9 @@ class AffineRule:
         self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._constants = dict(zip(jaxpr.constvars, self._flat.consts, strict=True))
         self._depends = graph.dependents(self._flat, [self._old])
+        own = [jaxpr.invars[arguments.index(v)] for v in rows]
+        self._num_rows = next((v.aval.shape[0] for v in own if v.aval.shape), 1)
+        self._of_rows, self._own = graph.dependents(self._flat, own), variation.of_one_microbatch(self._flat, own)
         equations, _ = graph.needed(self._flat, [self._new], {self._old})
         self._path = [
             eqn for eqn in equations if any(v in self._depends for v in eqn.invars if not graph.is_literal(v))
@@ -81,12 +108,91 @@ class AffineRule:
         return jax.ShapeDtypeStruct(shape.shape, wide)
 
     @property
-    def adds_whole_numbers(self) -> bool:
-        """Whether all that is added to the old value is whole by its making: a count, which no mean over rows is."""
+    def counts_rows(self) -> bool:
+        """Whether all that is added to the old value is whole by its making and a sum over rows, which no mean is."""
         return all(
-            eqn.primitive.name in (*_ADDING, *_KEEPING) and all(map(self._is_whole, self._others(eqn)))
+            eqn.primitive.name in (*_ADDING, *_KEEPING)
+            and all(self._is_whole(v) and self._is_sum(v) for v in self._others(eqn))
+            and (eqn.primitive.name != "scatter-add" or self._adds_row_by_row(eqn))
             for eqn in self._path
         )
+
+    def _is_sum(self, v: Any) -> bool:
+        return not graph.is_in(v, self._own) or self._constant(v) == 0 or self._degree(v) == 1
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the new value is made of means over the rows, seen in the program, and of nothing else of theirs."""
+        return self._degree(self._new) == 0
+
+    def _degree(self, v: Any) -> int | None:
+        """Finds how a value grows with the number of rows: 0 for a mean, 1 for a sum; None: it cannot be seen."""
+        return self._degrees[v] if graph.is_in(v, self._of_rows) else 0
+
+    @functools.cached_property
+    def _degrees(self) -> dict[Any, int | None]:
+        """The degrees of all values that depend on rows."""
+        jaxpr = graph.body_of(self._flat)
+        # In order: each looks up those before it.
+        self._degrees = degrees = dict[Any, int | None](dict.fromkeys(v for v in jaxpr.invars if v in self._of_rows))
+        for eqn in jaxpr.eqns:
+            for i, v in enumerate(eqn.outvars):
+                if v in self._of_rows:
+                    degree = self._degree_by(eqn, i)
+                    degrees[v] = 0 if degree is None and v not in self._own else degree  # a combined value
+        return degrees
+
+    def _degree_by(self, eqn: Any, result: int) -> int | None:
+        name, collective = eqn.primitive.name, collective_of(eqn)
+        degrees: list[Any] = list(map(self._degree, eqn.invars))
+        if collective is not None:
+            return degrees[result] if collective.kind == "value" and collective.op in ("sum", "mean") else None
+        if name == "scatter-add":
+            return 1 if self._adds_row_by_row(eqn) else None
+        if None in degrees:
+            adds_rows = name in ("reduce_sum", "dot_general") and self._num_terms(eqn) % self._num_rows == 0
+            return 1 if adds_rows else None
+        if not any(degrees):
+            return 0  # made of means alone
+        constants = list(map(self._constant, eqn.invars))
+        if (name == "div" and degrees[0] == 1 and constants[1]) or (name == "mul" and 1 in degrees and any(constants)):
+            divisor = constants[1] if name == "div" else 1 / (constants[0] or constants[1])
+            return 0 if self._is_number_of_terms(divisor, eqn) else 1
+        if name in ("mul", "div", "dot_general"):
+            return degrees[0] - degrees[1] if name == "div" else degrees[0] + degrees[1]
+        if name in _SIGNS and 0 in constants:
+            return 0
+        # A guard against the division by zero leaves a sum what it is.
+        guards = {"select_n": math.inf, "max": 1, "add": 1e-3}
+        is_guard = [c is not None and abs(c) <= guards.get(name, 0) for c in constants]
+        cases = slice(name == "select_n", None)
+        found = {d for d, is_guard in list(zip(degrees, is_guard, strict=True))[cases] if not is_guard}
+        keeps = (name in _LINEAR or name == "max") and len(found) == 1 and (name != "select_n" or degrees[0] == 0)
+        return found.pop() if keeps else None
+
+    def _is_number_of_terms(self, divisor: float, eqn: Any) -> bool:
+        """Whether what divides a sum is the number of rows or of the sum's terms, or one less, as in a variance."""
+        number = round(divisor)
+        if not number or abs(divisor - number) > 1e-6 * number:
+            return False
+        while (before := [x for x in eqn.invars if self._degree(x) == 1]) and eqn.primitive.name != "scatter-add":
+            eqn = self._made_by[before[0]]
+        if eqn.primitive.name not in ("reduce_sum", "dot_general", "scatter-add"):
+            return False
+        terms = self._num_rows if eqn.primitive.name == "scatter-add" else self._num_terms(eqn)
+        return number in (terms, terms - 1) or (number % self._num_rows == 0 and terms % number == 0)
+
+    def _num_terms(self, eqn: Any) -> int:
+        """Counts the terms of each sum that an equation makes."""
+        axes = eqn.params["dimension_numbers"][0][0] if eqn.primitive.name == "dot_general" else eqn.params["axes"]
+        return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+
+    def _adds_row_by_row(self, eqn: Any) -> bool:
+        """Whether a `scatter-add` adds something for each row, or sums over rows at places that the rows do not choose."""
+        _, indices, updates = eqn.invars[:3]
+        if graph.is_in(indices, self._of_rows):
+            return math.prod(indices.aval.shape[:-1]) % self._num_rows == 0
+        return not graph.is_in(updates, self._of_rows) or self._degree(updates) == 1
 
     def _others(self, eqn: Any) -> list[Any]:
         """Lists the operands of an equation that do not depend on the leaf, indices left out."""
@@ -203,6 +309,11 @@ class AffineRule:
         if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             same = eqn.primitive.name == "broadcast_in_dim" or _same_kind(eqn.invars[0].aval.dtype, v.aval.dtype)
             return self._constant(eqn.invars[0]) if same else None
+        if eqn is not None and eqn.primitive.name == "sub":  # the divisor of a variance
+            left, right = map(self._constant, eqn.invars)
+            return None if left is None or right is None else left - right
+        if eqn is not None and eqn.primitive.name == "mul" and jnp.issubdtype(v.aval.dtype, jnp.integer):
+            return 0 if 0 in map(self._constant, eqn.invars) else None
         return None
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.jaxpr import graph, variation
+from jdist.reduction.algorithm import axes_size
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -44,7 +45,7 @@ def _extreme(dtype: Any, *, lowest: bool) -> Any:
     return info.min if lowest else info.max
 
 
-def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
+def prepared(closed: Any, arguments: Sequence[Any]) -> Any:
     """Brings a traced update part into the form that `evaluate` takes; called where the replica axes are bound.
 
     Calls are entered, conditions become selections, and sums over the replicas products where all of them have the
@@ -54,10 +55,11 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
     own: set[Any] = set()
 
     def is_alike(eqn: Any) -> bool:
-        return variation.makes_alike(eqn) and not any(v in own for v in eqn.invars if not graph.is_literal(v))
+        return eqn.params.get("axis_index_groups") is None and not any(graph.is_in(v, own) for v in eqn.invars)
 
     def total(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        return [x * jnp.asarray(num_replicas, jnp.result_type(x)) for x in operands] if is_alike(eqn) else None
+        size = axes_size(eqn.params["axes"])  # of all replicas, or of those in one group
+        return [x * jnp.asarray(size, jnp.result_type(x)) for x in operands] if is_alike(eqn) else None
 
     def same(eqn: Any, operands: list[Any]) -> list[Any] | None:
         return operands if is_alike(eqn) else None

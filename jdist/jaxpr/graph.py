@@ -81,6 +81,12 @@ def substituted(closed: Any, operand: Callable[[Any], Var | None]) -> Any:
     return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=outvars), closed.consts)
 
 
+def without(closed: Any, left_out: Callable[[Any], bool]) -> Any:
+    """Rewrites a function without some equations whose results nothing reads."""
+    jaxpr = body_of(closed)
+    return ClosedJaxpr(jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if not left_out(eqn)]), closed.consts)
+
+
 def _forwarded_results(eqn: Any) -> dict[int, int]:
     """Maps results of an equation to the operands that they are: of a call its arguments, of a scan what it scans over."""
     if eqn.primitive.name in CALLS:

@@ -11,6 +11,7 @@ depends on no microbatch but through cuts is the *update part* and runs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.strategy import Strategy
 from jdist.errors import BoundaryError
 from jdist.jaxpr import graph, variation
-from jdist.jaxpr.affine import AffineRule
+from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
 from jdist.jaxpr.phases import Carried, Cut, Phase, PhaseContents, Split, StepJaxpr, is_cut, schedule
 from jdist.replica import collectives
 
@@ -65,12 +66,21 @@ def split(
 
     num_virtual = [1]
 
-    def traced(state: PyTree, batch: PyTree, others: PyTree, microbatch: jax.Array) -> Any:
-        with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
+    def traced(state: PyTree, batch: PyTree, others: PyTree, microbatch: jax.Array, by_rows: frozenset[Any]) -> Any:
+        trace = ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch, by_rows=by_rows)
+        with tracing(trace):
             num_virtual[0] = collectives.num_replicas()
             return step(state, batch, others)
 
-    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch, others, jnp.int32(0))
+    def trace(by_rows: frozenset[Any]) -> Any:
+        return jax.make_jaxpr(partial(traced, by_rows=by_rows), return_shape=True)(state, batch, others, jnp.int32(0))
+
+    def of_rows(closed: Any) -> list[Any]:
+        first, rest = (len(jax.tree.leaves(tree)) for tree in (state, others))
+        *arguments, microbatch = graph.body_of(closed).invars
+        return [*arguments[first : len(arguments) - rest], microbatch]
+
+    closed, shapes = variation.traced(trace, of_rows)
     closed = variation.flat_collectives(closed)
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
@@ -91,8 +101,7 @@ def split(
     )
     of_leaves = dict(zip(parts, invars[num_state + num_batch + num_others - len(parts) : -1], strict=True))
     given = {invars[i]: part for i, part in of_leaves.items()}
-    rows = [*invars[num_state : num_state + num_batch], invars[-1]]
-    if parts and _cuts_what_varies(closed, rows):
+    if parts and _cuts_what_varies(closed, of_rows(closed)):
         raise PartsVaryError
 
     def part_of(eqn: Any) -> Any:
@@ -314,19 +323,26 @@ class _Analysis:
         dtype = old.aval.dtype
         if self.sizes[1] == 1 or not graph.is_in(new, self.of_rows):  # of parameters alone: all have the same
             return Carried(i, adds_up=False)
-        rule = AffineRule(self.closed, old, new, self.sizes)
+        rule = AffineRule(self.closed, old, new, self.sizes, rows=self.batch)
         slope = rule.of_program()
         is_added_to = isinstance(slope, float | int) and slope == 1
-        if is_added_to and rule.adds_whole_numbers:
+        if is_added_to and rule.counts_rows:
             return Carried(i, adds_up=True)
-        if jnp.issubdtype(dtype, jnp.floating) and slope is not None and not is_added_to:
+        is_average = jnp.issubdtype(dtype, jnp.floating) and slope is not None and not is_added_to
+        if is_average and rule.is_mean:
             return Carried(i, adds_up=False)
         path = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(self.results[0])][i]
         if is_added_to:
             raise BoundaryError(
                 f"the step adds to state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, what it computes from the "
                 "rows of one microbatch: a sum over its rows, of which all count, or a mean, of which the mean counts? Say "
-                'it: `jdist.aggregate(new, "sum", old=old)`, or `jdist.aggregate(new, "mean")`.'
+                'it: `jdist.aggregate(new, "sum", old=old)`, or `jdist.aggregate(new, "mean")`; of what is neither add '
+                '`jdist.all_reduce(x, "max")`.'
+            )
+        if is_average:
+            raise BoundaryError(
+                f"the step averages into state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, what it computes from "
+                f"the rows of one microbatch, and does not show that this is a mean over them. {SAY_WHAT_IT_IS}"
             )
         raise BoundaryError(
             f"the step computes state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, from the rows of one "

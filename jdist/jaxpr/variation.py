@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from jdist.core.collective_marks import Collective, collective_of
+import jax
+
+from jdist.core.collective_marks import Collective, collective_of, gradient_number
+from jdist.errors import StepError
 from jdist.jaxpr import graph
 
 Var = graph.Var
@@ -13,11 +16,28 @@ Var = graph.Var
 # JAX's collectives whose result is the same on every replica, and primitives whose result differs even for equal operands.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
+# Is shown an equation, its operands that vary, and whether the branch or number of rounds that it takes varies.
+Visit = Callable[[Any, list[bool], bool], None]
 
 
 def makes_alike(eqn: Any) -> bool:
     """Whether an equation is one of JAX's own collectives of all replicas that gives them the same."""
-    return eqn.primitive.name in _MAKE_ALIKE and eqn.params.get("axis_index_groups") is None
+    return (
+        eqn.primitive.name in _MAKE_ALIKE
+        and eqn.params.get("axis_index_groups") is None
+        and set(_axes_of(eqn)).issuperset(_bound_axes())
+    )
+
+
+def _axes_of(eqn: Any) -> tuple[Any, ...]:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def _bound_axes() -> list[str]:
+    """Lists the mesh axes over which several replicas are being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
 
 
 def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
@@ -34,25 +54,83 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
     return own
 
 
-def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
+def varying(closed: Any, sources: Collection[Var], visit: Visit = lambda *_: None) -> set[Var]:
     """Finds the variables that differ from replica to replica if the arguments `sources` do.
 
-    Where a nested function cannot be analysed, all its results count as different.
+    Where a nested function cannot be analysed, all its results count as different. `visit` is shown every equation, those
+    of nested functions too, and some of these several times.
     """
     variables = set(sources)
-    _propagate(graph.body_of(closed), variables)
+    _propagate(graph.body_of(closed), variables, visit)
     return variables
 
 
-def _propagate(jaxpr: Any, varying: set[Var]) -> None:
+ByRows = frozenset[tuple[int, int]]  # gradients, by the number of the call and of the leaf
+
+
+def traced(trace: Callable[[ByRows], Any], sources: Callable[[Any], Collection[Var]]) -> Any:
+    """Traces a step, `trace(by_rows) -> (jaxpr, ...)`, again where it takes gradients by a replica's own arrays.
+
+    Raises StepError for collectives that some replicas may never reach.
+    """
+    by_rows: ByRows = frozenset()
+    while True:
+        closed, *rest = trace(by_rows)
+        found = _gradients_by_rows(closed, sources(closed))
+        if found <= by_rows:
+            return graph.without(closed, lambda eqn: gradient_number(eqn) is not None), *rest
+        by_rows |= found
+
+
+def _gradients_by_rows(closed: Any, own: Collection[Var]) -> ByRows:
+    """Finds the gradients by what only one replica has; weights that each has moved by itself are still weights of all."""
+    found, weights = set[tuple[int, int]](), {v for v in graph.body_of(closed).invars if v not in own}
+    for eqn in graph.body_of(closed).eqns:
+        terms = eqn.invars if eqn.primitive.name in ("add", "add_any") else eqn.invars[:1]
+        if eqn.primitive.name in _MOVING and any(graph.is_in(v, weights) for v in terms):
+            weights.update(eqn.outvars)
+
+    def visit(eqn: Any, flags: list[bool], is_choice: bool) -> None:
+        if is_choice and _bound_axes() and any(map(_waits, graph.nested_jaxprs(eqn))):
+            raise StepError(
+                _MAY_WAIT.format({"cond": "cond` or `lax.switch", "while": "while_loop"}[eqn.primitive.name])
+            )
+        if (number := gradient_number(eqn)) is not None:
+            operands = enumerate(zip(eqn.invars, flags, strict=True))
+            found.update((number, place) for place, (v, varies) in operands if varies and v not in weights)
+
+    varying(closed, own, visit)
+    return frozenset(found)
+
+
+_MOVING = frozenset({"add", "add_any", "sub", "convert_element_type", "copy", "optimization_barrier", "stop_gradient"})
+_MAY_WAIT = (
+    "the step calls a collective (`jdist.value_and_grad`, `jdist.all_reduce`, a masked `jdist.mean`, `lax.psum`, ...) inside a "
+    "`lax.{}` whose condition depends on a replica's own rows: replicas that decide differently never reach the call, and the "
+    'others wait for them forever. Combine the condition first, for example by `jdist.all_reduce(x, "max")`; or make the call '
+    "outside, and choose between the results by `jnp.where`. A line search takes `value_fn=jdist.global_loss(loss_fn)`."
+)
+
+
+def _waits(closed: Any) -> bool:
+    """Whether replicas wait for one another in a function."""
+    names, bound = (_MAKE_ALIKE | _MAKE_OWN) - {"axis_index"}, _bound_axes()
+    return any(
+        eqn.primitive.name in names and not set(_axes_of(eqn)).isdisjoint(bound) for eqn in graph.all_equations(closed)
+    )
+
+
+def _propagate(jaxpr: Any, varying: set[Var], visit: Visit) -> None:
     """Adds to the variables that vary those computed from them."""
     for eqn in jaxpr.eqns:
         flags = [graph.is_in(v, varying) for v in eqn.invars]
-        varying.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
+        varying.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags, visit), strict=True) if varies)
 
 
-def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
+def _results_vary(eqn: Any, flags: list[bool], visit: Visit) -> list[bool]:
     """Marks the results of an equation that vary, if the operands marked in `flags` do."""
+    is_choice = eqn.primitive.name == "cond" and flags[0]
+    visit(eqn, flags, is_choice)
     name, every = eqn.primitive.name, [True] * len(eqn.outvars)
     if is_transposed_gather(eqn):
         return every
@@ -64,28 +142,47 @@ def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
     if not bodies:
         return every if any(flags) or eqn.params.get("axis_index_groups") is not None else [False] * len(every)
     if name in graph.CALLS and len(graph.body_of(bodies[0]).invars) == len(flags):
-        return _body_varies(bodies[0], flags)
+        return _body_varies(bodies[0], flags, visit)
     if name == "cond":
-        if flags[0]:
-            return every
-        return [any(each) for each in zip(*(_body_varies(b, flags[1:]) for b in bodies), strict=True)]
+        results = [any(each) for each in zip(*(_body_varies(b, flags[1:], visit) for b in bodies), strict=True)]
+        return every if is_choice else results
+    if name == "while":
+        return _while_varies(eqn, flags, visit)
     if name == "scan":
         first = graph.number_not_scanned(eqn.invars, graph.body_of(bodies[0]).invars)
         carry = graph.number_not_scanned(eqn.outvars, graph.body_of(bodies[0]).outvars)
         while True:
-            results = _body_varies(bodies[0], flags)
+            results = _body_varies(bodies[0], flags, visit)
             after = [a or b for a, b in zip(flags[first - carry : first], results[:carry], strict=True)]
             if after == flags[first - carry : first]:
                 return results
             flags = [*flags[: first - carry], *after, *flags[first:]]
+    for body in bodies:
+        _body_varies(body, [any(flags)] * len(graph.body_of(body).invars), visit)
     own = graph.uses_primitive(eqn, *_MAKE_OWN)
     return every if own or any(flags) else [False] * len(every)
 
 
-def _body_varies(closed: Any, flags: Sequence[bool]) -> list[bool]:
+def _while_varies(eqn: Any, flags: list[bool], visit: Visit) -> list[bool]:
+    """Marks the results of a `while_loop` that vary: all of them where replicas go round it differently often."""
+    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    carry = flags[len(flags) - len(eqn.outvars) :]
+    of_condition = flags[: len(graph.body_of(condition).invars) - len(carry)]
+    of_body = flags[len(of_condition) : len(flags) - len(carry)]
+    while True:
+        (is_choice,) = _body_varies(condition, [*of_condition, *carry], visit)
+        results = _body_varies(body, [*of_body, *carry], visit)
+        after = [is_choice or a or b for a, b in zip(carry, results, strict=True)]
+        if after == carry:
+            visit(eqn, flags, is_choice)
+            return after
+        carry = after
+
+
+def _body_varies(closed: Any, flags: Sequence[bool], visit: Visit) -> list[bool]:
     jaxpr = graph.body_of(closed)
     varying = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
-    _propagate(jaxpr, varying)
+    _propagate(jaxpr, varying, visit)
     return [graph.is_in(v, varying) for v in jaxpr.outvars]
 
 

@@ -53,12 +53,14 @@ def value_and_grad(
         A function that returns `(value, grads)` or `((value, aux), grads)`.
     """
 
+    which = argnums if isinstance(argnums, Sequence) else (argnums,)
+    places = [i.argnum if isinstance(i, nnx.DiffState) else i for i in which]
+
     def lowered(*args: Any, **kwargs: Any) -> Any:
         trace = context.current_trace()
         if trace is None or trace.precision is None:
             return f(*args, **kwargs)
-        which = argnums if isinstance(argnums, Sequence) else (argnums,)
-        models = [args[i.argnum if isinstance(i, nnx.DiffState) else i] for i in which]
+        models = [args[i] for i in places]
         # Copies: the variables in `nnx.state` are the model's own.
         wide = [jax.tree.map(lambda x: x, nnx.state(model, nnx.Param)) for model in models]
         for model, params in zip(models, wide, strict=True):
@@ -74,6 +76,8 @@ def value_and_grad(
         trace = context.current_trace()
         in_parts = None if trace is None or collectives.replica_axes() is None else trace.in_parts
         place = argnums if isinstance(argnums, int) else None
+        arrays = tuple(args[i] if isinstance(args[i], jax.Array) else () for i in places)  # beside the models
+        by_rows = gradients.paths_by_rows(arrays if isinstance(argnums, Sequence) else arrays[0])
         if in_parts is None or place is None or not _is_alone(args, kwargs, place):
             value, grads = local(*args, **kwargs)
             forms = {}
@@ -81,7 +85,7 @@ def value_and_grad(
             value, grads = _by_parts(in_parts, lowered, args, kwargs, place, has_aux)
             forms = in_parts.forms(nnx.state(args[place], nnx.Param))
         loss, aux = value if has_aux else (value, None)
-        loss, grads = gradients.combine_gradients(loss, grads, op, forms)
+        loss, grads = gradients.combine_gradients(loss, grads, op, forms, by_rows)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad_of_all

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jdist.core import context
-from jdist.core.collective_marks import Collective, alone, emit, gradient_of
+from jdist.core.collective_marks import Collective, alone, emit, gradient_of, note_gradient
 from jdist.core.precision import Precision
 from jdist.errors import StepError
 from jdist.replica.collectives import all_reduce, check_op, combine, num_replicas, replica_axes, replica_id
@@ -18,6 +19,8 @@ from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
+# The collection that flax replaces by its "gradient", `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`: maxima, and scales by them.
+OVERWRITTEN = "_overwrite_with_gradient"
 GradientOp = Literal["mean", "sum"]
 
 
@@ -91,15 +94,15 @@ def value_and_grad(
         if trace is None or trace.precision is None:
             return checked(*args, **kwargs)
         which = _places(argnums, args)
-        args = tuple(trace.precision.cast_to_compute(x) if i in which else x for i, x in enumerate(args))
+        args = tuple(
+            trace.precision.cast_to_compute(x, keep=(OVERWRITTEN,)) if i in which else x for i, x in enumerate(args)
+        )
         return scale_loss(checked(*args, **kwargs), has_aux, trace.precision, trace.loss_scale)
 
     def differentiate(fun: Callable[..., Any]) -> Callable[..., Any]:
         if using is not None:
             return using(fun, has_aux=has_aux)
         return jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
-
-    local = differentiate(lowered)
 
     @without_own_frames
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
@@ -108,21 +111,52 @@ def value_and_grad(
         is_plain = trace is not None and replica_axes() is not None and trace.at_step_level()
         in_parts = trace.in_parts if trace is not None and is_plain else None
         first = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        by_rows = paths_by_rows(first)
+        maxima = [path for path, _ in _paths(first) if OVERWRITTEN in path]
+        fun, how = (lowered, op) if not maxima or op == "sum" else (share_of_mean(lowered, has_aux), "sum")
+        if in_parts is not None:
+            in_parts = in_parts.leaving(x for path, x in _paths(first) if path in by_rows or path in maxima)
         if in_parts is None:
-            value, grads = local(*args, **kwargs)
+            value, grads = differentiate(fun)(*args, **kwargs)
         else:
-            value, grads = in_parts.take(differentiate, lowered, args, kwargs, _places(argnums, args))
+            value, grads = in_parts.take(differentiate, fun, args, kwargs, _places(argnums, args))
             if using is not None and not in_parts.fits(grads, first):
                 in_parts = None
-                value, grads = local(*args, **kwargs)
+                value, grads = differentiate(fun)(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
         if trace is not None:
             for parameter in jax.tree.leaves(first)[:1]:
                 gradient_of(*map(jax.lax.stop_gradient, (jnp.asarray(value), jnp.asarray(parameter))))
-        value, grads = combine_gradients(value, grads, op, {} if in_parts is None else in_parts.forms(first))
+        forms = {} if in_parts is None else in_parts.forms(first)
+        value, grads = combine_gradients(value, grads, how, forms, by_rows, maxima)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_all
+
+
+def paths_by_rows(tree: PyTree) -> list[str]:
+    """Finds the arrays, of those by which a gradient is taken, that differ between the replicas; notes which they all are."""
+    trace = context.current_trace()
+    if trace is None or num_replicas() == 1:
+        return []
+    number, leaves = next(trace.gradients), _paths(tree)
+    leaves = [(path, x) for path, x in leaves if isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    note_gradient(number, [x for _, x in leaves])
+    return [path for place, (path, _) in enumerate(leaves) if (number, place) in trace.by_rows]
+
+
+def share_of_mean(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Makes a loss the replica's share of the mean, so that what is kept of its gradients is of the size of one replica's."""
+
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        return (result[0] / num_replicas(), result[1]) if has_aux else result / num_replicas()
+
+    return shared
+
+
+def _paths(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _places(argnums: int | Sequence[int], args: tuple[Any, ...]) -> set[int]:
@@ -156,25 +190,35 @@ def grad(
 
 
 def combine_gradients(
-    value: jax.Array, grads: PyTree, op: GradientOp, forms: Mapping[str, Any] = MappingProxyType({})
+    value: jax.Array,
+    grads: PyTree,
+    op: GradientOp,
+    forms: Mapping[str, Any] = MappingProxyType({}),
+    by_rows: Collection[str] = (),
+    maxima: Collection[str] = (),
 ) -> tuple[jax.Array, PyTree]:
     """Reduces one replica's loss and gradient over the replicas.
 
     Both come multiplied by the loss scale, if there is one, and leave without it. Leaves without a gradient (`float0`, integer
-    parameters) pass through. `forms` tell how arrays are stored whose gradients are parts, by path.
+    parameters) pass through. `forms` tell how arrays are stored whose gradients are parts, by path. The gradients `by_rows`,
+    by what only this replica has, stay its own: what its rows add to the combined loss. Of `maxima`, which are no gradients,
+    the largest remain, as they are.
     """
     trace = context.current_trace()
+    largest = combine(Collective("value", "max"), [x for path, x in _paths(grads) if path in maxima]) if maxima else []
     if trace is not None and trace.loss_scale is not None:
         value, grads = _unscaled((value, grads), trace.loss_scale)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    paths, out = zip(*_paths(grads), strict=True) if jax.tree.leaves(grads) else ((), ())
+    out, share = list(out), num_replicas() if op == "mean" else 1
+    is_own = [path in by_rows or path in maxima for path in paths]
+    real = [i for i, leaf in enumerate(out) if leaf.dtype != jax.dtypes.float0 and not is_own[i]]
     if trace is not None and forms:
         of_parts = [forms.get(paths[i]) for i in real]
-        value, combined = trace.in_parts.reduce(value, [leaves[i][1] for i in real], of_parts, op)
+        value, combined = trace.in_parts.reduce(value, [out[i] for i in real], of_parts, op)
     else:
-        value, combined = reduce_gradients(value, [leaves[i][1] for i in real], op)
-    out = [leaf for _, leaf in leaves]
+        value, combined = reduce_gradients(value, [out[i] for i in real], op)
+    rest = iter(largest)
+    out = [next(rest) if p in maxima else x / share if p in by_rows else x for p, x in zip(paths, out, strict=True)]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
     if trace is not None and not trace.at_step_level():
@@ -187,7 +231,7 @@ def combine_gradients(
             for i in real
             if jnp.issubdtype(out[i].dtype, jnp.inexact)
         )
-    return value, jax.tree_util.tree_unflatten(treedef, out)
+    return value, jax.tree.unflatten(jax.tree.structure(grads), out)
 
 
 def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -> tuple[jax.Array, list[jax.Array]]:
@@ -200,7 +244,7 @@ def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -
     strategy = trace.strategy if trace else context.current_strategy()
     mean_or_sum = Collective("gradient", op)
     microbatches = 1 if trace is None else trace.num_microbatches  # whose gradients are reduced once all are added up
-    if axes is None or strategy is None or not strategy.keeps_residuals or microbatches > 1:
+    if axes is None or strategy is None or not strategy.keeps_residuals or microbatches > 1 or not grads:
         value, *grads = combine(mean_or_sum, [value, *grads], by_strategy=True)
         return value, grads
     if trace is None or trace.sum_gradient is None or not trace.at_step_level():

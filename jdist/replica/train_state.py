@@ -12,6 +12,7 @@ import optax
 
 from jdist.errors import StepError
 from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
+from jdist.replica.gradients import OVERWRITTEN
 from jdist.support.leaf_table import has_arrays, tree_table, tree_text
 from jdist.support.suggest import did_you_mean
 
@@ -104,7 +105,7 @@ class TrainState:
         return cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=tx.init(params),
+            opt_state=tx.init(_apart(params)[0]),
             rng=rng,
             extra=extra,
             apply_fn=apply_fn,
@@ -124,18 +125,20 @@ class TrainState:
         Raises:
             StepError: a name that is neither a collection nor an argument that the optimiser takes.
         """
-        of_update = {name: extra.pop(name) for name in self._read_by_update(grads, extra)}
+        (grads, overwritten), (params, _) = _apart(grads), _apart(self.params)
+        of_update = {name: extra.pop(name) for name in self._read_by_update(grads, params, extra)}
         self._check_declared(extra)
         for name, how in self.aggregation:
             if name in extra:
                 old = {"old": self.extra[name]} if how == "sum" else {}
                 extra[name] = aggregate(extra[name], how, **old)
         update: Callable[..., tuple[PyTree, PyTree]] = self.tx.update
-        updates, opt_state = update(grads, self.opt_state, self.params, **of_update)
+        updates, opt_state = update(grads, self.opt_state, params, **of_update)
+        params: Any = optax.apply_updates(params, updates)
         return dataclasses.replace(
             self,
             step=self.step + 1,
-            params=optax.apply_updates(self.params, updates),
+            params={**params, **overwritten} if overwritten else params,
             opt_state=opt_state,
             extra={**self.extra, **extra},
         )
@@ -165,7 +168,7 @@ class TrainState:
         # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
         printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
 
-    def _read_by_update(self, grads: PyTree, extra: dict[str, PyTree]) -> list[str]:
+    def _read_by_update(self, grads: PyTree, params: PyTree, extra: dict[str, PyTree]) -> list[str]:
         """Lists the names, of no collection, that the optimiser's `update` reads."""
         others = {name: value for name, value in extra.items() if name not in self.extra}
         if not others or not isinstance(self.tx, optax.GradientTransformationExtraArgs):
@@ -174,9 +177,7 @@ class TrainState:
         functions = {name: value for name, value in others.items() if callable(value)}
         arrays = {name: value for name, value in others.items() if name not in functions}
         update: Callable[..., Any] = self.tx.update
-        traced = jax.make_jaxpr(lambda arrays: update(grads, self.opt_state, self.params, **functions, **arrays))(
-            arrays
-        )
+        traced = jax.make_jaxpr(lambda arrays: update(grads, self.opt_state, params, **functions, **arrays))(arrays)
         reads = [*(v for eqn in traced.jaxpr.eqns for v in eqn.invars), *traced.jaxpr.outvars]
         is_read = jax.tree.unflatten(
             jax.tree.structure(arrays), [any(v is x for x in reads) for v in traced.jaxpr.invars]
@@ -192,3 +193,10 @@ class TrainState:
                     "argument goes to the optimiser's `update` if that reads it, as `value=loss` of "
                     "`optax.contrib.reduce_on_plateau`."
                 )
+
+
+def _apart(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+    """Takes the collection that its gradient replaces out of parameters, as flax's TrainState does."""
+    if not isinstance(params, Mapping) or OVERWRITTEN not in params:
+        return params, {}
+    return {name: x for name, x in params.items() if name != OVERWRITTEN}, {OVERWRITTEN: params[OVERWRITTEN]}

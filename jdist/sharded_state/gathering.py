@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ def gathering(pure: Pure, by_path: FormsByPath, gathers: list[Gather]) -> Pure:
     def in_parts(state: PyTree, batches: PyTree, others: Any) -> Any:
         trace = current_trace()
         assert trace is not None  # a step is split under one
+        gathers.clear()
         names = {id(x): path for path, x in zip(paths_of(state), jax.tree.leaves(state), strict=True)}
         with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(by_path, gathers, names))):
             return pure(state, batches, others[0])
@@ -58,11 +59,17 @@ class GradientsOfParts:
         by_path: how arrays are cut.
         gathers: where to note what is gathered.
         names: the paths of the state's leaves, by the `id` of what stands for them in this trace.
+        whole: the `id` of what stands for further arrays that are in no parts.
     """
 
     by_path: FormsByPath
     gathers: list[Gather] = field(hash=False, compare=False)
     names: dict[int, str] = field(hash=False, compare=False)
+    whole: frozenset[int] = frozenset()
+
+    def leaving(self, arrays: Iterable[Any]) -> GradientsOfParts:
+        """Takes the gradients by some arrays whole."""
+        return dataclasses.replace(self, whole=frozenset(map(id, arrays)))
 
     @property
     def layout(self) -> Layout:
@@ -72,7 +79,11 @@ class GradientsOfParts:
         """Finds how the leaves of which a gradient is taken in parts are stored, by path."""
         found = {}
         for path, x in jax.tree.leaves_with_path(tree):
-            if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact):
+            if (
+                isinstance(x, jax.Array | np.ndarray)
+                and jnp.issubdtype(x.dtype, jnp.inexact)
+                and id(x) not in self.whole
+            ):
                 at = jax.tree_util.keystr(path)
                 form = self.by_path.of_leaf(self.names.get(id(x)), x.shape) or self.by_path.find(at, x.shape, x.dtype)
                 found |= {at: form} if form.is_cut else {}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from jdist.core.collective_marks import collective_of
+from jdist.core.collective_marks import collective_of, gradient_number, note_gradient
 from jdist.core.gathers import Gather, line_of
 from jdist.core.layout import Form, Layout
 from jdist.jaxpr import graph
@@ -106,6 +106,16 @@ class EvaluationOnParts:
                 self.known[eqn.outvars[0]] = dataclasses.replace(
                     self.known[eqn.invars[0]], dtype=eqn.params["new_dtype"]
                 )
+            elif (
+                noted := gradient_number(eqn)
+            ) is not None:  # outside of what is computed again, where it would be lost
+                self.compute(stretch, number)
+                stretch, gathered = [], {}
+                parts = [self.known.get(v) for v in eqn.invars]
+                operands = [
+                    x if isinstance(x, Part) else self.values([v])[0] for x, v in zip(parts, eqn.invars, strict=True)
+                ]
+                note_gradient(noted, list(map(_value, operands)))
             elif eqn.effects or (with_parts and eqn.primitive.name in ("scan", "checkpoint", "remat2")):
                 self.compute(stretch, number)
                 stretch, gathered = [], {}
@@ -303,7 +313,8 @@ def _entered(closed: Any) -> Any:
     """Enters the functions that a function calls by `jax.jit`; collectives of jdist stay."""
 
     def is_call(eqn: Any) -> bool:
-        return eqn.primitive.name in ("jit", "pjit", "closed_call") and collective_of(eqn) is None
+        is_mark = collective_of(eqn) is not None or gradient_number(eqn) is not None
+        return eqn.primitive.name in ("jit", "pjit", "closed_call") and not is_mark
 
     def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
         return graph.run(_entered(graph.nested_jaxprs(eqn)[0]), operands) if is_call(eqn) else None

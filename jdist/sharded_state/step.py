@@ -148,7 +148,7 @@ class _SplitStep:
         arguments = token, state, others, combined, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new]
         closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
         self.plan, self.results = plan, results
-        self.update = prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas)
+        self.update = prepared(closed, jax.tree.leaves(arguments))
 
     def run(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """Runs one optimiser step, seen from outside of the replicas.

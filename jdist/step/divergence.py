@@ -22,11 +22,10 @@ from jdist.core.layout import over_replicas
 from jdist.core.strategy import Strategy
 from jdist.errors import ReplicaDivergenceError
 from jdist.jaxpr import graph, variation
-from jdist.jaxpr.affine import AffineRule
+from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
 
 PyTree = Any
 
-# With these a step may combine values in a way of its own, which the check cannot see.
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -99,7 +98,8 @@ def compare(hashes: np.ndarray, paths: list[str], holders: np.ndarray | None = N
         + "\n".join(lines)
         + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx "
         "modules by `jdist.nnx.value_and_grad`), and pass what else the step writes from its batch (batch statistics, "
-        'counters) through `jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica".',
+        'counters) through `jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica". A gradient by what differs '
+        'between replicas is each replica\'s own: combine it by `jdist.all_reduce(grads, "sum")`.',
         names,
         tuple(replicas for replicas, _ in differences),
     )
@@ -148,7 +148,9 @@ def check_averages_combined(
     Raises:
         ReplicaDivergenceError: names the leaves, and how to bring them together.
     """
-    varying = variation.varying(closed, batch)
+    # With its own collectives a step may combine values in a way that the check cannot see.
+    by_hand = [v for eqn in graph.body_of(closed).eqns if _is_by_hand(eqn) for v in eqn.outvars]
+    varying = variation.varying(closed, batch) - variation.of_one_microbatch(closed, by_hand)
     paths = jax.tree_util.tree_leaves_with_path(state)
     if len(paths) != len(old) or len(old) != len(new):
         return  # the state has changed its tree, which is refused elsewhere
@@ -157,24 +159,21 @@ def check_averages_combined(
         for (path, _), before, after in zip(paths, old, new, strict=True)
         if graph.is_in(after, varying) and jnp.issubdtype(after.aval.dtype, jnp.floating)
     ]
-    if not own or any(_is_by_hand(eqn) for eqn in graph.body_of(closed).eqns):
-        return
-    slopes = [AffineRule(closed, before, after, sizes).of_program() for _, before, after in own]
-    moving = [
-        (name, slope)
-        for (name, _, _), slope in zip(own, slopes, strict=True)
-        if isinstance(slope, float | int) and 0 < slope < 1
-    ]
+    rules = [(name, AffineRule(closed, before, after, sizes, rows=batch)) for name, before, after in own]
+    slopes = [(name, slope, rule) for name, rule in rules for slope in [rule.of_program()]]
+    moving = [each for each in slopes if isinstance(each[1], float | int) and 0 < each[1] < 1]
     if not moving:
         return
-    (name, slope), *others = moving
+    (name, slope, rule), *others = moving
     more = f", and {len(others)} more like it," if others else ""
     # If parameters differ as well, the optimiser's gradients do: it keeps moving averages of these.
     if len(moving) < len(own):
         remedy = (
-            "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "
-            'other averages together by `jdist.aggregate(new, "mean")`.'
+            "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`). If it is not "
+            f"the optimiser's: {SAY_WHAT_IT_IS}"
         )
+    elif not rule.is_mean:
+        remedy = SAY_WHAT_IT_IS
     else:
         remedy = (
             'Bring it together: `jdist.aggregate(new, "mean")`, or `aggregation={"batch_stats": "mean"}` of '
@@ -185,7 +184,7 @@ def check_averages_combined(
         f"state leaf {name}{more} becomes {slope:.6g} times its old value and something computed from a replica's own rows: a "
         "moving average, such as batch normalisation and optimisers keep, which the replicas would hold different values of. "
         f"{remedy}",
-        tuple(name for name, _ in moving),
+        tuple(name for name, *_ in moving),
         tuple(tuple(range(sizes[0])) for _ in moving),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,12 +50,15 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
         kinds, names, hidden = list[OutputKind](), list[str](), list[bool]()
 
-        def as_written(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
+        def as_written(
+            state: PyTree, batches: PyTree, others: Others, by_rows: frozenset[Any]
+        ) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
             feedback = None
             if strategy.keeps_residuals:
                 state, feedback = ErrorFeedback.of(strategy, spec.name, state)
             sum_gradient = feedback.sum if feedback else None
-            with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, sum_gradient=sum_gradient)):
+            trace = ReplicaTrace(strategy, looks_at_parts=shares_memory, sum_gradient=sum_gradient, by_rows=by_rows)
+            with tracing(trace):
                 new_state, outputs, flags = spec.apply(state, batches, others)
             kinds[:] = jax.tree.leaves(kinds_of(outputs, spec.traced, rows_of(batches)))
             names[:], hidden[:] = flags.names, [flags.hidden]
@@ -62,7 +66,10 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
 
         # The traced step shows which metrics differ from replica to replica.
         arguments = state, batches, others
-        closed, shapes = jax.make_jaxpr(as_written, return_shape=True)(*arguments)
+        closed, shapes = variation.traced(
+            lambda by_rows: jax.make_jaxpr(partial(as_written, by_rows=by_rows), return_shape=True)(*arguments),
+            lambda closed: _of_replica(closed, arguments),
+        )
         new_state, outputs, finite = jax.tree.unflatten(
             jax.tree.structure(shapes),
             graph.run(graph.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
@@ -74,7 +81,7 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
             new = variables.outvars[: len(jax.tree.leaves(shapes[0]))]
             check_averages_combined(closed, old, new, own, shapes[0], (strategy.num_replicas, 1))
         rows = rows_of(batches) if bound else None  # of one replica nothing is averaged
-        metrics = averaged_metrics(closed, shapes, jax.tree.structure(arguments), kinds, rows)
+        metrics = averaged_metrics(closed, shapes, arguments, kinds, rows)
         with tracing(ReplicaTrace(strategy)):
             if shares_memory and finite:
                 finite = list(jax.lax.pmin(jnp.stack(finite).astype(jnp.int32), strategy.axes) > 0)
@@ -114,13 +121,19 @@ def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
     return either
 
 
+def _of_replica(closed: Any, arguments: Any) -> list[Any]:
+    """Finds the arguments of a traced step, `(state, batches, others)`, that differ from replica to replica."""
+    state, batches, _ = jax.tree.unflatten(jax.tree.structure(arguments), graph.body_of(closed).invars)
+    return [*jax.tree.leaves(batches), *jax.tree.leaves(residuals_of(state))]
+
+
 def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[OutputKind], rows: int | None) -> list[bool]:
     """Finds the outputs of a traced step that are metrics and differ from replica to replica.
 
     Args:
         closed: the step, `(state, batches, others) -> (state, outputs, flags)`.
         shapes: what it returns.
-        arguments: the tree of its arguments.
+        arguments: its arguments.
         kinds: of the outputs' leaves.
         rows: the number of rows of the batch; None: it does not matter.
 
@@ -129,9 +142,7 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[Outpu
     """
     new_state, outputs, _ = shapes
     jaxpr = graph.body_of(closed)
-    state, batches, _ = jax.tree.unflatten(arguments, jaxpr.invars)
-    residuals = jax.tree.leaves(residuals_of(state))
-    varying = variation.varying(closed, [*jax.tree.leaves(batches), *residuals])
+    varying = variation.varying(closed, _of_replica(closed, arguments))
     first = len(jax.tree.leaves(new_state))
     is_averaged = [
         kind == METRIC and graph.is_in(v, varying)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jdist.core.layout import over_replicas
 from jdist.core.per_replica import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
 from jdist.core.strategy import Strategy
 from jdist.errors import GlobalViewError, StepError
+from jdist.jaxpr import graph, variation
 from jdist.step.tree_checks import check_arrays, check_no_parts
 from jdist.support.arrays import check_arguments_not_donated, put
 
@@ -48,15 +50,22 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         ):
             whole[i] = leaf
 
-    def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
+    def on_replica(own: dict[int, Any], whole: dict[int, Any], by_rows: frozenset[Any]) -> PyTree:
         parts = list(leaves)  # other leaves stay, and so do flags such as `training=True`
         for i, part in {**own, **whole}.items():
             parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
         args, kwargs = jax.tree.unflatten(treedef, parts)
-        with tracing(ReplicaTrace(strategy)):
+        with tracing(ReplicaTrace(strategy, by_rows=by_rows)):
             result = fn(*args, **kwargs)
         check_arrays(result, "the result of strategy.run", "Return numbers; text and objects belong outside.")
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
+
+    def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
+        closed, shapes = variation.traced(
+            lambda by_rows: jax.make_jaxpr(partial(on_replica, by_rows=by_rows), return_shape=True)(own, whole),
+            lambda closed: graph.body_of(closed).invars[: len(jax.tree.leaves(own))],
+        )
+        return jax.tree.unflatten(jax.tree.structure(shapes), graph.run(closed, jax.tree.leaves((own, whole))))
 
     if strategy.mesh is None:
         return PerReplica(jax.jit(body)(own, whole))

@@ -142,6 +142,36 @@ def scaled_by_totals(state, batch):
     return updated(state, grads, ema=deviation), {"loss": loss, "deviation": deviation, "first": first}
 
 
+def of_rows(batch):
+    return lambda params, x: masked({**batch, "x": x})(params)
+
+
+@step
+def trained_on_rows_moved_by_their_gradients(state, batch):
+    params, x = state["params"], batch["x"]
+    for _ in range(2):
+        x += 0.1 * jnp.sign(jdist.grad(of_rows(batch), argnums=1)(params, x))
+    x += 4 * jax.jit(jdist.grad(of_rows(batch), argnums=1))(params, x)
+    loss, (grads, by_x) = jdist.value_and_grad(of_rows(batch), argnums=(0, 1))(params, x)
+    summed = jdist.value_and_grad(lambda x: losses(params, {**batch, "x": x}).sum(), op="sum")(x)[1]
+    return updated(state, grads), {
+        "loss": loss,
+        "by_x": jdist.all_reduce((by_x**2).sum(), "sum"),
+        "all": jdist.all_gather(by_x),
+        "summed": jdist.all_gather(summed),
+    }
+
+
+@step
+def penalised_by_the_gradients_of_rows(state, batch):
+    def loss_fn(params):
+        by_x = jdist.grad(of_rows(batch), argnums=1)(params, batch["x"])
+        return masked(batch)(params) + jdist.mean((by_x**2).sum(-1))
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
 @step
 def penalised_by_the_gradient(state, batch):
     def loss_fn(params):
@@ -291,6 +321,13 @@ def test_microbatches_are_replicas_in_time(name, how):
     strategy, accumulate = FEWER[how]()
     expected = result(STEPS[name], jdist.mirrored(cpus(4)))
     assert_same(result(STEPS[name], strategy, accumulate), expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [name for name in STEPS if "of_rows" in name or "their_gradients" in name])
+def test_gradients_by_rows_where_parameters_are_in_parts(name, accumulate):
+    strategy = jdist.sharded(cpus(2), whole_below=0, most_whole=1)
+    assert_same(result(STEPS[name], strategy, accumulate), result(STEPS[name], jdist.one_device()))
 
 
 @pytest.mark.parametrize("accumulate", some([1, 2], [1]))

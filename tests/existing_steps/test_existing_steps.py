@@ -99,6 +99,9 @@ CASES = [
     Case(name="equinox_filter"),
     Case(name="segmentation_mask"),
     Case(name="buckets_of_lengths"),
+    Case(name="fgsm", limit=4),
+    Case(name="fp8_dense"),
+    Case(name="codebook", limit=4),
     Case(
         name="pmap_eval_loop",
         axis="batch",
@@ -158,7 +161,8 @@ def with_options(options: dict[str, Any]) -> types.SimpleNamespace:
         distribute=functools.partial(jdist.nnx.distribute, **options), value_and_grad=jdist.nnx.value_and_grad
     )
     distribute = functools.partial(jdist.distribute, **options)
-    return types.SimpleNamespace(distribute=distribute, value_and_grad=jdist.value_and_grad, nnx=nnx)
+    calls = {name: getattr(jdist, name) for name in ("value_and_grad", "grad", "all_reduce")}
+    return types.SimpleNamespace(distribute=distribute, nnx=nnx, **calls)
 
 
 def strategies(case: Case) -> dict[str, Callable[[], jdist.Strategy]]:
@@ -270,6 +274,32 @@ def test_accumulates(case: Case) -> None:
     assert_learns(results["losses"])
     if case.accumulate == "same":
         assert_same(results, before(case.name))
+
+
+@by_name([case for case in CASES if case.name in ("fgsm", "fp8_dense", "codebook")])
+@pytest.mark.parametrize("kind", ["jit", "sharded", "central_storage"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_where_more_than_gradients_meet(case: Case, kind: str, accumulate: int) -> None:
+    made = {
+        "jit": lambda: jdist.mirrored(transform="jit"),
+        "sharded": lambda: jdist.sharded(whole_below=0, most_whole=1),
+        "central_storage": jdist.central_storage,
+    }
+    strategy = made[kind]()
+    results = after(case.name, strategy, accumulate=accumulate)
+    strategy.check(results["state"])
+    assert_same({**results, "state": strategy.fetch(results["state"])}, before(case.name))
+
+
+def test_a_sum_that_is_averaged_as_it_is_has_to_be_said() -> None:
+    module = load("codebook_after")
+    module.average = lambda old, new: 0.9 * old + 0.1 * new
+    with pytest.raises(jdist.errors.ReplicaDivergenceError, match=r"jdist\.all_reduce\(x, \"sum\"\)"):
+        module.main(jdist.mirrored())
+    module.jdist = with_options({"accumulate": 2})
+    for strategy in (jdist.mirrored(), jdist.one_device(), jdist.mirrored(transform="jit")):
+        with pytest.raises(jdist.errors.BoundaryError, match=r"the rows of one microbatch.*jdist\.all_reduce"):
+            module.main(strategy)
 
 
 @by_name([case for case in CASES if case.accumulate == "refused"])

@@ -13,6 +13,7 @@ ONE_EACH = jdist.one_device()
 PER_REPLICA = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap")}
 GLOBAL = jdist.mirrored(["cpu:0", "cpu:1"], transform="jit")
 EIGHT = jdist.mirrored()
+DEVICES = ["cpu:0", "cpu:1"]
 
 
 def each(fn, batch, strategy=PER_REPLICA["shard_map"]):
@@ -525,3 +526,75 @@ def test_one_device_binds_its_axis_so_that_collectives_of_your_own_run():
 
 def test_a_python_number_per_replica():
     assert each(lambda x: jdist.num_replicas(), np.ones(2)).tolist() == [2, 2]
+
+
+def own(x):
+    return x.sum() > 3  # differs between the replicas
+
+
+def total(x):
+    return jdist.all_reduce(x.sum(), "sum")
+
+
+@jax.custom_vjp
+def chosen(x):
+    return jax.lax.cond(own(x), total, lambda x: 0.0, x)
+
+
+chosen.defvjp(lambda x: (chosen(x), None), lambda _, cotangent: (None,))
+# What some replicas would wait for, by what decides of it.
+WAITING = {
+    "cond": lambda w, x: jax.lax.cond(own(x), total, lambda x: 0.0, x),
+    "switch": lambda w, x: jax.lax.switch(x[0].astype(int), [total, total, lambda x: 0.0], x),
+    "rounds": lambda w, x: jax.lax.while_loop(lambda n: n < x.sum(), lambda n: n + 1 + 0 * total(n), 0.0),
+    "rounds by their result": lambda w, x: jax.lax.while_loop(
+        lambda c: c[0] < 9, lambda c: (c[0] + x.sum(), total(c[0])), (0.0, 0.0)
+    )[1],
+    "JAX's": lambda w, x: jax.lax.cond(own(x), lambda: jax.lax.psum(x.sum(), jdist.replica_axes()), lambda: 0.0),
+    "scan": lambda w, x: jax.lax.scan(lambda c, y: (c + chosen(y[None]), None), 0.0, x)[0],
+    "jit and checkpoint": lambda w, x: jax.jit(jax.checkpoint(chosen))(x),
+    "gradient": lambda w, x: jax.lax.cond(own(x), jdist.grad(lambda w: (w * x).mean()), lambda w: 0.0, w),
+    "gather": lambda w, x: jax.lax.cond(own(x), lambda: jdist.all_gather(x).sum(), lambda: 0.0),
+}
+DECIDED_ALIKE = {
+    "combined": lambda w, x: jax.lax.cond(total(x) > 3, total, lambda x: 0.0, x),
+    "state": lambda w, x: jax.lax.cond(w > 3, lambda x: 0.0, total, x),
+    "rounds": lambda w, x: jax.lax.fori_loop(0, 1, lambda _, n: n + total(x), 0.0),
+    "combined rounds": lambda w, x: jax.lax.while_loop(lambda n: n < 3, lambda n: n + total(x), 0.0),
+    "nothing to wait for": lambda w, x: total(jax.lax.cond(own(x), lambda: x, lambda: x)),
+}
+
+
+def decided(call, strategy, accumulate=1):
+    def step(w, x):
+        grad = jdist.grad(lambda w: (w * x).mean())(w)
+        return w - grad, {"it": call(w, x)}
+
+    batch = np.arange(4, dtype=np.float32)
+    state = strategy.init(lambda: jnp.float32(1))
+    return float(jdist.distribute(step, strategy, accumulate=accumulate)(state, batch)[1]["it"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["mirrored", "pmap", "sharded", "central_storage"])
+def test_what_a_replicas_own_rows_decide_to_call_is_refused(name, accumulate):
+    strategy = jdist.mirrored(DEVICES, transform="pmap") if name == "pmap" else getattr(jdist, name)(DEVICES)
+    for case, call in WAITING.items():
+        kind = "while_loop" if "rounds" in case else "cond` or `lax.switch"
+        with pytest.raises(StepError, match=rf"inside a `lax\.{kind}` whose condition depends on a replica's own rows"):
+            decided(call, strategy, accumulate)
+    for call in DECIDED_ALIKE.values() if accumulate == 1 else ():
+        assert decided(call, strategy) == 6
+
+
+def test_one_replica_waits_for_nobody():
+    for strategy in (jdist.one_device(), jdist.mirrored(DEVICES, transform="jit")):
+        for call in DECIDED_ALIKE.values():
+            assert decided(call, strategy) == 6
+        for name in ("cond", "scan"):
+            decided(WAITING[name], strategy)
+
+
+def test_run_refuses_it_too():
+    with pytest.raises(StepError, match=r"inside a `lax\.cond`"):
+        jdist.mirrored(DEVICES).run(chosen, jdist.PerReplica(np.arange(8, dtype=np.float32).reshape(2, 4)))

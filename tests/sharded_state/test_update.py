@@ -36,7 +36,7 @@ def run(function, state, grads, scalar=SCALAR):
             return ShardedArray(jax.device_put(stored, LAYOUT.kept(form)) if on_host else stored, form, on_host=on_host)
 
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
-        ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)
+        ready = prepared(closed, jax.tree.leaves((state, grads, scalar)))
         leaves = jax.tree.leaves(shapes)
         kept = [LAYOUT.form(s.shape) if LAYOUT.takes_parts(s.shape, s.dtype) else None for s in leaves]
         return evaluate(STRATEGY, LAYOUT, ready, [*values, scalar], kept)[0]

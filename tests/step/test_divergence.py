@@ -306,6 +306,20 @@ class TestMovingAverages:
         assert exc.value.leaves == (".extra['batch_stats']['mean']", ".extra['batch_stats']['var']")
         assert exc.value.replicas == ((0, 1, 2, 3),) * 2
 
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_also_where_jdist_itself_spreads_parameters(self, accumulate):
+        strategy = jdist.sharded(FOUR.devices, whole_below=0, most_whole=1)
+        state = strategy.init(lambda: self.create().replace(params={"w": jnp.ones((3, 8)).sum(1) / 8}))
+        (batch,) = strategy.distribute_dataset(jdist.data.from_arrays(self.DATA, global_batch=16))
+        step = jdist.distribute(self.step, strategy, accumulate=accumulate)
+        with pytest.raises(ReplicaDivergenceError, match=r"\['batch_stats'\]\['mean'\], and 1 more .* 0\.9 times"):
+            step(state, batch)
+
+    def test_an_average_of_sums_is_told_how_to_be_combined(self):
+        step = jdist.distribute(lambda own, batch: (0.9 * own + 0.1 * batch["x"].sum(0), {}), FOUR)
+        with pytest.raises(ReplicaDivergenceError, match=r"0\.9 times .*Combine it first.*all_reduce\(x, \"sum\"\)"):
+            step(jnp.zeros(3), self.DATA)
+
     def test_fit_refuses_them_before_anything_is_compiled(self, compiled):
         state = FOUR.init(self.create)
         compiled.clear()

@@ -283,6 +283,49 @@ def test_neither_state_nor_gradient():
     np.testing.assert_allclose(found["mean of sums"], expected["mean of sums"], rtol=1e-6)
 
 
+def guarded(batch):
+    return (batch["y"] * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+
+def kinds(batch):
+    return (batch["y"] > 0).astype(jnp.int32) + (batch["y"] > 1)
+
+
+MEANS = {
+    "variance": lambda old, batch: 0.9 * old + 0.1 * batch["y"].var(),
+    "unbiased": lambda old, batch: 0.9 * old + 0.1 * batch["y"].var(ddof=1),
+    "of two means": lambda old, batch: 0.9 * old + 0.1 * jnp.sqrt((batch["y"] ** 2).mean() + batch["x"].mean() ** 2),
+    "of a matrix": lambda old, batch: 0.9 * old + 0.1 * batch["x"].sum() / len(batch["x"]),
+    "by the inverse": lambda old, batch: 0.9 * old + 0.1 * batch["y"].sum() * (1 / len(batch["y"])),
+    "product": lambda old, batch: 0.9 * old + 0.1 * jnp.dot(batch["y"], batch["mask"]) / len(batch["y"]),
+    "of rows that count": lambda old, batch: 0.9 * old + 0.1 * guarded(batch),
+    "overwritten": lambda old, batch: jnp.concatenate([batch["x"].mean(0), batch["x"].mean(0)])[0],
+}
+NO_MEANS = {
+    "sum": lambda old, batch: 0.9 * old + 0.1 * batch["y"].sum(),
+    "count": lambda old, batch: 0.9 * old + 0.1 * batch["mask"].sum(),
+    "scaled sum": lambda old, batch: 0.9 * old + batch["y"].sum() / 1000,
+    "maximum": lambda old, batch: 0.9 * old + 0.1 * batch["y"].max(),
+    "computed slope": lambda old, batch: jnp.where(batch["y"].sum() > 3, 0.9, 1.0) * old + 0.1 * batch["y"].mean(),
+    "last maximum": lambda old, batch: batch["y"].max(),
+    "last row": lambda old, batch: batch["y"][-1],
+    "product of sums": lambda old, batch: 0.9 * old + 0.1 * batch["y"].sum() * batch["mask"].mean(),
+}
+NO_COUNTS = {
+    "argmax": lambda batch: batch["y"].argmax(),
+    "any": lambda batch: batch["mask"].any(),
+    "maximum": lambda batch: batch["mask"].max(),
+    "last": lambda batch: batch["mask"][-1],
+    "enough": lambda batch: batch["mask"].sum() > 2,
+}
+COUNTS = {
+    "histogram": lambda old, batch: jnp.asarray(old).at[kinds(batch)].add(1),
+    "bincount": lambda old, batch: old + jnp.bincount(kinds(batch), length=3),
+    "one-hot": lambda old, batch: old + jax.nn.one_hot(kinds(batch), 3).sum(0),
+    "product": lambda old, batch: old + jax.nn.one_hot(kinds(batch), 3).T @ jnp.ones(len(batch["y"])),
+}
+
+
 class TestStateThatMicrobatchesWrite:
     """Without a collective: each reads the old value, a counter counts all of them, an average takes the mean of theirs."""
 
@@ -327,6 +370,36 @@ class TestStateThatMicrobatchesWrite:
     def test_what_is_overwritten(self):
         own, _ = self.written(lambda old, batch, loss: batch["y"].mean())
         np.testing.assert_allclose(own, BATCH["y"].mean(), rtol=1e-5)
+
+    @pytest.mark.parametrize("rule", MEANS.values(), ids=MEANS)
+    def test_what_the_program_shows_to_be_a_mean(self, rule):
+        def of(rows):
+            return rule(4.0, {name: x[rows] for name, x in BATCH.items()})
+
+        own, _ = self.written(lambda old, batch, loss: rule(old, batch), 4.0)
+        expected = np.mean([of(slice(i, i + 4)) for i in range(0, 16, 4)])
+        np.testing.assert_allclose(own, expected, rtol=1e-5)
+
+    @pytest.mark.parametrize("rule", NO_MEANS.values(), ids=NO_MEANS)
+    @pytest.mark.parametrize("strategy", [jdist.one_device(), jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"), TWO])
+    def test_what_it_does_not_is_refused_until_it_is_said(self, rule, strategy):
+        step = lambda own, batch: (rule(own, batch), {})  # noqa: E731
+        with pytest.raises(BoundaryError, match=r"averages into.*does not show.*`jdist\.all_reduce\(x, \"sum\"\)`"):
+            jdist.distribute(step, strategy, accumulate=2)(4.0, BATCH)
+
+    def test_a_mean_of_jdists_over_the_rows_that_count(self):
+        own, _ = self.written(lambda old, batch, loss: 0.9 * old + 0.1 * jdist.mean(batch["y"], batch["mask"]))
+        np.testing.assert_allclose(own, 0.9 * 4 + 0.1 * BATCH["y"][:10].mean(), rtol=1e-5)
+
+    @pytest.mark.parametrize("added", NO_COUNTS.values(), ids=NO_COUNTS)
+    def test_a_whole_number_that_is_no_sum_over_rows_is_refused(self, added):
+        with pytest.raises(BoundaryError, match=r"adds to state leaf \['own'\]"):
+            self.written(lambda old, batch, loss: old + added(batch).astype(jnp.int32), 4)
+
+    @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+    def test_counts_of_every_making(self, count):
+        own, _ = self.written(lambda old, batch, loss: count(old, batch), jnp.zeros(3))
+        np.testing.assert_array_equal(own, count(jnp.zeros(3), BATCH))
 
     def test_a_maximum_is_refused(self):
         with pytest.raises(BoundaryError, match=r"computes state leaf \['own'\].*`jdist\.all_reduce\(x, \"max\"\)`"):

@@ -351,6 +351,23 @@ def test_every_process_would_gather_in_the_same_order():
     assert len(programs) == 1
 
 
+@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_sum_over_one_of_two_axes_counts_the_replicas_of_a_group(axis, shard):
+    strategy = jdist.sharded(jax.devices()[:6], within=2, shard=shard, **EVERYTHING)
+
+    def step(w, batch):
+        _, grad = jdist.value_and_grad(lambda w: (batch["x"] @ w).mean())(w)
+        axes = jdist.replica_axes()[axis]
+        own = jax.lax.pmean(batch["x"].sum(), axes)
+        return w - jax.lax.pmean(grad, axes) - jax.lax.psum(jnp.zeros(4) + 1, axes), {"own": own}
+
+    x = np.arange(48, dtype=np.float32).reshape(12, 4)
+    state, metrics = jdist.distribute(step, strategy)(strategy.init(lambda: jnp.zeros(4)), {"x": x})
+    np.testing.assert_allclose(strategy.fetch(state), -x.mean(0) - (3, 2)[axis], rtol=1e-6)
+    np.testing.assert_allclose(metrics["own"], x.sum() / 6, rtol=1e-6)
+
+
 class TestWhereThingsAre:
     @pytest.mark.parametrize("within", [None, 4])
     def test_a_device_holds_its_part(self, within):

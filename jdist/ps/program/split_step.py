@@ -272,7 +272,7 @@ def _trace(
         return [jax.random.key_data(x) if is_key(x) else x for x in kept] + [results[i] for i in late]
 
     arguments = [jax.random.key_data(x) if is_key(x) else x for x in leaves] + [*others_leaves, *combined, *pushed]
-    closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
+    closed = prepared(jax.make_jaxpr(update)(*arguments), arguments)
     make = functools.partial(
         SplitStep, spec=spec, plan=plan, carried=carried, late=tuple(late), treedef=treedef, impls=impls
     )

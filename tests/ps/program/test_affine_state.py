@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jdist
+from jdist.errors import BoundaryError
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
@@ -82,6 +83,8 @@ LINEAR = {
     ),
 }
 
+# By sums, maxima and counts of one microbatch's rows, of which the mean over microbatches is not that of all rows.
+ASKED = ["a factor of the batch", "factors for each", "sometimes", "begun anew", "infinity, until a batch says more"]
 OTHERS = {
     "maximum": ({"m": jnp.float32(0)}, lambda s, b: {"m": jnp.maximum(s["m"], b["y"].max())}),
     "square": ({"m": jnp.float32(2)}, lambda s, b: {"m": s["m"] * s["m"] + b["y"].sum()}),
@@ -124,6 +127,7 @@ def name_of(case):
 def both_workers(which, num_ps, accumulate):
     """Of all cases: the carried leaves after a closure of each of two workers; after both in turn; after the second alone."""
     cases = {"linear": LINEAR, "others": OTHERS}[which]
+    cases = {case: rule for case, rule in cases.items() if accumulate == 1 or case not in ASKED}
     first = {f"{name_of(case)}.{k}": x for case, (leaves, _) in cases.items() for k, x in leaves.items()}
 
     def rules(old, batch):
@@ -172,10 +176,17 @@ def test_of_what_is_no_sum_the_last_writer_wins(case):
     near(found, last)
 
 
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize("case", [case for case in LINEAR if case not in ASKED])
 def test_a_closure_of_several_microbatches_counts_each(case):
     found, expected, _ = both_workers("linear", 1, 2)[case]
     near(found, expected)
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_closure_of_several_microbatches_asks_for_what_is_no_mean(case):
+    first, rule = LINEAR[case]
+    with pytest.raises(BoundaryError, match=r"averages into .*does not show that this is a mean"):
+        apart(carrying(rule), create(optax.sgd(0.1), **first), BATCH, accumulate=2)
 
 
 def test_a_slope_that_the_program_tells_does_not_travel():
@@ -236,7 +247,7 @@ def test_a_late_gradient_counts_less_and_what_is_carried_counts_in_full():
     np.testing.assert_allclose(found[".params['b']"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["total in float", "running mean", "sometimes"])
+@pytest.mark.parametrize("case", ["total in float", "running mean"])
 def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged(case):
     first, rule = LINEAR[case]
     step, state = carrying(rule), create(optax.sgd(0.1), **first)

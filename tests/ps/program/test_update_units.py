@@ -35,7 +35,7 @@ def traced(tx, step=None):
         return *jax.tree.leaves(new), *late
 
     arguments = [*leaves, *grads]
-    closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, 1)
+    closed = prepared(jax.make_jaxpr(update)(*arguments), arguments)
     return Update(closed, len(leaves)), leaves, grads, jax.jit(update)(*arguments), treedef
 
 

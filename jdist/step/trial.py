@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,25 +35,20 @@ class Result:
 
 
 class Trial:
-    """One way to run a step; it is traced at the first run.
-
-    Attributes:
-        step: the step.
-        closed: its jaxpr.
-        state: the newest state, where the step has left it.
-    """
+    """One way to run a step; it is traced at the first run."""
 
     def __init__(self, step: DistributedStep, call: Call):
         self.step, self._call = step, call
-        self.closed: Any = None
-        self.state: PyTree = None
+        self.closed: Any = None  # the jaxpr, and its arguments that are rows
+        self.batch: Sequence[Any] = ()
+        self.state: PyTree = None  # the newest, where the step has left it
         self._run: Run | None = None
         self._treedef: Any = None
 
-    def shaken(self, eps: float) -> Trial:
-        """Copies the trial, after a run, with errors of rounding in all that is summed."""
+    def shaken(self, multiplies: float) -> Trial:
+        """Copies the trial, after a run, with errors of rounding in all that is summed; see `quiet.shaken`."""
         trial = copy.copy(self)
-        trial._run = self._compile(shaken(quiet(self.closed), eps))
+        trial._run = self._compile(shaken(quiet(self.closed), multiplies))
         return trial
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:
@@ -65,14 +60,7 @@ class Trial:
         return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
 
     def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
-        """Traces the step for arguments on the host, if it has not been.
-
-        Returns:
-            The arguments in their places, of which the step's own calls know nothing; what is known of the results.
-
-        Raises:
-            JDistError: what a call with them would raise before it runs.
-        """
+        """Traces the step for arguments on the host, if it has not been; returns them in place, and the results' roles."""
         with warnings.catch_warnings():  # the step's own call warns as well
             warnings.simplefilter("ignore")
             strategy, options = self.step.strategy, self.step.options
@@ -85,6 +73,8 @@ class Trial:
             if self._run is None:
                 closed = program.trace(*arguments)
                 self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
+                places = jax.tree.unflatten(jax.tree.structure(arguments), self.closed.jaxpr.invars)
+                self.batch = jax.tree.leaves(places[2])
                 is_loud = draws(self.closed) or prints(self.closed)
                 self._run = self._compile(quiet(self.closed)) if is_loud else lambda arguments: program.run(*arguments)
         return arguments, traced

@@ -228,7 +228,8 @@ class DistributedStep(Distributed):
     def _notice_mask(self, program: Program, traced: Traced, arguments: tuple[PyTree, ...]) -> None:
         """Warns once, at the first batch that is filled up, of a step that never reads its mask."""
         self._notices_mask = False
-        if Preview.of(program.trace(*arguments), traced, arguments).ignores_mask:
+        preview = Preview.of(program.trace(*arguments), traced, arguments)
+        if preview.ignores_mask and set(preview.results) != {"examples"}:  # rows that come back one by one
             warnings.warn(f"{self.__name__} {IGNORES_MASK}", stacklevel=callers_level())
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:

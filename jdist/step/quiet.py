@@ -15,9 +15,9 @@ from jax.extend import core as jex
 
 from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
+from jdist.jaxpr.variation import DRAWS
 
 _UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
-_DRAWS = ("random_bits", "random_gamma")
 _PRINTS = ("debug_print", "debug_callback")  # they return nothing; other calls of the host do
 _CALLBACKS = ("io_callback", "outside_call")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -35,13 +35,13 @@ _APPROXIMATE = (
 
 def draws(closed: Any) -> bool:
     """Whether a jaxpr draws random numbers."""
-    return graph.contains_primitive(closed, *_DRAWS)
+    return graph.contains_primitive(closed, *DRAWS)
 
 
 def draws_until(closed: Any) -> bool:
     """Whether it draws until what it drew is accepted: of a constant it might never be."""
     loops = (eqn for eqn in graph.all_equations(closed) if eqn.primitive.name == "while")
-    return any(graph.uses_primitive(loop, *_DRAWS) for loop in loops)
+    return any(graph.uses_primitive(loop, *DRAWS) for loop in loops)
 
 
 def prints(closed: Any) -> bool:
@@ -93,7 +93,7 @@ def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: di
 def _quiet(eqn: Any) -> list[Any] | None:
     if eqn.primitive.name in _PRINTS:
         return []
-    return _constant(eqn) if eqn.primitive.name in _DRAWS else None
+    return _constant(eqn) if eqn.primitive.name in DRAWS else None
 
 
 def _shaken(eqn: Any, multiplies: float) -> list[Any] | None:

@@ -193,7 +193,7 @@ WRONG_METRICS: dict[str, Part] = {
     "sum": lambda v: v.losses.sum(),
     "deviation": lambda v: v.losses.std(),
     "median": lambda v: jnp.median(v.losses),
-    "quantile": lambda v: jnp.quantile(v.losses, 0.9),
+    "quantile": lambda v: jnp.quantile(v.losses * v.target, 0.9),
     "precision": lambda v: (v.right * v.real).sum() / (v.real * v.weight).sum(),
     "perplexity": lambda v: jnp.exp(jdist.mean(v.losses, v.weight)),
     "r squared": lambda v: 1 - ((v.score - v.target) ** 2).sum() / ((v.target - v.target.mean()) ** 2).sum(),
@@ -230,7 +230,7 @@ def from_state(name: str) -> Callable[..., Any]:
         if name == "scaled by the replicas":
             grads = jax.tree.map(lambda g: g * jdist.num_replicas(), grads)
         if name == "steered by own loss":
-            grads = jax.tree.map(lambda g: g * jdist.all_reduce(jnp.sqrt(view.losses.mean())), grads)
+            grads = jax.tree.map(lambda g: g * jdist.all_reduce(view.losses.max()), grads)
         seen = {
             "counts own rows": lambda: state["seen"] + jdist.all_reduce(batch["mask"].sum() * 1.0, "mean"),
             "maximum of means": lambda: jdist.all_reduce(jnp.maximum(state["seen"], view.losses.mean()), "max"),
@@ -325,7 +325,7 @@ def state_and_batch(program: Program, seed: int) -> tuple[Any, Any]:
         "x": (unlike.reshape(-1, *[1] * len(shape)) * random.normal(size=(ROWS, *shape))).astype(np.float32),
         "y": random.integers(0, CLASSES, ROWS),
         "target": random.normal(size=ROWS).astype(np.float32),
-        "weight": random.uniform(0, 1, ROWS).astype(np.float32),
+        "weight": (unlike**2 * random.uniform(0, 1, ROWS)).astype(np.float32),
         "keep": (random.uniform(size=ROWS) < np.where(np.arange(ROWS) < ROWS // 2, 0.8, 0.4)).astype(np.float32),
         "kind": random.integers(0, 4, ROWS).astype(np.float32),
         "mask": np.arange(ROWS) < ROWS - 6,

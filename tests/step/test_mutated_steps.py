@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import random
 import re
 import sys
 import types
@@ -268,18 +269,26 @@ class Program:
         return f"{self.where}, {self.mutation}, {self.base}, {self.dtype}, {self.optimiser}"
 
 
+# The base, dtype and optimiser of a program; the slow bases and the coarse dtypes with few others.
+COMBINATIONS = [
+    *itertools.product(["linear", "mlp"], ["float32"], OPTIMISERS),
+    *itertools.product(["linear", "mlp"], ["bfloat16", "float16", "float8"], ["sgd", "adamw"]),
+    *itertools.product(["cnn"], ["float32", "bfloat16"], ["sgd"]),
+    *itertools.product(["lstm", "transformer"], ["float32"], ["adamw"]),
+]
+
+
 def programs(
     losses: dict[str, Part], metrics: dict[str, Part], steps: tuple[str, ...], count: int
 ) -> Iterator[Program]:
-    """Goes round all mutations, each time with the next base, dtype and optimiser."""
+    """Goes round all mutations, each time with another combination."""
     parts = [("loss", name, part) for name, part in losses.items()]
     parts += [("metric", name, part) for name, part in metrics.items()] + [("step", name, None) for name in steps]
-    bases = itertools.cycle(["linear", "mlp", "linear", "cnn", "mlp", "transformer", "linear", "lstm", "mlp"])
-    dtypes = itertools.cycle(["float32", "bfloat16", "float32", "float8", "float32", "float16", "float32"])
-    rounds = itertools.islice(itertools.cycle(parts), count)
-    for i, (part, base, dtype) in enumerate(zip(rounds, bases, dtypes, strict=False)):
-        optimiser = list(OPTIMISERS)[(i + i // len(parts)) % len(OPTIMISERS)]
-        yield Program(base, part[0], part[1], dtype, optimiser, part[2])
+    drawn = [random.Random(i).sample(COMBINATIONS, len(COMBINATIONS)) for i in range(len(parts))]
+    for i in range(count):
+        where, mutation, part = parts[i % len(parts)]
+        base, dtype, optimiser = drawn[i % len(parts)][i // len(parts)]
+        yield Program(base, where, mutation, dtype, optimiser, part)
 
 
 WRONG = list(programs(WRONG_LOSSES, WRONG_METRICS, WRONG_STEPS, 200))
@@ -319,15 +328,15 @@ def make_step(program: Program) -> Callable[..., Any]:
 
 def state_and_batch(program: Program, seed: int) -> tuple[Any, Any]:
     model, shape = BASES[program.base]
-    random = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     unlike = np.where(np.arange(ROWS) < ROWS // 2, 1.0, 2.0)  # as the two replicas' rows are
     batch = {
-        "x": (unlike.reshape(-1, *[1] * len(shape)) * random.normal(size=(ROWS, *shape))).astype(np.float32),
-        "y": random.integers(0, CLASSES, ROWS),
-        "target": random.normal(size=ROWS).astype(np.float32),
-        "weight": (unlike**2 * random.uniform(0, 1, ROWS)).astype(np.float32),
-        "keep": (random.uniform(size=ROWS) < np.where(np.arange(ROWS) < ROWS // 2, 0.8, 0.4)).astype(np.float32),
-        "kind": random.integers(0, 4, ROWS).astype(np.float32),
+        "x": (unlike.reshape(-1, *[1] * len(shape)) * rng.normal(size=(ROWS, *shape))).astype(np.float32),
+        "y": rng.integers(0, CLASSES, ROWS),
+        "target": rng.normal(size=ROWS).astype(np.float32),
+        "weight": (unlike**2 * rng.uniform(0, 1, ROWS)).astype(np.float32),
+        "keep": (rng.uniform(size=ROWS) < np.where(np.arange(ROWS) < ROWS // 2, 0.8, 0.4)).astype(np.float32),
+        "kind": rng.integers(0, 4, ROWS).astype(np.float32),
         "mask": np.arange(ROWS) < ROWS - 6,
     }
     variables = dict(model.init(jax.random.key(seed), batch["x"][:2]))

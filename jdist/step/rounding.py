@@ -22,9 +22,9 @@ PyTree = Any
 Leaf = tuple[Any, Any]
 
 _OF_CHANGE = 1e-5  # sums in another order, in float32, relative to how much a step changes a leaf
-# Times the measured noise, which is some three times the real one; right steps came to a third of this at most
-# (tests/step/test_mutated_steps.py). The noise of few elements is less certain.
-_OF_NOISE, _OF_NOISE_FEW, _FEW = 2.0, 4.0, 16
+# Times the measured noise. That of few elements is less certain: four of a bias before batch normalisation, whose gradient
+# is zero but for rounding in bfloat16, came to 4.5 times (tests/step/test_mutated_steps.py).
+_OF_NOISE, _OF_NOISE_FEW, _FEW = 2.0, 8.0, 16
 NUM_TRIALS = 8
 
 

@@ -98,7 +98,7 @@ class Precision:
         """The dtype of the forward and backward pass."""
         return jnp.dtype(_DTYPES[self.name])
 
-    def cast_to_compute(self, tree: PyTree) -> PyTree:
+    def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
         """Casts floating-point leaves that are wider to the compute dtype; leaves all others as they are.
 
         Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
@@ -106,6 +106,7 @@ class Precision:
 
         Args:
             tree: pytree of arrays or numbers; constants, as the functions and numbers of an `equinox.Module`, stay.
+            keep: further names of entries that stay.
 
         Example:
             >>> import jdist, jax.numpy as jnp
@@ -113,7 +114,7 @@ class Precision:
             >>> {k: str(x.dtype) for k, x in half.cast_to_compute({"w": jnp.ones(2), "scale": jnp.ones(2)}).items()}
             {'scale': 'float32', 'w': 'bfloat16'}
         """
-        kept = set(self.keep)
+        kept = {*self.keep, *keep}
 
         def cast(path: Any, x: Any) -> Any:
             dtype = jax.typeof(x).dtype

@@ -273,6 +273,12 @@ def filled_up(batch: PyTree) -> np.ndarray | None:
     return np.concatenate([np.arange(rows) < size for size in sizes])
 
 
+def has_padding(batch: PyTree) -> bool:
+    """Whether `distribute_dataset` filled a batch up."""
+    known = _known(batch)
+    return known is not None and min(known[1]) < known[2]
+
+
 def full_mask_place(batch: PyTree) -> int | None:
     """Finds the number of the leaf that is the mask of `distribute_dataset`, if all rows are real."""
     if (known := _known(batch)) is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ Var = graph.Var
 
 # JAX's collectives whose result is the same on every replica, and primitives whose result differs even for equal operands.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
+DRAWS = frozenset({"random_bits", "random_gamma"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 # Is shown an equation, its operands that vary, and whether the branch or number of rounds that it takes varies.
 Visit = Callable[[Any, list[bool], bool], None]
@@ -217,3 +220,101 @@ def _holds_collective(eqn: Any) -> bool:
     """Whether an equation is a call, to be entered, of a function that holds a collective of jdist."""
     enterable = eqn.primitive.name in graph.CALLS - {"checkpoint", "remat2"} and collective_of(eqn) is None
     return enterable and bool(collectives_in(eqn))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of a value, axis by axis."""
+
+    varies: bool = False  # from replica to replica
+    rows: frozenset[int] = frozenset()  # axes that are the batch's rows
+    drawn: frozenset[int] = frozenset()  # axes along which it was drawn at random, from a key that all replicas share
+
+
+def origins(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[tuple[Any, list[Origin]]]:
+    """Iterates over the equations of a step, those of calls, loops and branches included, with the origins of their operands.
+
+    `batch` are its arguments with the rows first, `own` others that vary.
+    """
+    known = {v: Origin(varies=True, rows=frozenset({0} if v.aval.ndim else ())) for v in batch}
+    yield from _origins(graph.body_of(closed), {**known, **dict.fromkeys(own, Origin(varies=True))})
+
+
+def _origins(jaxpr: Any, known: dict[Var, Origin]) -> Iterator[tuple[Any, list[Origin]]]:
+    for eqn in jaxpr.eqns:
+        operands = [Origin() if graph.is_literal(v) else known.get(v, Origin()) for v in eqn.invars]
+        yield eqn, operands
+        bodies = [] if collective_of(eqn) is not None else graph.nested_jaxprs(eqn)
+        results: list[list[Origin]] = []
+        for body in map(graph.body_of, bodies):
+            inside = operands[len(operands) - len(body.invars) :]
+            if eqn.primitive.name == "scan":
+                first = graph.number_not_scanned(eqn.invars, body.invars)
+                inside = [*inside[:first], *(_moved(origin, -1) for origin in inside[first:])]
+            elif eqn.primitive.name not in (*graph.CALLS, "cond", "shard_map") or len(inside) != len(body.invars):
+                continue
+            known_inside = dict(zip(body.invars, inside, strict=True))
+            yield from _origins(body, known_inside)
+            after = [Origin() if graph.is_literal(v) else known_inside.get(v, Origin()) for v in body.outvars]
+            if eqn.primitive.name == "scan":
+                carry = graph.number_not_scanned(eqn.outvars, body.outvars)
+                after = [*after[:carry], *(_moved(origin, 1) for origin in after[carry:])]
+            results.append(after)
+        flags = _results_vary(eqn, [origin.varies for origin in operands], lambda *_: None)
+        for i, (v, varies) in enumerate(zip(eqn.outvars, flags, strict=True)):
+            origin = (
+                _union(each[i] for each in results) if results else _of_result(eqn, v.aval, operands, varies=varies)
+            )
+            known[v] = Origin(varies, origin.rows if varies else frozenset(), origin.drawn)
+
+
+def _of_result(eqn: Any, aval: Any, operands: Sequence[Origin], *, varies: bool) -> Origin:
+    if eqn.primitive.name in DRAWS:
+        return Origin(drawn=frozenset() if varies else frozenset(range(aval.ndim)))
+    if collective_of(eqn) is not None or not hasattr(aval, "shape"):
+        return Origin()
+    moved = []
+    for i, (v, origin) in enumerate(zip(eqn.invars, operands, strict=True)):
+        place = _places_after(eqn, i, v.aval.shape, aval.shape) if origin.rows or origin.drawn else {}
+        moved.append(Origin(rows=_at(origin.rows, place), drawn=_at(origin.drawn, place)))
+    return _union(moved)
+
+
+def _places_after(eqn: Any, operand: int, before: tuple[int, ...], after: tuple[int, ...]) -> dict[int, int]:
+    """Maps the axes of an operand to those of the result that they become."""
+    name, params, axes = eqn.primitive.name, eqn.params, range(len(before))
+    if name == "broadcast_in_dim":
+        places = dict(enumerate(params["broadcast_dimensions"]))
+    elif name == "transpose":
+        places = {a: i for i, a in enumerate(params["permutation"])}
+    elif name == "dot_general":
+        contracted, batched = params["dimension_numbers"]
+        free = [a for a in axes if a not in (*contracted[operand], *batched[operand])]
+        first = len(after) - len(free) if operand else len(batched[0])
+        places = {a: i for i, a in enumerate(batched[operand])} | {a: first + i for i, a in enumerate(free)}
+    elif name in ("reshape", "squeeze", "expand_dims"):
+        ends = {math.prod(after[: i + 1]): i for i in reversed(range(len(after)))}
+        places = {a: ends[end] for a in axes if (end := math.prod(before[: a + 1])) in ends}
+    elif "axes" in params and len(after) < len(before):
+        places = {a: i for i, a in enumerate(a for a in axes if a not in params["axes"])}
+    else:
+        places = {a: a for a in axes}
+    return {a: i for a, i in places.items() if i < len(after) and before[a] == after[i]}
+
+
+def _at(axes: Collection[int], places: dict[int, int]) -> frozenset[int]:
+    return frozenset(places[a] for a in axes if a in places)
+
+
+def _moved(origin: Origin, by: int) -> Origin:
+    rows, drawn = (frozenset(a + by for a in axes if a + by >= 0) for axes in (origin.rows, origin.drawn))
+    return Origin(origin.varies, rows, drawn)
+
+
+def _union(origins: Iterable[Origin]) -> Origin:
+    origins = list(origins)
+    return Origin(
+        any(o.varies for o in origins),
+        frozenset[int]().union(*(o.rows for o in origins)),
+        frozenset[int]().union(*(o.drawn for o in origins)),
+    )

@@ -24,6 +24,7 @@ from jdist.loop.preflight import names_of
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of
 from jdist.metrics import Metric
 from jdist.step.base import Distributed
+from jdist.step.options import Verify, check_verify
 from jdist.support.arrays import to_host
 from jdist.support.suggest import did_you_mean
 
@@ -40,6 +41,7 @@ def evaluate(
     strategy: Strategy | None = None,
     global_batch: int | None = None,
     metrics: Mapping[str, Metric] | Metric | None = None,
+    verify: Verify = "first",
 ) -> dict[str, Any]:
     """Evaluates a state on a data set; each row counts once, whatever the batches.
 
@@ -51,6 +53,7 @@ def evaluate(
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
         metrics: the metrics of `jdist.metrics` whose contributions the step returns, as for `jdist.fit`; None: the task's.
+        verify: compares the first batch's results with those of one replica, once for each step, as for `jdist.fit`.
 
     Returns:
         The results by name, the loss first; the same on all processes.
@@ -58,8 +61,10 @@ def evaluate(
     Raises:
         StepError: `step` is no step, or returns something else.
         DatasetError: `data` has no rows, or is not data.
+        VerificationError: the results are others than on one replica, and `verify` is "strict".
 
     Warns:
+        VerificationWarning: the results are others than on one replica, and `verify` is "first".
         UserWarning: the step never reads the mask of arrays whose batches are filled up.
 
     Example:
@@ -73,6 +78,8 @@ def evaluate(
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
     feed = open_feed(data, strategy, global_batch=global_batch, batch_axis=eval_step.options.batch_axis)
     wanted = metrics_of(step, metrics)
+    check_verify(verify)
+    eval_step.verify_next(verify, pads=feed.pads)
     if feed.pads:
         state = eval_step.prepare(state, feed.batches.element_spec)
         names_of(eval_step, state, feed, wanted)  # warns of a mask that is not read
@@ -88,7 +95,13 @@ def evaluate(
 
 @with_hints
 def predict(
-    step: Any, state: PyTree, data: Any, *, strategy: Strategy | None = None, global_batch: int | None = None
+    step: Any,
+    state: PyTree,
+    data: Any,
+    *,
+    strategy: Strategy | None = None,
+    global_batch: int | None = None,
+    verify: Verify = "first",
 ) -> PyTree:
     """Computes a step's results for each row of a data set, in its order, without padding.
 
@@ -99,6 +112,7 @@ def predict(
         data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
+        verify: compares the first batch's results with those of one replica, once for each step, as for `jdist.fit`.
 
     Returns:
         The tree, of numpy arrays [rows of the data set, ...]; whole on every process.
@@ -106,6 +120,10 @@ def predict(
     Raises:
         StepError: `step` is no step, or a result has no row for each row of the batch.
         DatasetError: `data` has no rows, or is not data.
+        VerificationError: the results are others than on one replica, and `verify` is "strict".
+
+    Warns:
+        VerificationWarning: the results are others than on one replica, and `verify` is "first".
 
     Example:
         >>> import jdist, numpy as np
@@ -120,6 +138,8 @@ def predict(
             "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "
             "source of batches."
         )
+    check_verify(verify)
+    predict_step.verify_next(verify, pads=feed.pads)
     feed.batches.rewind()
     results: list[PyTree] = []
     for batch in feed.batches:
@@ -138,15 +158,7 @@ def _on_host(x: Any) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation of a run, a function of its state.
-
-    Attributes:
-        step: the evaluation step, distributed.
-        feed: the data to evaluate on.
-        strategy: where to evaluate.
-        trained_by: the strategy whose state it is.
-        metrics: as for `MetricTotals`.
-    """
+    """The evaluation of a run, a function of its state: where it is evaluated, and by which strategy it is trained."""
 
     step: Distributed
     feed: Feed
@@ -173,19 +185,7 @@ def measure(
     cluster: Runtime | None = None,
     metrics: Metrics = None,
 ) -> Measured:
-    """Computes the means and metrics of a state over all rows of `batches`; the same on all processes.
-
-    Args:
-        eval_step: `(state, batch) -> metrics` by name: scalars, each the mean over the rows of the batch that are no
-            padding, and what metrics contribute.
-        state: the state.
-        batches: distributed batches, once through, from the beginning; the "mask" of a dict says which of its rows count.
-        cluster: the processes that share the rows of each batch; None: this one alone.
-        metrics: as for `MetricTotals`.
-
-    Raises:
-        DatasetError: there is no row.
-    """
+    """Computes the means and metrics of a state over all rows of distributed batches, padding left out; the same everywhere."""
     cluster = cluster or alone()
     totals = MetricTotals(metrics)
     with cluster.blocked():

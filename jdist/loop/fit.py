@@ -87,9 +87,9 @@ def fit(
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
         progress: whether to draw a bar, or print lines where there is neither terminal nor notebook.
-        verify: compares the first step with one replica that sees its whole batch, and names what differs: "first" warns,
-            "strict" raises, "off" compares nothing. It costs a compilation and a few steps; where one device cannot hold the
-            batch, nothing is compared. What the step's own `verify` says comes before this. See `jdist.verify`.
+        verify: compares the first step, and the first evaluated batch, with one replica that sees the whole batch, and names
+            what differs: "first" warns, "strict" raises, "off" compares nothing. It costs a compilation and a few steps each;
+            what could not be compared is printed. A step's own `verify` takes precedence. See `jdist.verify`.
 
     Returns:
         The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt

@@ -12,7 +12,7 @@ from jdist.errors import StepError
 from jdist.loop.data import Feed
 from jdist.loop.metric_totals import Metrics, MetricTotals
 from jdist.report.metrics_file import EPOCH, EVAL
-from jdist.step.base import Distributed
+from jdist.step.base import IGNORES_MASK, Distributed
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -21,20 +21,9 @@ PyTree = Any
 def names_of(
     step: Distributed, state: PyTree, feed: Feed, metrics: Metrics, *, depth: int = 3
 ) -> frozenset[str] | None:
-    """Lists the names of what a step measures; None where only a call shows them.
+    """Lists the names of a step's metrics, and warns of what its trace shows; None where only a call shows them.
 
-    Args:
-        step: the distributed step.
-        state: as `Distributed.prepare` made it, or its shapes.
-        feed: of the step.
-        metrics: as for `MetricTotals`.
-        depth: how many calls below the user's own this one is, for the place that warnings name.
-
-    Raises:
-        StepError: the step does not return what it should.
-
-    Warns:
-        UserWarning: it returns the state that it was given, or never reads the mask of batches that will be filled up.
+    `depth` is how many calls below the user's own this one is, for the place that warnings name.
     """
     preview = step.preview(state, feed.batches.element_spec)
     if preview is None:
@@ -52,12 +41,7 @@ def names_of(
             stacklevel=depth + 1,
         )
     if feed.pads and preview.ignores_mask:
-        warnings.warn(
-            f'{step.__name__} never reads batch["mask"], and batches of its data are filled up with rows that are not real: '
-            'these count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and '
-            "to each metric; or choose a global batch that divides by the replicas, and by which the rows divide.",
-            stacklevel=depth + 1,
-        )
+        warnings.warn(f"{step.__name__} {IGNORES_MASK}", stacklevel=depth + 1)
     return names
 
 
@@ -94,17 +78,7 @@ def check_watched(
     evaluated: frozenset[str] | None,
     evaluates: bool,
 ) -> None:
-    """Refuses callbacks that look at what is never measured, or would log it in the place of what is.
-
-    Args:
-        callbacks: all of the run.
-        trained: the names of what the train step measures; None: not known yet.
-        evaluated: those of an evaluation.
-        evaluates: whether the run evaluates.
-
-    Raises:
-        StepError: lists what will be measured.
-    """
+    """Refuses callbacks that watch a metric that is never measured, or log another in its place; None: not known yet."""
     logged = _logged(callbacks)
     measured = {prefix + name for prefix in ("", EPOCH) for name in trained or ()}
     measured |= {EVAL + name for name in evaluated or ()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +134,10 @@ class Run:
             if isinstance(self._feed.batches, DistributedDataset):
                 ends.callback(self._feed.batches.close)
             state = self._train_step.prepare(state, self._feed.batches.element_spec)
-            self._train_step.verify_next(verify, pads=self._feed.pads)
+            tell = functools.partial(print, file=sys.stderr) if self._cluster.is_chief else None
+            self._train_step.verify_next(verify, pads=self._feed.pads, tell=tell)
+            if self._evaluate is not None:
+                self._evaluate.step.verify_next(verify, pads=self._evaluate.feed.pads, tell=tell)
             self._preflight(state, depth + 1)
             outcome: Outcome = "failed"
             try:

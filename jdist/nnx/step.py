@@ -270,9 +270,9 @@ class ObjectsStep(Distributed):
         """See `Distributed`."""
         return self._step._distributed, (self._static, *args)
 
-    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+    def verify_next(self, how: Verify, *, pads: bool = False, tell: Callable[[str], Any] | None = None) -> None:
         """See `Distributed`."""
-        self._step._distributed.verify_next(how, pads=pads)
+        self._step._distributed.verify_next(how, pads=pads, tell=tell)
 
     def wait(self) -> None:
         """Waits for every call in flight."""

@@ -18,6 +18,11 @@ from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced
 
 PyTree = Any
+IGNORES_MASK = (
+    'never reads batch["mask"], and batches of its data are filled up with rows that are not real: these count like the '
+    'others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and to each metric; or choose a global batch '
+    "that divides by the replicas, and by which the rows divide."
+)
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,12 @@ class Distributed(abc.ABC):
         """Returns the step over arrays that a call with these arguments runs, and its arguments; for most steps itself."""
         return self, args
 
-    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+    def verify_next(self, how: Verify, *, pads: bool = False, tell: Callable[[str], Any] | None = None) -> None:
         """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch.
 
         Args:
             how: what follows from a difference.
             pads: whether a later batch will be filled up, so that the step is compared on such a one as well.
+            tell: is told of the parts that could not be compared.
         """
         return None

@@ -6,12 +6,11 @@ It may differ only where its text looks at its own rows: at a mean of something 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -21,7 +20,6 @@ from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batching import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError
-from jdist.jaxpr import graph
 from jdist.reduction import psum
 from jdist.step import rounding, trace_causes
 from jdist.step.mesh_step import DistributedStep
@@ -33,7 +31,10 @@ from jdist.step.trial import Result, Trial, named_leaves, on_host
 
 PyTree = Any
 
-_IN_JIT = '`transform="jit"`'
+_IN_JIT = (
+    'If the step means the whole batch throughout, `transform="jit"` of the strategy computes that from the same text.'
+)
+_COARSE = 0.01  # of a leaf's change: what is compared less closely than that is listed
 _MATMUL_EPS = 2.0**-8  # accelerators may multiply float32 in fewer digits
 
 
@@ -70,8 +71,8 @@ class Verification:
 
     Attributes:
         differences: the leaves of state and metrics that differ by more than rounding.
-        remedy: what to do; one word first, where the global view computes what one replica does. Empty if nothing differs.
-        not_compared: what was left out, and why.
+        remedy: what to do, for the likeliest cause first; last, where it helps, the global view. Empty if nothing differs.
+        not_compared: what was left out, and why; and the leaves that rounding lets be compared only coarsely, and how coarsely.
         num_compared: how many leaves were compared.
         parts: into how many parts the batch was cut: replicas times microbatches.
     """
@@ -97,19 +98,16 @@ class Verification:
             return "\n".join([*([same] if self.num_compared else []), *left_out])
         lines = [
             f"{len(self.differences)} of {self.num_compared} leaves differ, beyond rounding, between one replica with the "
-            f"whole batch and the {self.parts} parts that it is cut into:",
-            *(f"  {each}" for each in self.differences[:8]),
+            f"whole batch and the {self.parts} parts that it is cut into."
         ]
-        if len(self.differences) > 8:
-            lines.append(f"  and {len(self.differences) - 8} more")
-        if self.remedy.startswith(_IN_JIT):
-            lines.append(
-                f"One word mends it: {_IN_JIT} of the strategy computes what one replica does, from the same text."
-            )
         for cause, remedy in dict.fromkeys((each.cause, each.remedy) for each in self.differences):
-            names = [each.leaf for each in self.differences if each.cause == cause]
-            more = f" and {len(names) - 1} more" if names[1:] else ""
-            lines.append(f"Likely cause of {names[0]}{more}: {cause}. {remedy}")
+            leaves = [each for each in self.differences if each.cause == cause]
+            lines.append(f"Likely cause: {cause}. {remedy} It shows in")
+            lines += [f"  {each}" for each in leaves[:3]]
+            if len(leaves) > 3:
+                lines.append(f"  and {len(leaves) - 3} more")
+        if self.remedy.endswith(_IN_JIT):
+            lines.append(_IN_JIT)
         return "\n".join([*lines, *left_out])
 
     __repr__ = __str__
@@ -120,11 +118,7 @@ class NotComparableError(Exception):
 
 
 class Comparison:
-    """A step and the arguments of a call to compare it on.
-
-    Raises:
-        NotComparableError: there is nothing to compare.
-    """
+    """A step and the arguments of a call to compare it on; raises NotComparableError where nothing can be compared."""
 
     def __init__(self, step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._step, self._strategy, self._options = step, step.strategy, step.options
@@ -144,17 +138,11 @@ class Comparison:
         self._state, self._others = map_leaves(on_host, user_state(state)), map_leaves(on_host, others)
         self._batches = jax.tree.map(on_host, batches)
         self._rows = self._batches if self._real is None else jax.tree.map(lambda x: x[self._real], self._batches)
+        self._runs: list[dict[str, Result]] = []  # with errors of rounding, of these rows
         self._before = {leaf.name: leaf.value for leaf in named_leaves((None, self._state, ()), ("state",))}
 
     def compare(self, *, pads: bool) -> Verification:
-        """Runs both ways and compares their results.
-
-        Args:
-            pads: whether a later batch will be filled up, so that such a one is compared as well.
-
-        Raises:
-            NotComparableError: nothing can be compared.
-        """
+        """Runs both ways and compares their results; with `pads` also on a batch of which some rows only fill it up."""
         one = self._as_one()
         step = self._step
         rounds = self._options.precision is not None or self._strategy.keeps_residuals
@@ -162,36 +150,34 @@ class Comparison:
             step = self._like(_exact(self._strategy))
         many = Trial(step, self._call)
         alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
-        pairs = self._pairs(alone, together)
-        differing = self._differing(one, pairs)
-        not_compared = tuple(self._not_compared(one, alone, together))
+        found = self._found(one, alone, together)
+        not_compared = [*self._not_compared(one, alone, together), *found.coarse()]
         of_shape = tuple(self._of_another_shape(alone, together))
         is_padded = self._real is not None
-        if not differing and not of_shape and pads and self._mask_place is not None:
+        if not found.differing and not of_shape and pads and self._mask_place is not None:
             # A full batch does not show what a replica does with fewer rows.
             is_padded = True
             self._batches = self._rows = self._with_rows_left_out(self._mask_place)
+            self._runs = []
             alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
-            pairs = self._pairs(alone, together)
-            differing = self._differing(one, pairs)
-        if not differing and not of_shape:
-            return Verification((), "", not_compared, len(pairs), self._parts)
+            found = self._found(one, alone, together)
+        num_compared = len(found.pairs) + len(of_shape)
+        if not found.differing and not of_shape:
+            return Verification((), "", tuple(not_compared), num_compared, self._parts)
         evidence = Evidence(
-            one=one.closed,
-            many=many.closed,
+            one=one,
+            many=many,
             rows=next((len(x) for x in jax.tree.leaves(self._rows)), 0),
             parts=self._parts,
             accumulates=self._options.accumulate > 1,
             apart=_are_apart(step.strategy, many.state),
             padded=is_padded,
         )
-        differences = (*of_shape, *_explained(evidence, [pairs[i] for i in differing]))
+        differences = (*of_shape, *_explained(evidence, found.differing))
         remedies = list(dict.fromkeys(each.remedy for each in differences))
-        if self._is_exact_in_jit(one, alone):
-            remedies.insert(
-                0, f"{_IN_JIT} of `jdist.{self._strategy.name}` computes what one replica does, from the same text."
-            )
-        return Verification(differences, " ".join(remedies), not_compared, len(pairs) + len(of_shape), self._parts)
+        if trace_causes.BROADCAST.remedy not in remedies and self._is_exact_in_jit(one, alone):
+            remedies.append(_IN_JIT)
+        return Verification(differences, " ".join(remedies), tuple(not_compared), num_compared, self._parts)
 
     def _as_one(self) -> Trial:
         """Traces the step as one replica."""
@@ -214,9 +200,9 @@ class Comparison:
                 raise NotComparableError("as one device cannot hold its state and the whole batch")
         return way
 
-    def _run_one(self, one: Trial, change: Callable[[Any], Any] = lambda x: x) -> dict[str, Result]:
+    def _run_one(self, one: Trial) -> dict[str, Result]:
         try:
-            return one.run(*jax.tree.map(change, (self._state, self._rows, self._others)))
+            return one.run(self._state, self._rows, self._others)
         except jax.errors.JaxRuntimeError as exc:
             if "RESOURCE_EXHAUSTED" not in str(exc):
                 raise
@@ -231,35 +217,30 @@ class Comparison:
         """Pairs the leaves that both ways return in one shape."""
         pairs = []
         for name, result in one.items():
-            value = result.value
-            if name not in other or np.shape(other[name].value) != np.shape(value) or _is_nan(result, other[name]):
+            if name not in other or _is_nan(result, other[name]):
+                continue
+            value, distributed = result.value, other[name].value
+            if self._real is not None and name.startswith("examples") and len(distributed) == len(self._real):
+                distributed = distributed[self._real]
+            if np.shape(distributed) != np.shape(value):
                 continue
             before = self._before.get(name)
             before = np.zeros_like(rounding.as_numbers(value)) if before is None else before
-            pairs.append(_Pair(name, result.place, before, value, other[name].value))
+            pairs.append(_Pair(name, result.place, before, value, distributed))
         return pairs
 
-    def _differing(self, one: Trial, pairs: list[_Pair]) -> list[int]:
-        """Finds the pairs that differ by more than rounding."""
-
-        def run(change: Callable[[Any], Any]) -> list[Leaf]:
-            before = {
-                leaf.name: leaf.value
-                for leaf in named_leaves((None, jax.tree.map(change, self._state), ()), ("state",))
-            }
-            after = self._run_one(one, change)
-            return [(before.get(pair.name, pair.before), after[pair.name].value) for pair in pairs]
-
-        first, second = [pair.one for pair in pairs], [pair.other for pair in pairs]
-        eps = _eps(one)
-        suspects = rounding.suspects(first, second, [pair.dtype for pair in pairs])
-        differing = rounding.beyond_rounding(first, second, suspects, run, eps)
-        alike = _counted_by_each(pairs, self._parts)
-        differing = [i for i in differing if i not in alike]
-        if not differing:
-            return []
-        one = one.shaken(eps)  # `run` uses this one from here on
-        return rounding.beyond_rounding(first, second, differing, run, eps)
+    def _found(self, one: Trial, alone: dict[str, Result], together: dict[str, Result]) -> _Found:
+        """Compares two results, each leaf within what rounding does on its own path through the program."""
+        pairs = _as_averages(self._pairs(alone, together), self._parts)
+        within = {pair.name: rounding.allowance(pair.one) for pair in pairs}
+        suspects = [pair for pair in pairs if rounding.apart(pair.one, pair.other) > within[pair.name]]
+        if suspects and not self._runs:
+            shaken = one.shaken(_multiplies(one))
+            self._runs = [self._run_one(shaken) for _ in range(rounding.NUM_TRIALS)]
+        for pair in suspects:
+            noise = rounding.noise(pair.one, [(pair.before, run[pair.name].value) for run in self._runs])
+            within[pair.name] = max(within[pair.name], noise)
+        return _Found(pairs, within)
 
     def _with_rows_left_out(self, mask_place: int) -> PyTree:
         """Masks the last half of the last part's rows, at least one, in the batches."""
@@ -298,7 +279,7 @@ class Comparison:
             results = way.run(self._state, self._batches, self._others)
         except (JDistError, TypeError, ValueError, NameError):  # it has no meaning there
             return False
-        return not self._differing(one, self._pairs(alone, results))
+        return not self._found(one, alone, results).differing
 
 
 def _is_nan(one: Result, other: Result | None) -> bool:
@@ -307,7 +288,7 @@ def _is_nan(one: Result, other: Result | None) -> bool:
     return bool(values) and all(value.size and np.isnan(value).all() for value in values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pair:
     """A leaf as one replica makes it and as another way does, with its value before the step."""
 
@@ -325,35 +306,52 @@ class _Pair:
     def other(self) -> Leaf:
         return self.before, self.together
 
+
+@dataclass(frozen=True)
+class _Found:
+    """Pairs of leaves, and how far apart rounding may leave each."""
+
+    pairs: list[_Pair]
+    within: dict[str, float]
+
     @property
-    def dtype(self) -> Any:
-        return self.alone.dtype
+    def differing(self) -> list[_Pair]:
+        return [pair for pair in self.pairs if rounding.apart(pair.one, pair.other) > self.within[pair.name]]
+
+    def coarse(self) -> Iterator[str]:
+        """Says which leaves are the same, but could differ by much without being told from rounding."""
+        same = [pair for pair in self.pairs if pair not in self.differing and rounding.change(pair.one).any()]
+        relative = {pair.name: rounding.of_change(self.within[pair.name], pair.one) for pair in same}
+        coarse = sorted(((x, name) for name, x in relative.items() if x > _COARSE), reverse=True)
+        if coarse:
+            named = ", ".join(f"{name} to {x:.0%}" for x, name in coarse[:3])
+            more = f" and {len(coarse) - 3} more" if len(coarse) > 3 else ""
+            yield f"more closely than rounding on their paths lets them, relative to their change: {named}{more}"
 
 
-def _counted_by_each(pairs: list[_Pair], parts: int) -> set[int]:
-    """Finds leaves of nnx metrics to which every part has added one value: sum and count are larger by one factor.
-
-    What `nnx.metrics.Average` makes of them is the same.
-    """
-    by_metric: dict[str, list[int]] = {}
-    for i, pair in enumerate(pairs):
-        if pair.name.startswith("state.metrics"):
-            by_metric.setdefault(pair.name.rpartition("[")[0], []).append(i)
-    alike: set[int] = set()
-    for places in by_metric.values():
-        changes = [[rounding.change(leaf) for leaf in (pairs[i].one, pairs[i].other)] for i in places]
-        if all(np.allclose(parts * one, other, rtol=1e-5) for one, other in changes):
-            alike.update(places)
-    return alike
+def _as_averages(pairs: list[_Pair], parts: int) -> list[_Pair]:
+    """Divides out of nnx metrics the values that every part has added: `nnx.metrics.Average` divides sum by count."""
+    by_metric: dict[str, list[_Pair]] = {}
+    for pair in pairs:
+        by_metric.setdefault(pair.name.rpartition("[")[0], []).append(pair)
+    divided: dict[str, _Pair] = {}
+    for name, group in by_metric.items():
+        changes = [[rounding.change(leaf) for leaf in (pair.one, pair.other)] for pair in group]
+        counted = [one.any() and np.array_equal(parts * one, other) for one, other in changes]
+        if name.startswith("state.metrics") and len(group) > 1 and any(counted):
+            for pair, (_, change) in zip(group, changes, strict=True):
+                together = (rounding.as_numbers(pair.before) + change / parts).astype(pair.alone.dtype)
+                divided[pair.name] = dataclasses.replace(pair, together=together)
+    return [divided.get(pair.name, pair) for pair in pairs]
 
 
 def _explained(evidence: Evidence, pairs: list[_Pair]) -> Iterator[Difference]:
     general = trace_causes.of_step(evidence, [pair.name for pair in pairs])
     for pair in pairs:
         own = None
-        if not pair.name.startswith("state") and not evidence.padded:
+        if not pair.name.startswith("state"):
             own = trace_causes.of_metric(evidence, pair.alone, pair.together, pair.place)
-        cause = own or general
+        cause = general if own is None or (own, general) == (trace_causes.TOTAL, trace_causes.GLOBAL) else own
         alone, together = _summary(pair.alone), _summary(pair.together)
         apart = rounding.relative(pair.one, pair.other)
         yield Difference(pair.name, alone, together, apart, cause.description, cause.remedy)
@@ -393,10 +391,7 @@ def _are_apart(strategy: Strategy, state: PyTree) -> bool:
     return False
 
 
-def _eps(way: Trial) -> float:
-    """Computes the relative error of a rounding in the least precise numbers of a step."""
-    avals = (v.aval for eqn in graph.all_equations(way.closed) for v in eqn.outvars)
-    dtypes = {aval.dtype for aval in avals if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)}
+def _multiplies(way: Trial) -> float:
+    """Computes the least relative error of a product of matrices, as accelerators round factors."""
     devices = way.step.strategy.devices
-    multiplies = 0.0 if not devices or devices[0].platform == "cpu" else _MATMUL_EPS
-    return max([multiplies, *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])
+    return 0.0 if not devices or devices[0].platform == "cpu" else _MATMUL_EPS

@@ -76,6 +76,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
 
     Warns:
         VerificationWarning: by the first call, if `verify` is "first" and the step differs.
+        UserWarning: all replicas draw the same for their rows, the loss is divided twice, or filled rows are not masked.
         UserWarning: `jdist launch` has started this process as one of several, and the strategy is for one.
 
     Example:

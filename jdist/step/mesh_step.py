@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,9 @@ from jdist.core.division import shapes
 from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
+from jdist.data.batching import has_padding
 from jdist.step import placement
-from jdist.step.base import Distributed, Preview
+from jdist.step.base import IGNORES_MASK, Distributed, Preview
 from jdist.step.call_errors import explain
 from jdist.step.error_feedback import ResidualSlot
 from jdist.step.in_flight import Lineage, NewestState, Window, doubt_newest_states
@@ -35,7 +37,7 @@ from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, is_same_state, split_states, unwrap_per_replica
 from jdist.step.tree_checks import check_not_traced
 from jdist.support.arrays import check_not_donated, to_host
-from jdist.support.tracebacks import hide_own_frames, without_own_frames
+from jdist.support.tracebacks import callers_level, hide_own_frames, without_own_frames
 
 PyTree = Any
 _NO_OTHERS = Others((), {})
@@ -72,7 +74,8 @@ class DistributedStep(Distributed):
         self._token = new_token(self.strategy, self.options.steps_per_call)
         self.verification: Any = None
         self._verify: Verify = options.verify or "off"
-        self._verify_pads = False
+        self._verify_pads, self._tell = False, None
+        self._notices_mask = True
         self.verifier: Callable[..., Any] | None = None
         self._has_peers = strategy.cluster.num_processes > 1
         # No other process hears of a call's progress. Asked once, as an empty step takes 16 us in all.
@@ -211,9 +214,10 @@ class DistributedStep(Distributed):
         """Distributes the same function under another strategy that keeps the state on its devices, with some other options."""
         return DistributedStep(strategy, self._step, dataclasses.replace(self.options, **options))
 
-    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+    def verify_next(self, how: Verify, *, pads: bool = False, tell: Callable[[str], Any] | None = None) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""
-        self._verify_pads = pads
+        self._verify_pads, self._tell = pads, tell
+        self._notices_mask = False  # a loop that asks this knows its data, and looks itself
         if self.options.verify is None and self.verification is None:
             self._verify = how
 
@@ -221,6 +225,15 @@ class DistributedStep(Distributed):
         assert self.verifier is not None  # `jdist.distribute` sets it
         how, self._verify = self._verify, "off"
         self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
+        if self._tell is not None and self.verification.not_compared and self.strategy.num_replicas > 1:
+            self._tell(f"{self.__name__}: verify could not compare " + "; ".join(self.verification.not_compared) + ".")
+
+    def _notice_mask(self, program: Program, traced: Traced, arguments: tuple[PyTree, ...]) -> None:
+        """Warns once, at the first batch that is filled up, of a step that never reads its mask."""
+        self._notices_mask = False
+        preview = Preview.of(program.trace(*arguments), traced, arguments)
+        if preview.ignores_mask and set(preview.results) != {"examples"}:  # rows that come back one by one
+            warnings.warn(f"{self.__name__} {IGNORES_MASK}", stacklevel=callers_level())
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """Gives a state the first loss scale, if the step scales its loss and the state has none."""
@@ -341,6 +354,8 @@ class DistributedStep(Distributed):
                 jaxpr = program.trace(self._token, state, batches, others).jaxpr
                 check_same_of_processes(self.strategy, self.__name__, jaxpr, state if check_states else None)
                 self._agreed.add(call)
+            if self._notices_mask and any(map(has_padding, original)):
+                self._notice_mask(program, traced, (self._token, state, batches, others))
             box = newest.results
             newest.results_hold_state = self.options.may_update_state
             try:

@@ -18,6 +18,7 @@ from jdist.replica import collectives, gradients
 from jdist.step.divergence import check_averages_combined
 from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import scan
+from jdist.step.notices import notice
 from jdist.step.outputs import LOCAL, METRIC, ROWS, OutputKind, check_means, rows_of
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
@@ -82,6 +83,8 @@ def microbatched(spec: ProgramSpec) -> RunFn:
         plan = make_plan(strategy, spec.splittable(seen), spec.options.accumulate, state, batches, others)
         if spec.compares_replicas:
             plan.check_averages_combined()
+        step, parts = plan.split.traced, plan.k * (strategy.num_replicas if strategy.bound_axes else 1)
+        notice(spec.name, step.closed, step.batch, parts, [step.microbatch])
         with tracing(ReplicaTrace(strategy, sum_gradient=feedback.sum if feedback else None)):
             of_phases = gradient_part(plan, state, batches, others, all_reduced(strategy))
             leaves, late = plan.split.update(state, others, of_phases.combined, of_phases.carried)

@@ -15,22 +15,33 @@ from jax.extend import core as jex
 
 from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
+from jdist.jaxpr.variation import DRAWS
 
 _UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
-_DRAWS = ("random_bits", "random_gamma")
 _PRINTS = ("debug_print", "debug_callback")  # they return nothing; other calls of the host do
 _CALLBACKS = ("io_callback", "outside_call")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_SUMS = (
+    *_PRODUCTS,
+    *("reduce_sum", "reduce_prod", "reduce_window_sum", "cumsum", "cumprod", "cumlogsumexp", "scatter-add"),
+    *("triangular_solve", "cholesky", "lu", "qr", "geqrf", "householder_product", "eigh", "svd", "fft"),
+)
+# A vector's elements may round in another way than those at its end; division and roots are exact to the last digit.
+_APPROXIMATE = (
+    *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan"),
+    *("pow", "rsqrt", "cbrt", "lgamma", "digamma", "atan2", "sinh", "cosh"),
+)
 
 
 def draws(closed: Any) -> bool:
     """Whether a jaxpr draws random numbers."""
-    return graph.contains_primitive(closed, *_DRAWS)
+    return graph.contains_primitive(closed, *DRAWS)
 
 
 def draws_until(closed: Any) -> bool:
     """Whether it draws until what it drew is accepted: of a constant it might never be."""
     loops = (eqn for eqn in graph.all_equations(closed) if eqn.primitive.name == "while")
-    return any(graph.uses_primitive(loop, *_DRAWS) for loop in loops)
+    return any(graph.uses_primitive(loop, *DRAWS) for loop in loops)
 
 
 def prints(closed: Any) -> bool:
@@ -48,13 +59,13 @@ def quiet(closed: Any) -> Any:
     return _rewritten(closed, _quiet, {})
 
 
-def shaken(closed: Any, eps: float) -> Any:
-    """Rewrites a jaxpr with errors of rounding, relative to `eps`, in all that is summed.
+def shaken(closed: Any, multiplies: float) -> Any:
+    """Rewrites a jaxpr with errors of rounding in all that is summed, others at each run, and in nothing that is exact.
 
-    A bias of zero has a gradient that may be zero but for the order of its sum. Errors in the arguments alone do not
-    show that where the sum's terms do not depend on numbers with a fraction.
+    Each sum errs as its own dtype rounds; products of matrices at least by `multiplies`. A bias of zero has a gradient
+    that may be zero but for the order of its terms, so these err as well as the result.
     """
-    return _rewritten(closed, lambda eqn: _shaken(eqn, eps), {})
+    return _rewritten(closed, lambda eqn: _shaken(eqn, multiplies), {})
 
 
 def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
@@ -82,26 +93,24 @@ def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: di
 def _quiet(eqn: Any) -> list[Any] | None:
     if eqn.primitive.name in _PRINTS:
         return []
-    return _constant(eqn) if eqn.primitive.name in _DRAWS else None
+    return _constant(eqn) if eqn.primitive.name in DRAWS else None
 
 
-def _shaken(eqn: Any, eps: float) -> list[Any] | None:
-    if eqn.primitive.name != "reduce_sum" or isinstance(eqn.invars[0], jex.Literal):
+def _shaken(eqn: Any, multiplies: float) -> list[Any] | None:
+    name = eqn.primitive.name
+    if name.startswith("pallas"):
+        return [eqn]  # a kernel's body has arithmetic of its own
+    if name not in (*_SUMS, *_APPROXIMATE) or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return None
-    operand, aval = eqn.invars[0], eqn.invars[0].aval
-    if (
-        not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.float64
-    ):  # doubles are exact enough in any order
-        return None
+    eps = max(float(jnp.finfo(eqn.outvars[0].aval.dtype).eps), multiplies if name in _PRODUCTS else 0.0)
 
-    def function(x: jax.Array) -> jax.Array:
-        numbers = jax.lax.reshape(jax.lax.iota(jnp.float32, x.size), x.shape)
-        errors = jax.lax.sin(jax.lax.mul(jax.lax.add(numbers, 1.0), 12.9898))  # as good as random, one for each term
-        factors = jax.lax.add(jax.lax.mul(errors, eps), 1.0)
-        return eqn.primitive.bind(jax.lax.convert_element_type(factors * x.astype(jnp.float32), x.dtype), **eqn.params)
+    def function(*operands: jax.Array) -> list[jax.Array]:
+        terms = operands if name in _APPROXIMATE else [_with_errors(x, eps) for x in operands]
+        results = eqn.primitive.bind(*terms, **eqn.params)
+        return [_with_errors(x, eps) for x in (results if eqn.primitive.multiple_results else [results])]
 
-    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    places = {closed.jaxpr.invars[0]: operand, closed.jaxpr.outvars[0]: eqn.outvars[0]}
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+    places = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.outvars], [*eqn.invars, *eqn.outvars], strict=True))
 
     def placed(v: Any) -> Any:
         return v if isinstance(v, jex.Literal) else places.get(v, v)
@@ -110,6 +119,21 @@ def _shaken(eqn: Any, eps: float) -> list[Any] | None:
         each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
         for each in closed.jaxpr.eqns
     ]
+
+
+def _with_errors(x: jax.Array, eps: float) -> jax.Array:
+    """Gives numbers errors of rounding; whole ones are exact, and so are sums of them, as far as the dtype counts."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    real = jnp.finfo(x.dtype).dtype
+    wide = jnp.promote_types(real, jnp.float32)
+    value = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # Stateful: it draws other numbers wherever and whenever it runs, with no key to hand through loops and calls.
+    errors = jax.lax.rng_uniform(jnp.array(-eps, wide), jnp.array(eps, wide), x.shape)
+    is_exact = False
+    if value.dtype == wide:
+        is_exact = (value == jax.lax.round(value)) & (jax.lax.abs(value) <= 1 / float(jnp.finfo(real).eps))
+    return jnp.where(is_exact, value, value + value * errors).astype(x.dtype)
 
 
 def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import repeated
 from jdist.step.microbatches import microbatched
 from jdist.step.non_finite import finite_guarded
+from jdist.step.notices import notice
 from jdist.step.outputs import LOCAL, METRIC, OutputKind, check_means, kinds_of, rows_of
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.step.signature import Others
@@ -70,14 +71,15 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
             lambda by_rows: jax.make_jaxpr(partial(as_written, by_rows=by_rows), return_shape=True)(*arguments),
             lambda closed: _of_replica(closed, arguments),
         )
+        variables = graph.body_of(closed)
+        places = jax.tree.unflatten(jax.tree.structure(arguments), variables.invars)
+        old, own = jax.tree.leaves(places[0]), jax.tree.leaves(places[1])
+        notice(spec.name, closed, own, strategy.num_replicas if bound else 1)
         new_state, outputs, finite = jax.tree.unflatten(
             jax.tree.structure(shapes),
             graph.run(graph.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
         )
         if spec.compares_replicas and "state" in spec.traced.returns:
-            variables = graph.body_of(closed)
-            places = jax.tree.unflatten(jax.tree.structure(arguments), variables.invars)
-            old, own = jax.tree.leaves(places[0]), jax.tree.leaves(places[1])
             new = variables.outvars[: len(jax.tree.leaves(shapes[0]))]
             check_averages_combined(closed, old, new, own, shapes[0], (strategy.num_replicas, 1))
         rows = rows_of(batches) if bound else None  # of one replica nothing is averaged

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
-from jdist.jaxpr import graph
-from jdist.jaxpr.graph import ClosedJaxpr
+from jdist.jaxpr import graph, variation
+from jdist.step.notices import divides_by_global_batch, last_reductions
 from jdist.step.rounding import as_numbers
+from jdist.step.trial import Trial
 
-_ONE_OPERAND = (
-    "convert_element_type",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "copy",
-    "psum",
-    "psum_invariant",
-    "pmean",
-)
-_WITH_CONSTANT = ("mul", "div", "sub", "add", "neg", "max", "min")
 _EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "pmax", "pmin")
+_CURVED = ("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "integer_pow", "pow", "tanh", "logistic")
 _STATISTICS = ("batch_stats", "BatchStat", "batch_statistics")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A likely cause of a difference.
-
-    Attributes:
-        description: what it is, as a clause.
-        remedy: what to write instead, as a sentence.
-    """
+    """A likely cause of a difference, as a clause, and the remedy, as a sentence."""
 
     description: str
     remedy: str
@@ -52,9 +36,17 @@ APART = Cause(
     '"mean")`, and other state by `jdist.aggregate(x, "mean")` or "sum".',
 )
 STATISTICS = Cause(
-    "batch normalisation sees each replica's own rows",
-    "Give the layer `axis_name=jdist.replica_axes()` (of nnx `axis_name=strategy.axes`); or keep it so, as many do, and say "
-    '`verify="off"`.',
+    "rows are normalised by the statistics of each replica's own rows, as by batch normalisation",
+    "Give the layer `axis_name=jdist.replica_axes()` (of nnx `axis_name=strategy.axes`), and a mean of your own to "
+    '`jdist.all_reduce(x.mean(0))`; or keep it so, as many do with batch normalisation, and say `verify="off"`.',
+)
+GLOBAL = Cause(
+    "a sum over a replica's own rows is divided by the rows of the global batch, and then averaged over the replicas",
+    'Sum gradients, `jdist.value_and_grad(loss_fn, op="sum")`; or take `jdist.mean(losses, batch["mask"])`.',
+)
+CURVED = Cause(
+    "it is a function of a mean, such as `exp` or `sqrt`, which each replica takes of its own part of the mean",
+    "Combine the mean first: `jnp.exp(jdist.all_reduce(jdist.mean(losses, mask)))`.",
 )
 STATISTICS_OF_MICROBATCHES = Cause(
     "batch normalisation sees the rows of one microbatch at a time",
@@ -68,6 +60,11 @@ CUT = Cause(
 LOOPS = Cause(
     "the step loops over the first axis of its batch, which is cut among the replicas: is it time, not rows?",
     "Lead every leaf of the batch with its rows, `jnp.swapaxes(x, 0, 1)` inside the step.",
+)
+BROADCAST = Cause(
+    "[rows, 1] meets [rows], which makes an array of rows by rows: each row's value meets those of all rows",
+    "Give both one shape, `x[:, 0]` or `jnp.squeeze(x, -1)`; where pairs of rows are meant, gather the others' by "
+    "`jdist.all_gather(x)`.",
 )
 PAIRS = Cause(
     "rows are compared with one another, as by a contrastive loss, and a replica has only its own",
@@ -90,62 +87,41 @@ NO_MEAN = Cause(
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The evidence on a step that differs.
+    """The evidence on a step that differs."""
 
-    Attributes:
-        one: its jaxpr as one replica.
-        many: its jaxpr as it is distributed.
-        rows: rows that one replica sees.
-        parts: into how many parts the batch is cut, microbatches counted.
-        accumulates: whether a replica's rows are cut into microbatches.
-        apart: whether the replicas' states differ from one another.
-        padded: whether the batch has rows that only fill it up.
-    """
-
-    one: Any
-    many: Any
-    rows: int
-    parts: int
+    one: Trial
+    many: Trial
+    rows: int  # of one replica
+    parts: int  # of the batch: replicas times microbatches
     accumulates: bool
-    apart: bool
-    padded: bool
+    apart: bool  # whether the replicas' states differ from one another
+    padded: bool  # whether the batch has rows that only fill it up
 
 
 def of_step(evidence: Evidence, names: list[str]) -> Cause:
     """Finds the likely cause of differences that reach the state, or a metric that shows no cause of its own."""
-    own = evidence.rows // evidence.parts
     if evidence.padded:
         return PADDING
     if evidence.apart:
         return APART
     if any(part in name for name in names for part in _STATISTICS):
         return STATISTICS_OF_MICROBATCHES if evidence.accumulates else STATISTICS
-    if _pairs(evidence.one, evidence.rows) and (own < 2 or _pairs(evidence.many, own)):
-        return PAIRS
-    if _cuts(evidence.one, evidence.rows):
-        return CUT
-    lengths = Counter(_lengths(evidence.one)) - Counter(_lengths(evidence.many))
-    if any(length >= evidence.parts and length % evidence.parts == 0 for length in lengths):
-        return LOOPS
-    return NO_MEAN
+    if divides_by_global_batch(evidence.many.closed, evidence.rows // evidence.parts, evidence.parts):
+        return GLOBAL
+    # Combined values are known as such in the program of many, and microbatches are cut there.
+    signs = _signs(evidence.many) & {BROADCAST, PAIRS, STATISTICS} | _signs(evidence.one) & {CUT, LOOPS}
+    return next((cause for cause in (BROADCAST, CUT, LOOPS, PAIRS, STATISTICS) if cause in signs), NO_MEAN)
 
 
 def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | None:
-    """Finds the cause of a metric's difference in its values or its computation; None: the step's.
-
-    Args:
-        evidence: of the step.
-        one: the metric as one replica.
-        many: the metric as it is distributed.
-        place: of the metric among the results of the step's jaxpr.
-    """
-    value, other = as_numbers(one).ravel(), as_numbers(many).ravel()
-    last = _last_reduction(evidence.one, evidence.one.jaxpr.outvars[place])
-    if last in _EXTREMES:
+    """Finds the cause of a metric's difference in its values or its computation, at its place; None: the step's."""
+    value, other, closed = as_numbers(one).ravel(), as_numbers(many).ravel(), evidence.one.closed
+    last = {eqn.primitive.name for eqn, _ in last_reductions(closed, closed.jaxpr.outvars[place])}
+    if last.intersection(_EXTREMES):
         return EXTREME
-    if value.any() and np.allclose(other * evidence.parts, value, rtol=1e-3):
+    if value.any() and not evidence.padded and np.allclose(other * evidence.parts, value, rtol=1e-3):
         return TOTAL
-    return None
+    return CURVED if last.intersection(_CURVED) and not evidence.apart else None
 
 
 def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
@@ -158,49 +134,27 @@ def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
     )
 
 
-def _lengths(closed: Any) -> list[int]:
-    return [eqn.params["length"] for eqn in graph.all_equations(closed) if eqn.primitive.name == "scan"]
+def _signs(trial: Trial) -> set[Cause]:
+    """Finds the causes whose pattern is somewhere in a program."""
+    signs = set[Cause]()
+    for eqn, origins in variation.origins(trial.closed, trial.batch):
+        name, axes = eqn.primitive.name, [origin.rows for origin in origins]
+        if any(len(each) > 1 for each in axes):
+            signs.add(PAIRS)
+        if name in ("add", "sub", "mul", "div") and set(axes) == {frozenset({0}), frozenset({1})}:
+            signs.add(BROADCAST if eqn.outvars[0].aval.ndim == 2 else PAIRS)
+        if name == "sub" and all(origin.varies for origin in origins) and axes[0] ^ axes[1]:
+            signs.add(STATISTICS)
+        if name in ("slice", "dynamic_slice", "reshape", "split") and _is_cut(axes[0], eqn):
+            signs.add(CUT)
+        if name == "scan":
+            first = graph.number_not_scanned(eqn.invars, graph.body_of(graph.nested_jaxprs(eqn)[0]).invars)
+            signs.update(LOOPS for each in axes[first:] if 0 in each)
+    return signs
 
 
-def _pairs(closed: Any, rows: int) -> bool:
-    """Whether anything has two axes of rows."""
-    shapes = (getattr(v.aval, "shape", ()) for eqn in graph.all_equations(closed) for v in eqn.outvars)
-    return rows > 1 and any(sum(size == rows for size in shape) > 1 for shape in shapes)
-
-
-def _cuts(closed: Any, rows: int) -> bool:
-    """Whether an array of all rows is cut along them."""
-    for eqn in graph.all_equations(closed):
-        if eqn.primitive.name not in ("slice", "dynamic_slice", "gather", "reshape", "split"):
-            continue
-        before = getattr(eqn.invars[0].aval, "shape", ())
-        for v in eqn.outvars:
-            after = v.aval.shape
-            if len(before) < 1 or before[0] != rows:
-                continue
-            if eqn.primitive.name == "reshape":
-                if len(after) == len(before) + 1 and after[2:] == before[1:] and 1 < after[0] < rows:
-                    return True
-            elif len(after) == len(before) and after[1:] == before[1:] and 1 < after[0] < rows:
-                return True
-    return False
-
-
-def _last_reduction(closed: Any, wanted: Any) -> str:
-    """Finds the primitive that a result comes from, past what changes its form or scales it; "" if it comes from none."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    made_by = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
-    while not isinstance(wanted, jex.Literal) and wanted in made_by:
-        eqn, place = made_by[wanted]
-        inner = [param for param in eqn.params.values() if isinstance(param, ClosedJaxpr | jex.Jaxpr)]
-        if inner and len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(eqn.outvars):
-            inside = getattr(inner[0], "jaxpr", inner[0])
-            return _last_reduction(inside, inside.outvars[place])
-        known = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
-        if eqn.primitive.name in _ONE_OPERAND and len(eqn.invars) > place:
-            wanted = eqn.invars[place]
-        elif eqn.primitive.name in _WITH_CONSTANT and len(known) == 1:
-            wanted = known[0]
-        else:
-            return eqn.primitive.name
-    return ""
+def _is_cut(rows: frozenset[int], eqn: Any) -> bool:
+    """Whether an equation makes of all rows several parts, or one that is more than a row."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    is_split = len(after) > len(before) and after[2:] == before[1:]
+    return 0 in rows and 1 < after[0] < before[0] and (is_split or after[1:] == before[1:])

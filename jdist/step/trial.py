@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core as jex
 
+from jdist.core.context import own_settings
 from jdist.core.per_replica import is_per_replica
 from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
@@ -35,45 +36,34 @@ class Result:
 
 
 class Trial:
-    """One way to run a step; it is traced at the first run.
-
-    Attributes:
-        step: the step.
-        closed: its jaxpr.
-        state: the newest state, where the step has left it.
-    """
+    """One way to run a step; it is traced at the first run."""
 
     def __init__(self, step: DistributedStep, call: Call):
         self.step, self._call = step, call
-        self.closed: Any = None
-        self.state: PyTree = None
+        self.closed: Any = None  # the jaxpr, and its arguments that are rows
+        self.batch: Sequence[Any] = ()
+        self.state: PyTree = None  # the newest, where the step has left it
         self._run: Run | None = None
         self._treedef: Any = None
 
-    def shaken(self, eps: float) -> Trial:
-        """Copies the trial, after a run, with errors of rounding in all that is summed."""
+    def shaken(self, multiplies: float) -> Trial:
+        """Copies the trial, after a run, with errors of rounding in all that is summed; see `quiet.shaken`."""
         trial = copy.copy(self)
-        trial._run = self._compile(shaken(quiet(self.closed), eps))
+        trial._run = self._compile(shaken(quiet(self.closed), multiplies))
         return trial
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:
         """Runs the step; returns the leaves of its results by name."""
         arguments, traced = self.trace(state, batches, others)
         assert self._run is not None  # the trace has made it
-        results = self._run(arguments)
+        with own_settings(self.step.strategy):
+            results = self._run(arguments)
         self.state = results[1]
         return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
 
     def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
-        """Traces the step for arguments on the host, if it has not been.
-
-        Returns:
-            The arguments in their places, of which the step's own calls know nothing; what is known of the results.
-
-        Raises:
-            JDistError: what a call with them would raise before it runs.
-        """
-        with warnings.catch_warnings():  # the step's own call warns as well
+        """Traces the step for arguments on the host, if it has not been; returns them in place, and the results' roles."""
+        with own_settings(self.step.strategy), warnings.catch_warnings():  # the step's own call warns as well
             warnings.simplefilter("ignore")
             strategy, options = self.step.strategy, self.step.options
             others = replicate(strategy, others)
@@ -85,6 +75,8 @@ class Trial:
             if self._run is None:
                 closed = program.trace(*arguments)
                 self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
+                places = jax.tree.unflatten(jax.tree.structure(arguments), self.closed.jaxpr.invars)
+                self.batch = jax.tree.leaves(places[2])
                 is_loud = draws(self.closed) or prints(self.closed)
                 self._run = self._compile(quiet(self.closed)) if is_loud else lambda arguments: program.run(*arguments)
         return arguments, traced

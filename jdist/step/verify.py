@@ -10,6 +10,7 @@ from jdist.errors import StepError, VerificationError
 from jdist.step.base import Distributed
 from jdist.step.comparison import Comparison, NotComparableError, Verification
 from jdist.step.mesh_step import DistributedStep
+from jdist.support.tracebacks import callers_level
 
 
 class VerificationWarning(UserWarning):
@@ -21,7 +22,8 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
 
     Both run once, on copies: state, metrics and the step itself stay as they were. Random draws are replaced by one constant
     in both, as each replica draws for its own rows; with `precision` and under an all-reduce that is not exact both compute
-    in float32. What rounding makes of a leaf is measured by further runs on one device, where leaves differ at all.
+    in float32. Where leaves differ at all, further runs on one device, with errors of rounding in each sum, measure how far
+    apart rounding may leave each leaf.
 
     Args:
         train_step: what `jdist.distribute` or `jdist.nnx.distribute` made.
@@ -69,12 +71,8 @@ def verify_first(
 ) -> Verification:
     """Verifies a step before its first call, and warns where it differs.
 
-    Args:
-        step: the step.
-        args: of the call.
-        kwargs: of the call.
-        strict: raises a VerificationError instead, also where nothing could be compared.
-        pads: whether a later batch will be filled up, so that the step is verified on such a one as well.
+    `strict` raises a VerificationError instead, also where nothing could be compared. `pads` says that a later batch will be
+    filled up, so that the step is verified on such a one as well.
     """
     try:
         verification = _verified(step, args, kwargs, pads=pads)
@@ -90,7 +88,7 @@ def verify_first(
         warnings.warn(
             f'{step.__name__}: {verification}\nIf it is meant so, say `verify="off"`; `jdist.verify` compares again.',
             VerificationWarning,
-            stacklevel=5,
+            stacklevel=callers_level(),
         )
     return verification
 

@@ -57,9 +57,11 @@ def hide_own_frames(exc: BaseException) -> None:
 
 
 def callers_level() -> int:
-    """Finds the `stacklevel` with which the calling function's warning names the line that called jdist."""
+    """Finds the `stacklevel` with which the calling function's warning names the line that called jdist, JAX passed over."""
     level, frame = 1, sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or frame.f_globals.get("__name__", "").startswith("jax.")
+    ):
         level, frame = level + 1, frame.f_back
     return level
 

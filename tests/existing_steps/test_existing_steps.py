@@ -22,6 +22,8 @@ import pytest
 import jdist
 from tests.by_default import some
 
+pytestmark = pytest.mark.filterwarnings("ignore:train_step draws .* from a key that all replicas share")
+
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 # A pmap program's state, and nothing else, carries a leading axis of devices; the lines that add and remove it go.
 # So does the one that makes the devices' own copies of running statistics equal again.
@@ -242,6 +244,12 @@ def test_computes_what_it_did(case: Case, kind: str) -> None:
         assert_same(results, before(case.name))
     else:
         assert case.why
+
+
+@pytest.mark.parametrize("name", some(["key_argument", "rng_second"], ["rng_second"]))
+def test_draws_from_a_key_of_all_replicas_are_warned_of(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"train_step draws .* `key = jdist\.replica_rng\(key\)`"):
+        after(name, jdist.mirrored())
 
 
 @by_name([case for case in CASES if case.axis is None and "mirrored" not in case.same])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdist
 from jdist.core.remote import RemoteTree
-from jdist.errors import BatchError, DatasetError, StepError, StrategyError
+from jdist.errors import BatchError, DatasetError, StepError, StrategyError, VerificationError
 from tests.loop.loop_programs import DATA, create_state, errors, eval_step, predict_step
 
 W = np.array([1.0, -2.0, 0.5], np.float32)
@@ -151,3 +153,57 @@ class TestErrors:
     def test_metrics_that_are_no_dict(self):
         with pytest.raises(StepError, match=r"returned float32\[\] for metrics; return a dict"):
             jdist.evaluate(lambda own, batch: batch["x"].mean(), state(), DATA, global_batch=16)
+
+
+OWN_ROWS = {
+    "perplexity": lambda error, mask: jnp.exp(jdist.mean(error, mask)),
+    "signal to noise": lambda error, mask: -10 * jnp.log10(jdist.mean(error, mask)),
+    "r squared": lambda error, mask: 1 - (error * mask).sum() / ((error - error.mean()) ** 2 * mask).sum(),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ROWS)
+def test_the_first_batch_is_verified_once_for_each_step(name):
+    strategy = jdist.mirrored(jax.devices()[:2])
+    rows = {"x": np.arange(1.0, 12.0, dtype=np.float32) / 4}
+
+    def measured(w, batch):
+        return {"result": OWN_ROWS[name](w * batch["x"], batch["mask"])}
+
+    run = functools.partial(jdist.evaluate, measured, 1.0, rows, strategy=strategy, global_batch=4)
+    with pytest.raises(VerificationError, match="measured differs between one replica and many"):
+        run(verify="strict")
+    with pytest.warns(jdist.VerificationWarning, match=r"metrics\['result'\]"):
+        run()
+    run()  # it has been said
+    with pytest.raises(StepError, match="`verify` has 'frist'"):
+        run(verify="frist")
+
+
+def test_verify_warns_goes_on_or_is_off():
+    strategy = jdist.mirrored(jax.devices()[:2])
+    rows = np.arange(12, dtype=np.float32)
+
+    def standardised(w, batch):
+        return w * (batch - batch.mean()) / batch.std()
+
+    def centred(w, batch):
+        return w * (batch - batch.mean())
+
+    run = functools.partial(jdist.predict, strategy=strategy, global_batch=4)
+    with pytest.warns(jdist.VerificationWarning, match="statistics of each replica's own rows"):
+        assert run(standardised, 1.0, rows).shape == (12,)
+    run(centred, 1.0, rows, verify="off")
+
+
+def test_of_a_batch_that_is_filled_up_the_real_rows_are_compared():
+    strategy = jdist.mirrored(jax.devices()[:2])
+    rows = {"x": np.arange(3, dtype=np.float32)}
+
+    def centred(w, batch):
+        return w * (batch["x"] - batch["x"].mean())
+
+    run = functools.partial(jdist.predict, state=1.0, data=rows, strategy=strategy, global_batch=4, verify="strict")
+    assert run(lambda w, batch: w * batch["x"]).shape == (3,)
+    with pytest.raises(VerificationError):
+        run(centred)

@@ -1,6 +1,7 @@
 """`jdist.verify`: what a step computes of its own rows is named, and a step that is a mean over rows never is."""
 
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -124,11 +125,25 @@ def time_major(state, batch):
     return sgd(state, grads), {"loss": loss}
 
 
-NO_MEAN, PAIRS, TOTAL, EXTREME = (
+def column(params, batch):
+    """Between [rows, 1] and [rows]."""
+    return ((batch["x"] @ params["w"][:, :1] - batch["weight"]) ** 2).mean()
+
+
+def standardised(params, batch):
+    score = (batch["x"] @ params["w"])[:, 0]
+    return jdist.mean((score - score.mean()) / score.std() * batch["weight"])
+
+
+NO_MEAN, PAIRS, TOTAL, EXTREME, CURVED, STATISTICS, COLUMN, GLOBAL = (
     "no mean over the rows",
     "compared with one another",
     "sum or a count",
     "maximum or minimum",
+    "function of a mean",
+    "statistics of each replica's own rows",
+    "[rows, 1] meets [rows]",
+    "divided by the rows of the global batch",
 )
 WRONG = {
     "sum / sum(weights)": (step_of(by_hand), "metrics['loss']", NO_MEAN),
@@ -141,6 +156,10 @@ WRONG = {
     "minibatches": (minibatches, "state['w']", "minibatches are cut"),
     "minibatches in a scan": (minibatches_in_a_scan, "state['w']", "minibatches are cut"),
     "time first": (time_major, "metrics['loss']", "first axis of its batch"),
+    "perplexity": (of_metric(lambda p, b: jnp.exp(jdist.mean(losses(p, b), b["weight"]))), "metrics['metric']", CURVED),
+    "standardised": (step_of(standardised), "metrics['loss']", STATISTICS),
+    "broadcast column": (step_of(column), "state['w']", COLUMN),
+    "divided by the global batch": (step_of(lambda p, b: losses(p, b).sum() / ROWS), "metrics['loss']", GLOBAL),
     "a metric that is a ratio": (of_metric(by_hand), "metrics['metric']", NO_MEAN),
 }
 
@@ -169,10 +188,15 @@ def test_names_what_differs_and_why(name):
 @pytest.mark.parametrize(
     "name", ["sum / sum(weights)", "contrastive", "count", "right answers", "maximum", "time first"]
 )
-def test_the_global_view_is_the_first_remedy_where_it_is_exact(name):
+def test_the_global_view_is_the_last_remedy_where_it_is_exact(name):
     found = found_in(name)
-    assert found.remedy.startswith('`transform="jit"`')
+    assert 'transform="jit"' in found.remedy.removeprefix(found.differences[0].remedy)
+    assert str(found).index("Likely cause") < str(found).index('transform="jit"')
     assert verified(WRONG[name][0], strategy=jdist.mirrored(transform="jit"))
+
+
+def test_the_global_view_does_not_hide_a_column_that_meets_rows():
+    assert "transform=" not in str(found_in("broadcast column"))
 
 
 def test_in_the_global_view_a_step_is_what_it_is_on_one_replica():
@@ -192,6 +216,46 @@ def test_a_gradient_that_is_a_tenth_too_large():
     found = verified(train_step)
     assert {each.leaf for each in found.differences} == {"state['w']", "state['b']"}
     assert all(0.05 < each.relative < 0.2 for each in found.differences)
+
+
+def in_float8(x):
+    return x.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def test_one_coarse_number_blinds_the_comparison_of_no_other_leaf():
+    def train_step(loss_fn, state, batch):
+        loss, grads = jdist.value_and_grad(lambda p: loss_fn(losses(p, batch)))(state)
+        return sgd(state, grads), {"loss": loss, "stored": jdist.mean(in_float8(batch["x"] @ state["w"]).sum(-1))}
+
+    assert verified(functools.partial(train_step, jdist.mean)).ok
+    found = verified(functools.partial(train_step, lambda losses: losses.sum() / ROWS))
+    assert {each.leaf for each in found.differences} == {"state['w']", "state['b']", "metrics['loss']"}
+
+
+def test_leaves_that_rounding_hides_are_listed_with_how_coarsely_they_are_compared():
+    def loss_fn(params, batch):
+        logits = batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        return jdist.mean((logits.sum(-1).astype(jnp.float32) - batch["weight"]) ** 2)
+
+    found = verified(step_of(loss_fn))
+    assert found.ok
+    assert re.search(r"more closely than rounding .*state\['w'\] to \d+%", str(found))
+    assert not any("metrics" in each for each in found.not_compared)  # a mean in float32, of exact sums
+
+
+KEPT = (np.arange(ROWS) % 7 < np.where(np.arange(ROWS) < 8, 6, 2)).astype(np.float32)
+DECIDED = {
+    "a mask of floats": lambda each, kept: jnp.where(kept == 1.0, each, 0).sum() / (kept == 1.0).sum(),
+    "hidden by -1e9": lambda each, kept: -jax.nn.logsumexp((1 - kept) * -1e9 - each),
+    "classes of floats": lambda each, kept: jnp.where(3 * kept == 3, each, 0).sum() / kept.sum(),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_the_measure_of_rounding_leaves_decisions_on_whole_numbers_alone(name):
+    assert not verified(step_of(lambda p, b: DECIDED[name](losses(p, b), b["kept"])), rows={**batch(), "kept": KEPT})
+    found = verified(step_of(lambda p, b: jdist.mean(losses(p, b), b["kept"] == 1)), rows={**batch(), "kept": KEPT})
+    assert found.ok, str(found)
 
 
 STRATEGIES = {
@@ -294,7 +358,9 @@ def test_adamw_before_batch_normalisation_amplifies_rounding_and_that_is_no_diff
 def test_batch_normalisation_by_own_rows():
     net, tx = Net(synchronised=False), optax.sgd(0.1)
     found = verified(net_step(net, tx), net_state(net, tx))
-    assert {each.cause for each in found.differences} == {"batch normalisation sees each replica's own rows"}
+    assert {each.cause for each in found.differences} == {
+        "rows are normalised by the statistics of each replica's own rows, as by batch normalisation"
+    }
     assert "jdist.replica_axes()" in found.remedy
 
 
@@ -417,7 +483,7 @@ def test_nothing_is_kept(compiled):
 class TestFirst:
     def test_the_first_call_warns_and_goes_on(self):
         step = jdist.distribute(step_of(by_hand), jdist.mirrored(), verify="first")
-        with pytest.warns(VerificationWarning, match=r"(?s)metrics\['loss'\].*no mean over the rows.*verify=\"off\""):
+        with pytest.warns(VerificationWarning, match=r"(?s)no mean over the rows.*metrics\['loss'\].*verify=\"off\""):
             new, _ = step(state(), batch())
         assert not step.verification
         with warnings.catch_warnings():
@@ -490,8 +556,33 @@ def test_an_average_of_nnx_that_every_replica_adds_to():
     found = jdist.verify(step_with(jnp.mean), model, average, batch())
     assert found.ok, str(found)
     found = jdist.verify(step_with(jnp.max), model, average, batch())
-    assert all("['loss']" in each.leaf for each in found.differences)
-    assert not found.ok
+    (difference,) = found.differences  # the count is right
+    assert "['loss']['total']" in difference.leaf
+    assert difference.distributed / difference.one < 1  # of one replica's maximum, not of the sum of eight
+
+
+def test_leaves_of_one_cause_are_one_group_and_the_likeliest_comes_first():
+    """BatchNorm, Dropout and metrics in one nnx step, as `fit` meets it."""
+    strategy = jdist.mirrored()
+    _, model, optimizer = nnx_step(None, strategy)
+    average = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+
+    @jdist.nnx.distribute(strategy)
+    def with_metrics(model, optimizer, average, batch):
+        def loss_fn(model):
+            logits = model(batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), logits
+
+        (loss, logits), grads = jdist.nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        average.update(loss=loss, logits=logits, labels=batch["y"])
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    text = str(jdist.verify(with_metrics, model, optimizer, average, batch()))
+    assert text.count("Likely cause") == 1
+    assert text.index(STATISTICS) < text.index("state.")
+    assert "count" not in text
+    assert len(text.splitlines()) <= 9
 
 
 def test_a_scalar_draw():
@@ -504,6 +595,23 @@ def test_a_scalar_draw():
 
 
 class TestFit:
+    def test_prints_what_could_not_be_compared(self, capfd):
+        def noisy(state, batch):
+            noise = jax.random.normal(jdist.replica_rng(jax.random.key(0)), batch["x"].shape)
+            return right(state, {**batch, "x": batch["x"] + noise})
+
+        self.fit(noisy)
+        assert "noisy: verify could not compare random draws" in capfd.readouterr().err
+
+    def test_the_first_evaluated_batch_is_verified_too(self):
+        def perplexity(state, batch):
+            return {"perplexity": jnp.exp(jdist.mean(losses(state, batch), batch["mask"]))}
+
+        options = {"eval_data": self.rows(), "eval_step": perplexity}
+        with pytest.warns(VerificationWarning, match=r"perplexity.*(?s:.)*jnp\.exp\(jdist\.all_reduce"):
+            self.fit(right, **options)
+        self.fit(right, verify="off", **options)
+
     def rows(self):
         return {name: x for name, x in batch(rows=64).items() if name != "mask"}
 

@@ -1,0 +1,96 @@
+"""Warnings about a step that its trace alone justifies: nothing is compiled or run for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from jdist.core.collective_marks import collective_of
+from jdist.jaxpr import graph, variation
+from jdist.jaxpr.variation import Var
+from jdist.support.tracebacks import callers_level
+
+_SCALED = ("mul", "div", "neg", "max", "min")
+_REFORMED = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "optimization_barrier", "psum")
+
+
+def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Collection[Var] = ()) -> None:
+    """Warns of a step that draws the same for the rows of all its parts, or divides its loss twice by their number.
+
+    `batch` and `own` are the arguments of the step, as one part runs it, that are rows, and that vary without being rows.
+    """
+    if parts == 1:
+        return
+    shared = next(shared_draws(closed, batch, own), None)
+    if shared is not None:
+        warnings.warn(
+            f"{name} draws {shared.str_short()} for the rows of its batch from a key that all replicas share: each of the "
+            f"{parts} has the same numbers for its rows. Draw from a key of the replica's own: "
+            "`key = jdist.replica_rng(key)`.",
+            stacklevel=callers_level(),
+        )
+    rows = next((v.aval.shape[0] for v in batch if v.aval.ndim), 0)
+    if divides_by_global_batch(closed, rows, parts):
+        warnings.warn(
+            f"{name} divides its loss by {rows * parts}, the rows of the global batch, and `jdist.value_and_grad` takes the "
+            f'mean over {parts} replicas: gradients are {parts} times too small. Sum them, `op="sum"`; or divide by the '
+            'replica\'s own rows, `jdist.mean(losses, batch["mask"])`.',
+            stacklevel=callers_level(),
+        )
+
+
+def shared_draws(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[Any]:
+    """Finds what is drawn from a key that does not vary and meets rows that do, number by row; yields its type."""
+    for eqn, origins in variation.origins(closed, batch, own):
+        ranks = {getattr(v.aval, "ndim", None) for v in eqn.invars}
+        if len(ranks) != 1 or graph.nested_jaxprs(eqn) or eqn.primitive.name in ("concatenate", "dot_general"):
+            continue
+        rows = frozenset[int]().union(*(origin.rows for origin in origins))
+        for v, origin in zip(eqn.invars, origins, strict=True):
+            if not origin.varies and origin.drawn & rows:
+                yield v.aval
+
+
+def divides_by_global_batch(closed: Any, rows: int, parts: int) -> bool:
+    """Whether a loss, whose gradients are averaged over the parts, is a sum over a part's rows divided by those of all."""
+    for eqn in graph.body_of(closed).eqns:
+        collective = collective_of(eqn)
+        if collective is not None and (collective.kind, collective.op) == ("gradient", "mean"):
+            for reduction, divisor in last_reductions(closed, eqn.invars[0]):
+                sizes = [reduction.invars[0].aval.shape[axis] for axis in reduction.params.get("axes", ())]
+                if reduction.primitive.name == "reduce_sum" and rows in sizes and rows > 1:
+                    own, of_all = np.prod(sizes), np.array([rows, np.prod(sizes)], float) * parts
+                    if not np.isclose(divisor, own) and np.isclose(divisor, of_all, rtol=1e-6).any():
+                        return True
+        elif collective is None and any(
+            divides_by_global_batch(body, rows, parts) for body in graph.nested_jaxprs(eqn)
+        ):
+            return True
+    return False
+
+
+def last_reductions(closed: Any, wanted: Var, divisor: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """Finds the equations that a scalar's terms come from, past those that reform or scale them, and the divisor of each."""
+    made_by = {v: (eqn, i) for eqn in graph.body_of(closed).eqns for i, v in enumerate(eqn.outvars)}
+    waiting = [(wanted, divisor)]
+    while waiting:
+        v, divisor = waiting.pop()
+        if graph.is_literal(v) or v not in made_by:
+            continue
+        eqn, place = made_by[v]
+        name, bodies = eqn.primitive.name, graph.nested_jaxprs(eqn)
+        known = [operand for operand in eqn.invars if not graph.is_literal(operand)]
+        if bodies and len(graph.body_of(bodies[0]).outvars) == len(eqn.outvars):
+            yield from last_reductions(bodies[0], graph.body_of(bodies[0]).outvars[place], divisor)
+        elif name in ("add", "add_any", "sub"):
+            waiting += [(operand, divisor) for operand in known]
+        elif name in _REFORMED and len(eqn.invars) > place:
+            waiting.append((eqn.invars[place], divisor))
+        elif name in _SCALED and len(known) == 1:
+            factor = float(next((x.val for x in eqn.invars if graph.is_literal(x)), 1.0)) or 1.0
+            waiting.append((known[0], divisor * {"div": factor, "mul": 1 / factor}.get(name, 1.0)))
+        else:
+            yield eqn, divisor

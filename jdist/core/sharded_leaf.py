@@ -13,12 +13,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from jdist.core.context import current_trace
 from jdist.core.layout import HOST_MEMORIES, axes_of
 from jdist.errors import DeviceError, StepError
 from jdist.support.arrays import to_host
 
 PyTree = Any
 _FETCH = "outside of a step, compute with what `strategy.fetch(state)` returns; a step gets the array itself"
+_CLOSED_OVER = (
+    'a step closes over it, and gets only its arguments as arrays. Pass it to the step with the role "replicated", or as a '
+    "second state"
+)
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
@@ -74,7 +79,8 @@ class ShardedLeaf:
         raise AttributeError(f"an array in parts has no {name!r}: {_FETCH}")
 
     def __jax_array__(self) -> jax.Array:
-        raise StepError(f"JAX cannot compute with a {self.dtype} array of shape {self.shape} in parts: {_FETCH}")
+        mend = _CLOSED_OVER if current_trace() is not None else _FETCH
+        raise StepError(f"JAX cannot compute with a {self.dtype} array of shape {self.shape} in parts: {mend}")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if isinstance(self.stored, Tracer):

@@ -40,7 +40,7 @@ def explain(
             f"{strategy.name} has no mesh axis {missing[1]!r}, over which flax's metadata or a sharding constraint of the step "
             f"divides an array: the mesh has {', '.join(strategy.mesh.shape if strategy.mesh else ())}. Take "
             f'`jdist.sharded(mesh={{"replica": -1, "{missing[1]}": 1}})`, there with as many devices as a replica is to have, '
-            "or take the metadata off: `flax.linen.unbox(variables)`."
+            "take the metadata off, `flax.linen.unbox(variables)`, or let flax's axis rules translate the name to None."
         ) from exc
     if (
         isinstance(exc, ValueError)

@@ -32,8 +32,9 @@ PADDING = Cause(
 APART = Cause(
     "each replica wrote values of its own rows to the state: a gradient that was never brought together (`jax.grad`, also of "
     "single examples), or a counter",
-    "Take gradients by `jdist.value_and_grad`; average what was computed example by example by `jdist.all_reduce(grads, "
-    '"mean")`, and other state by `jdist.aggregate(x, "mean")` or "sum".',
+    "Take gradients by `jdist.value_and_grad`. Gradients of single examples are clipped first: average the clipped ones by "
+    '`jdist.all_reduce(mean_of_clipped, "mean")`, and add noise, as of `dpsgd`, after that. Combine other state by '
+    '`jdist.aggregate(x, "mean")` or "sum".',
 )
 STATISTICS = Cause(
     "rows are normalised by the statistics of each replica's own rows, as by batch normalisation",
@@ -59,7 +60,7 @@ CUT = Cause(
 )
 LOOPS = Cause(
     "the step loops over the first axis of its batch, which is cut among the replicas: is it time, not rows?",
-    "Lead every leaf of the batch with its rows, `jnp.swapaxes(x, 0, 1)` inside the step.",
+    "Say where the rows are, `batch_axis=1`, to `jdist.distribute` and to `strategy.distribute_dataset`.",
 )
 BROADCAST = Cause(
     "[rows, 1] meets [rows], which makes an array of rows by rows: each row's value meets those of all rows",

@@ -130,3 +130,18 @@ def test_spread_as_another(strategy):
 def test_one_leaf_each(strategy):
     state = strategy.init(lambda: {"w": jnp.zeros((3, 5)), "n": jnp.int32(0)})
     assert map_leaves(lambda x: x.shape, state) == {"w": (3, 5), "n": ()}
+
+
+def test_a_teacher_that_a_step_closes_over_is_told_to_be_an_argument():
+    strategy = jdist.sharded(jax.devices()[:2], whole_below=1)
+    teacher = strategy.init(lambda: {"w": jnp.ones((4, 2))})
+
+    def distil(w, batch, teacher=None):
+        target = batch["x"] @ (frozen if teacher is None else teacher)["w"]
+        return w, {"mean": jdist.mean(target)}
+
+    frozen, batch = teacher, {"x": np.ones((2, 4), np.float32)}
+    with pytest.raises(StepError, match=r'a step closes over it.*role "replicated", or as a second state'):
+        jdist.distribute(distil, strategy)(jnp.zeros(3), batch)
+    _, metrics = jdist.distribute(distil, strategy, args=("state", "batch", "replicated"))(jnp.zeros(3), batch, teacher)
+    assert float(metrics["mean"]) == 4

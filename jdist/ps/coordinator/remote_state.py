@@ -37,7 +37,8 @@ class OnServers(RemoteTree):
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}`."
+            f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}` to "
+            'read it; to change it, as a learning rate set by hand, pass the new value to a step as a "replicated" argument.'
         )
 
     def __getitem__(self, key: Any) -> Any:

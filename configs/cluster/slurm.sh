@@ -1,6 +1,7 @@
 #!/bin/bash
 # What:     a Slurm batch job. One process on each node takes all of the node's GPUs; together they train as one job.
-#           Lost processes (a node that fails) are started again, up to three times, from the last checkpoint.
+#           Processes that fail are started again, up to three times, from the last checkpoint. A node that fails ends the
+#           job, which Slurm starts again because of --requeue.
 # Command:  sbatch configs/cluster/slurm.sh configs/digits.yaml [KEY=VALUE ...]
 #           sbatch configs/cluster/slurm.sh train.py [ARGUMENT ...]
 # Change:   the #SBATCH lines: nodes, GPUs and cores of a node, time. Submit it in a folder that all nodes share, as

@@ -132,9 +132,14 @@ class Delivery:
                 self._records.put_nowait(last)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
+            waiting = self._given - self._taken
+            rows = (
+                f"{waiting:,} of {self._given:,} rows may not be there"
+                if waiting
+                else "all rows are there, its end may not be"
+            )
             self._messages.put(
-                f"{self._name}: not done {timeout_s:g} s after the end; {self._given - self._taken:,} of {self._given:,} rows "
-                "are not known to be delivered. The run's own files have all of them."
+                f"{self._name}: not done {timeout_s:g} s after the end of the run; {rows}. The run's own files have all rows."
             )
         elif (lost := self._failures + self._dropped) > 1:
             self._messages.put(

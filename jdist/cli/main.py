@@ -80,6 +80,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     """Calls a known subcommand, refuses an unknown one, and lists all where none is given."""
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
+        _refuse_dashes(name, rest)
         if name != "plan":  # which may be asked for GPUs' kernels
             cuda.pass_over_plugin()
         if name in _FLAGS_ANYWHERE:
@@ -96,6 +97,20 @@ def _dispatch(arguments: Sequence[str]) -> int:
     for name, command in COMMANDS.items():
         app.command(name=name, help=(command.__doc__ or "").partition("\n")[0])(command)
     return app.cli(prog="jdist", description="Distribute a JAX train step.", args=arguments)
+
+
+def _refuse_dashes(command: str, arguments: Sequence[str]) -> None:
+    """Raises a `ConfigError` for overrides with dashes, and for the number of processes by the name that MPI has for it."""
+    for argument, value in zip(arguments, [*arguments[1:], "N"], strict=False):
+        if argument == "--":
+            return
+        if command in _FLAGS_ANYWHERE and argument.startswith("--") and "." in argument.partition("=")[0]:
+            key, _, given = argument.removeprefix("--").partition("=")
+            raise ConfigError(f"{argument}: an override has no dashes: `{key}={given or value}`.")
+        if command == "launch" and argument in ("-np", "-n"):
+            raise ConfigError(f"{argument}: jdist launch takes the number of processes as `--processes {value}`.")
+        if command == "launch" and not argument.startswith("-"):
+            return
 
 
 def flags_last(arguments: Sequence[str], command: Callable[..., int]) -> list[str]:

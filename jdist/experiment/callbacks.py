@@ -94,16 +94,17 @@ def check_watched(config: Config, measured: Mapping[str, Any], document: Documen
     """
     problems = []
     for key, metric in _watched(config, document):
-        prefix = "eval/" if metric.startswith("eval/") else ""  # messages name metrics as the config does
         name = metric.removeprefix("eval/")
-        names = [prefix + each for each, value in measured.items() if np.ndim(value) == 0]
+        names = ["eval/" + each for each, value in measured.items() if np.ndim(value) == 0]
+        remedy = nearest(f"eval/{name}", names, label="It has")
         if name not in measured:
             text = f"the task's evaluation has no metric {show(metric)}"
-        elif metric not in names:
+        elif f"eval/{name}" not in names:
             text = f"{show(metric)} is an array of shape {np.shape(measured[name])}, of which none is the best"
+            remedy = f" It has: {', '.join(sorted(names))}."
         else:
             continue
-        problems.append(Problem(key=key, text=text, remedy=nearest(metric, names, label="It has")))
+        problems.append(Problem(key=key, text=text, remedy=remedy))
     if problems:
         raise refusal(document, problems)
 

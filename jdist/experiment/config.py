@@ -187,7 +187,7 @@ class EarlyStoppingOptions(Section):
     @model_validator(mode="after")
     def _has_a_mode(self) -> EarlyStoppingOptions:
         if self.mode is None and better(self.metric) is None:
-            raise PydanticCustomError("mode", "whether more or less of it is better its name does not say; say `mode`")
+            raise PydanticCustomError("mode", "cannot tell from the name whether higher is better; set `mode`")
         return self
 
 

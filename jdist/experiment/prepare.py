@@ -25,6 +25,7 @@ from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
 from jdist.experiment.options import check_options
+from jdist.experiment.schedule import warn_beyond
 from jdist.experiment.validate import Problem, refusal, show
 from jdist.loop.task import Task
 from jdist.step.decorator import distribute
@@ -169,6 +170,8 @@ def _optimizer(
     optimizer = values["train"]["optimizer"]
     section = fill_lengths(optimizer, steps=steps or _LONG)
     filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(optimizer)).keys()}
+    for option, value in optimizer.items() if steps is not None else ():
+        warn_beyond(value, (*KEY, option), steps=steps or _LONG)
     global_batch = values["train"]["global_batch"]
     return section, filled, list(check_optimizer(section, global_batch=global_batch, filled=filled, length=length))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Set
 from typing import Any, TypeGuard
 
@@ -13,6 +14,7 @@ from jdist.experiment.options import check_options
 from jdist.experiment.validate import Problem, show
 from jdist.scaling import gradual_warmup
 from jdist.support.suggest import closest, nearest
+from jdist.support.tracebacks import callers_level
 
 # What optax raises for arguments that it cannot use.
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
@@ -86,6 +88,21 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
         short = _too_short(value, key, filled=filled, length=length)
         problems = [short or Problem(key=key, text=f"{called} refuses these arguments: {refusal}")]
     yield from problems
+
+
+def warn_beyond(value: Any, key: Key, *, steps: int) -> None:
+    """Warns of a schedule whose length is given, and is more than the run has; in a list each has a part of the run."""
+    if not is_schedule(value):
+        return
+    for option, inner in value.items():
+        if option in _LENGTHS and isinstance(inner, int) and inner > steps:
+            warnings.warn(
+                f"{dotted((*key, option))} is {inner:,}, and the run has {steps:,} steps: the schedule does not reach its end. "
+                "Leave it out to take the run's length, or lower it.",
+                UserWarning,
+                stacklevel=callers_level(),
+            )
+        warn_beyond(inner, (*key, option), steps=steps)
 
 
 def reason(error: Exception) -> str:

@@ -113,12 +113,12 @@ def _with_best(config: Config) -> tuple[Config, list[Problem]]:
     best = checkpoint.best if checkpoint.best.startswith("eval/") else f"eval/{checkpoint.best}"
     mode = checkpoint.mode or better(best)
     if mode is None:
-        text = f"whether more or less of {show(checkpoint.best)} is better its name does not say"
+        text = f"cannot tell from the name {show(checkpoint.best)} whether higher is better"
         near = closest(checkpoint.best.rpartition("/")[2].lower(), NAMES, cutoff=0.75)
         remedy = (
-            f" Did you mean {near}? Else say checkpoint.mode=max or min."
+            f" Did you mean eval/{near}? Else set checkpoint.mode=max or min."
             if near
-            else " Say checkpoint.mode=max or min."
+            else " Set checkpoint.mode=max or min."
         )
         return config, [Problem(key=("checkpoint", "best"), text=text, remedy=remedy)]
     return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"best": best, "mode": mode})}), []

@@ -224,7 +224,7 @@ def test_the_resolved_config_and_a_dry_run_show_them_with_their_options(jdist_ru
         ("[{ema: {decay: 1}}]", "callbacks.0.ema.decay: 1 is not < 1.0"),
         ("[{early_stopping: {patience: 0}}]", "callbacks.0.early_stopping.patience: 0 is not >= 1"),
         ("[{early_stopping: {metric: loss}}]", 'callbacks.0.early_stopping.metric: "loss" is not of the right form'),
-        ("[{early_stopping: {metric: eval/close}}]", "whether more or less of it is better its name does not say"),
+        ("[{early_stopping: {metric: eval/close}}]", "cannot tell from the name whether higher is better"),
         ("[{profiler: {first: 20}}]", "`last` comes before `first`"),
         ("ema", 'callbacks: "ema" is not a list'),
         ("[{ema: {}, csv: {}}]", "callbacks.0: .* one name, or one name with its options"),

@@ -149,3 +149,16 @@ def test_notes_of_an_error_are_printed_below_it(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", fail)
     assert cli.main(["run"]) != 0
     assert capsys.readouterr().err == "jdist: a batch differs from the first one\nin batch 3 (from 0) of the pass\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "a.yaml", "--train.epochs", "3"], "--train.epochs: an override has no dashes: `train.epochs=3`."),
+        (["sweep", "a.yaml", "--train.seed=1"], "--train.seed=1: an override has no dashes: `train.seed=1`."),
+        (["launch", "-np", "2", "train.py"], "-np: jdist launch takes the number of processes as `--processes 2`."),
+    ],
+)
+def test_what_other_commands_would_take_is_told_in_this_ones_words(capsys, arguments, said):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"jdist: {said}\n"

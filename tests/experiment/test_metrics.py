@@ -62,12 +62,12 @@ def test_metrics_are_exact_over_all_rows_and_the_run_repeats_to_the_bit(run, how
     [
         (
             ["checkpoint.best=acuracy", "checkpoint.mode=max", "--dry-run"],
-            'no metric "acuracy" (override checkpoint.best=acuracy). Did you mean accur',
+            'no metric "acuracy" (override checkpoint.best=acuracy). Did you mean eval/accur',
         ),
         (["task.options.how=undeclared", "--dry-run"], "the step returned metric 'accuracy' of dict, not a scalar"),
         (
             ["task.options.how='all at once'", "checkpoint.best=acuracy", "checkpoint.mode=max"],
-            "Did you mean accuracy?",
+            "Did you mean eval/accuracy?",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_an_array_cannot_be_the_best(run):
     code, _, err = run("classes.yaml", "checkpoint.best=confusion", "checkpoint.mode=max")
     assert code == 2
     assert '"confusion" is an array of shape (2, 2), of which none is the best' in err
-    assert "It has: accuracy, auc, loss." in err
+    assert "It has: eval/accuracy, eval/auc, eval/loss." in err
 
 
 def test_evaluate_and_fit_take_a_tasks_own_metrics():

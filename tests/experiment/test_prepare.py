@@ -66,7 +66,10 @@ SCHEDULE = (
         (["train.optimizer.learning_rate={schedule: cosine}"], 'no schedule "cosine" '),
         (["train.optimizer.learning_rate={schedule: cosine}"], "Did you mean cosine_decay_schedule?"),
         (["train.steps_per_call=5"], "5 does not divide the 24 steps of the run"),
-        (["checkpoint.best=accuracy"], 'no metric "accuracy" (override checkpoint.best=accuracy). It has: close, loss'),
+        (
+            ["checkpoint.best=accuracy"],
+            'no metric "accuracy" (override checkpoint.best=accuracy). It has: eval/close, eval/loss',
+        ),
         (["log.folder=toy.yaml"], "toy.yaml/toy: cannot be written: Not a directory"),
         (["log.folder=/dev/full"], "/dev/full/toy: cannot be written: Not a directory"),
     ],
@@ -119,3 +122,10 @@ def test_a_path_that_cannot_be_read_is_blamed_on_its_option(jdist_run):
     assert err.endswith(f"(override task.options.file=row.npy). Did you mean {os.getcwd()}/rows.npy?\n")
     with pytest.raises(FileNotFoundError):  # of no option
         jdist_run("task.make=toy_regression:reads")
+
+
+def test_a_schedule_that_is_longer_than_the_run_is_told_by_a_dry_run_too(jdist_run):
+    schedule = "{schedule: cosine_decay_schedule, init_value: 0.1, decay_steps: 10000}"
+    with pytest.warns(UserWarning, match=r"learning_rate\.decay_steps is 10,000, and the run has 24 steps"):
+        code, *_ = jdist_run(f"train.optimizer={{name: sgd, learning_rate: {schedule}}}", "--dry-run")
+    assert code == 0

@@ -60,13 +60,13 @@ def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mo
     [
         (
             "checkpoint.best=close",
-            'checkpoint.best: whether more or less of "close" is better its name does not say (override '
-            "checkpoint.best=close). Say checkpoint.mode=max or min.",
+            'checkpoint.best: cannot tell from the name "close" whether higher is better (override '
+            "checkpoint.best=close). Set checkpoint.mode=max or min.",
         ),
         (
             "checkpoint.best=acuracy",
-            'checkpoint.best: whether more or less of "acuracy" is better its name does not say (override '
-            "checkpoint.best=acuracy). Did you mean accuracy? Else say checkpoint.mode=max or min.",
+            'checkpoint.best: cannot tell from the name "acuracy" whether higher is better (override '
+            "checkpoint.best=acuracy). Did you mean eval/accuracy? Else set checkpoint.mode=max or min.",
         ),
         ("train.step=3", "train.step: no such key (override train.step=3). Did you mean train.steps?"),
         ("steps=3", "steps: no such key (override steps=3). Did you mean train.steps?"),

@@ -419,7 +419,7 @@ EXISTING = (
     *("flax_train_state", "raw_optax", "params_and_opt_state", "norm_of_updated", "keyword_argument", "equinox_filter"),
     *("key_argument", "rng_second", "static_argument", "nnx_mutable"),
 )
-IN_PLACE_OF_MEANS = ("sum", "max", "std", "jax.grad")
+IN_PLACE_OF_MEANS = ("sum", "std", "jax.grad")  # no maximum: of rows that are alike it is their mean
 
 
 def run_existing(name: str, mutation: str | None) -> None:

@@ -73,6 +73,8 @@ OPEN_MPI = Launcher(
     needs_local=True,
 )
 _MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, whose path mpirun passes to all ranks
+# In a pod mpirun may run in one of its own, without a rank: the operator sets the last two, also with another list of hosts.
+_PODS = ("KUBERNETES_SERVICE_HOST", "K_MPI_JOB_ROLE", "OMPI_MCA_orte_keep_fqdn_hostnames")
 _URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
 
 
@@ -154,7 +156,8 @@ def _mpirun_address(environ: Mapping[str, str]) -> tuple[str, str] | None:
     if environment.text(environ, SM_HOSTS) is not None and current is not None:
         return sagemaker_rank_0(environ, current)
     uri = environment.text(environ, _OPEN_MPI_URI)
-    if uri is None or (environment.text(environ, _OPEN_MPI_HOSTFILE) or "").startswith(_MPIJOB):
+    in_pods = any(environment.text(environ, name) is not None for name in _PODS)
+    if uri is None or in_pods or (environment.text(environ, _OPEN_MPI_HOSTFILE) or "").startswith(_MPIJOB):
         return None
     parts = _URI.fullmatch(uri)
     host = "" if parts is None else parts[2] or parts[3]

@@ -15,6 +15,7 @@ from jdist.errors import ClusterConfigError
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
+_OLD_NAMES = {"master": "chief"}  # of TensorFlow 1 and Kubeflow's TFJob
 VERTEX = "CLUSTER_SPEC"
 _VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
 _VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
@@ -66,10 +67,13 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     if not isinstance(task_type, str):
         mend = f"Say which job this process is, as in {_EXAMPLE}."
         raise refused(VARIABLE, task_type, "chief, worker, ps or evaluator", mend, field="task.type")
+    if "master" in cluster and "chief" in cluster:
+        one = "Leave one of them: `master` is TensorFlow 1's word for `chief`."
+        raise refused(VARIABLE, cluster["master"], "absent, as `chief` is there", one, field="cluster.master")
     devices, devices_from = chosen_devices(environ)
     return ClusterSpec(
-        jobs={job: _tasks(job, tasks) for job, tasks in cluster.items()},
-        task_type=task_type,
+        jobs={_OLD_NAMES.get(job, job): _tasks(job, tasks) for job, tasks in cluster.items()},
+        task_type=_OLD_NAMES.get(task_type, task_type),
         task_index=_index(task.get("index"), "task.index"),
         resolver="tf_config",
         origins={"jobs": VARIABLE, "task_type": VARIABLE, "task_index": VARIABLE, **devices_from},

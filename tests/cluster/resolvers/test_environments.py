@@ -361,6 +361,15 @@ REFUSED = [
         says=("Open MPI's mpirun", "mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"),
     ),
     Row(
+        # As above where the job names hosts itself, `mpirun --host JOB-worker-0,JOB-worker-1`.
+        name="MPIJob's ranks, with a list of hosts of the job's own",
+        source="https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go",
+        ranks=4,
+        common={"OMPI_MCA_orte_keep_fqdn_hostnames": "true", "OMPI_MCA_orte_hnp_uri": OMPI_URI},
+        own=lambda rank: ompi(rank, 4, 2),
+        says=("Open MPI's mpirun", "mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+    ),
+    Row(
         name="MPIJob's launcher pod, without mpirun",
         source="https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go",
         ranks=1,

@@ -33,6 +33,14 @@ def test_worker_0_is_chief_where_there_is_none():
     assert resolved({"chief": ["c:1"], **WORKERS}, "chief").is_chief
 
 
+def test_master_is_the_chief():
+    spec = resolved({"master": ["c:1"], **WORKERS}, "master")
+    assert (spec.task_type, spec.is_chief, spec.process_index) == ("chief", True, 0)
+    assert resolved({"master": ["c:1"], **WORKERS}, index=1).process_index == 2
+    with pytest.raises(ClusterConfigError, match=r"cluster\.master.*word for `chief`"):
+        resolved({"master": ["c:1"], "chief": ["d:1"], **WORKERS})
+
+
 @pytest.mark.parametrize("job", ["chief", "evaluator"])
 def test_two_chiefs_or_evaluators(job):
     with pytest.raises(ClusterConfigError, match=f"TF_CONFIG: `{job}` is .*one address at most"):

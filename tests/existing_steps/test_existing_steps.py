@@ -104,6 +104,15 @@ CASES = [
     Case(name="fgsm", limit=4),
     Case(name="fp8_dense"),
     Case(name="codebook", limit=4),
+    Case(name="trainer_class"),
+    Case(name="plateau"),
+    Case(
+        name="diffusion",
+        limit=4,
+        same=("default", "one_device"),
+        accumulate="runs",
+        why="each replica draws noise for its own rows",
+    ),
     Case(
         name="pmap_eval_loop",
         axis="batch",
@@ -163,7 +172,7 @@ def with_options(options: dict[str, Any]) -> types.SimpleNamespace:
         distribute=functools.partial(jdist.nnx.distribute, **options), value_and_grad=jdist.nnx.value_and_grad
     )
     distribute = functools.partial(jdist.distribute, **options)
-    calls = {name: getattr(jdist, name) for name in ("value_and_grad", "grad", "all_reduce")}
+    calls = {name: getattr(jdist, name) for name in ("value_and_grad", "grad", "all_reduce", "replica_rng")}
     return types.SimpleNamespace(distribute=distribute, nnx=nnx, **calls)
 
 

@@ -162,6 +162,13 @@ def _has_foreign_mesh(strategy: Strategy) -> bool:
     return not ambient.empty if wanted is None else ambient != wanted
 
 
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Leaves the mesh in context, so that new arrays lie on one device and share no buffer with a state on the mesh."""
+    with contextlib.nullcontext() if jax.sharding.get_mesh().empty else jax.set_mesh(None):
+        yield
+
+
 def in_own_settings(method: F) -> F:
     """Makes a method of a strategy, or of a step with a `strategy`, run in `own_settings`."""
 

@@ -54,7 +54,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
 def _laid_out(layout: Layout, x: Any, form: Form) -> Any:
     """Copies an array into its place by the host, so that no device has to hold it whole."""
     if not form.is_cut and not any(form.model):
-        return placement.onto(x, layout.kept(form))
+        return placement.copied(x, layout.kept(form))
     stored = put(form.store(_on_host(x)), layout.kept(form))
     return ShardedLeaf(stored, form.of) if form.is_cut else stored
 

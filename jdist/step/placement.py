@@ -55,10 +55,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
     """Makes a state, a copy of every leaf on each device: `Strategy.init`."""
     created = create(strategy, fn, args)
     sharding = strategy.replicated_sharding
-    existing = {
-        i: _strong(jnp.array(x)) if sharding is None else onto(x if isinstance(x, np.ndarray) else _strong(x), sharding)
-        for i, x in created.existing.items()
-    }
+    existing = {i: copied(x, sharding) for i, x in created.existing.items()}
     if not created.computed:
         return created.state(existing, [])
     shardings = None if sharding is None else [sharding] * len(created.computed)
@@ -124,6 +121,14 @@ def onto(x: Any, sharding: Sharding | None) -> jax.Array:
     # A copy first: the shard on the array's own device would share its buffer (also with may_alias=False), and donating
     # it would take the array from the caller, or fail where one array stands in two places of the state.
     return put(jnp.copy(x) if isinstance(x, jax.Array) else np.array(x), sharding)
+
+
+def copied(x: Any, sharding: Sharding | None) -> jax.Array:
+    """Copies a leaf that exists to a sharding, strongly typed; a step will donate the copy, and the caller keeps its own."""
+    if sharding is None:
+        return _strong(jnp.array(x))
+    placed = onto(x if isinstance(x, np.ndarray) else _strong(x), sharding)
+    return jnp.copy(placed) if placed is x else placed
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:

@@ -118,6 +118,12 @@ class TestInit:
         jax.tree.map(lambda x: x.delete(), state)
         assert held["b"].sum() == 6
 
+    def test_an_array_that_lies_in_its_place_already_stays_the_callers(self, strategy):
+        held = strategy.init(lambda: {"a": jnp.arange(4.0)})
+        state = strategy.init(lambda: held)
+        jax.tree.map(lambda x: x.delete(), state)
+        assert float(held["a"].sum()) == 6
+
     def test_arrays_that_a_state_is_computed_from_are_no_constants(self, strategy):
         held = jnp.arange(1000.0)
         created = placement.create(strategy, lambda: {"held": held, "twice": held * 2, "key": jax.random.key(0)}, ())

@@ -138,13 +138,19 @@ def is_foreign(strategy: Strategy) -> bool:
 
 @contextlib.contextmanager
 def own_settings(strategy: Strategy) -> Iterator[None]:
-    """Enters the JAX settings of a strategy: its mesh in place of the caller's, and compiled programs."""
+    """Keeps the caller's JAX settings out: programs are compiled, and new arrays lie on no mesh in context."""
     with contextlib.ExitStack() as stack:
         if _compiles_nothing():
             stack.enter_context(jax.disable_jit(False))
         if _has_foreign_mesh(strategy):
-            stack.enter_context(jax.set_mesh(_mesh_in_context(strategy)))
+            stack.enter_context(jax.set_mesh(None))
         yield
+
+
+def mesh_of_program(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
+    """Enters the strategy's mesh around a program in which the compiler divides work, for constraints by `PartitionSpec`."""
+    divides = strategy.mesh is not None and (strategy.is_global_view or strategy.model_axes)
+    return jax.set_mesh(strategy.mesh) if divides else contextlib.nullcontext()
 
 
 def _compiles_nothing() -> bool:
@@ -155,18 +161,9 @@ def _has_foreign_mesh(strategy: Strategy) -> bool:
     if strategy.mesh is None and strategy.coordinator is None:
         return False  # the default strategy runs a step where plain JAX would
     try:
-        ambient = jax.sharding.get_mesh()
+        return not jax.sharding.get_mesh().empty
     except ValueError:  # within a trace, where JAX lets nobody change the mesh
         return False
-    wanted = _mesh_in_context(strategy)
-    return not ambient.empty if wanted is None else ambient != wanted
-
-
-@contextlib.contextmanager
-def without_mesh() -> Iterator[None]:
-    """Leaves the mesh in context, so that new arrays lie on one device and share no buffer with a state on the mesh."""
-    with contextlib.nullcontext() if jax.sharding.get_mesh().empty else jax.set_mesh(None):
-        yield
 
 
 def in_own_settings(method: F) -> F:
@@ -178,13 +175,6 @@ def in_own_settings(method: F) -> F:
             return method(self, *args, **kwargs)
 
     return cast(F, run)
-
-
-def _mesh_in_context(strategy: Strategy) -> Any:
-    """The mesh that JAX is to see around a program: where the compiler divides work among devices, else none."""
-    if strategy.mesh is None or not (strategy.is_global_view or strategy.model_axes):
-        return None
-    return strategy.mesh
 
 
 def set_process_wide(strategy: Strategy | None) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jdist.core.context import mesh_of_program
 from jdist.core.layout import over_replicas
 from jdist.core.per_replica import PerReplica, put_per_replica, take_per_replica
 from jdist.core.step_state import carrying, map_residuals
@@ -43,8 +44,23 @@ class Program:
             check_rows(batches, spec.strategy, options)
             return function(token, state, batches, others)
 
-        self.run = jax.jit(checked, donate_argnums=(1,) if options.donates_state else ())
-        self.lower, self.trace = self.run.lower, self.run.trace
+        self._jitted = jax.jit(checked, donate_argnums=(1,) if options.donates_state else ())
+        self._strategy = spec.strategy
+
+    def run(self, *arguments: PyTree) -> Any:
+        """Runs the step: `(token, state, batches, others) -> (token, state, outputs)`."""
+        with mesh_of_program(self._strategy):
+            return self._jitted(*arguments)
+
+    def lower(self, *arguments: PyTree) -> Any:
+        """Lowers the step, without running it."""
+        with mesh_of_program(self._strategy):
+            return self._jitted.lower(*arguments)
+
+    def trace(self, *arguments: PyTree) -> Any:
+        """Traces the step, without compiling it."""
+        with mesh_of_program(self._strategy):
+            return self._jitted.trace(*arguments)
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Runs the step and appends `(token, state, outputs)` to `box`.
@@ -52,7 +68,8 @@ class Program:
         The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning
         to the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
         """
-        box.extend(map(self.run, (token,), (state,), (batches,), (others,)))
+        with mesh_of_program(self._strategy):
+            box.extend(map(self._jitted, (token,), (state,), (batches,), (others,)))
 
 
 def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from jdist.core.context import own_settings
+from jdist.core.context import mesh_of_program
 from jdist.core.per_replica import is_per_replica
 from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
@@ -56,14 +56,13 @@ class Trial:
         """Runs the step; returns the leaves of its results by name."""
         arguments, traced = self.trace(state, batches, others)
         assert self._run is not None  # the trace has made it
-        with own_settings(self.step.strategy):
-            results = self._run(arguments)
+        results = self._run(arguments)
         self.state = results[1]
         return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
 
     def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
         """Traces the step for arguments on the host, if it has not been; returns them in place, and the results' roles."""
-        with own_settings(self.step.strategy), warnings.catch_warnings():  # the step's own call warns as well
+        with warnings.catch_warnings():  # the step's own call warns as well
             warnings.simplefilter("ignore")
             strategy, options = self.step.strategy, self.step.options
             others = replicate(strategy, others)
@@ -83,7 +82,12 @@ class Trial:
 
     def _compile(self, closed: Any) -> Run:
         function = jax.jit(jex.jaxpr_as_fun(closed))
-        return lambda arguments: self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
+
+        def run(arguments: tuple[PyTree, ...]) -> Any:
+            with mesh_of_program(self.step.strategy):
+                return self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
+
+        return run
 
 
 def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jdist.replica.aggregation import first_replica_only as first_replica_only
     from jdist.replica.collectives import all_gather as all_gather
     from jdist.replica.collectives import all_reduce as all_reduce
+    from jdist.replica.collectives import broadcast as broadcast
     from jdist.replica.collectives import mean as mean
     from jdist.replica.collectives import num_replicas as num_replicas
     from jdist.replica.collectives import replica_axes as replica_axes
@@ -99,6 +100,7 @@ _NAMES = {
     "aggregate": "jdist.replica.aggregation",
     "all_gather": "jdist.replica.collectives",
     "all_reduce": "jdist.replica.collectives",
+    "broadcast": "jdist.replica.collectives",
     "compute_average_loss": "jdist.replica.losses",
     "central_storage": "jdist.strategies.central_storage",
     "default": "jdist.strategies.default",

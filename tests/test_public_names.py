@@ -22,6 +22,7 @@ NAMES = [
     "aggregate",
     "all_gather",
     "all_reduce",
+    "broadcast",
     "callbacks",
     "central_storage",
     "cluster",

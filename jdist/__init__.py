@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jdist.data.options import InputOptions as InputOptions
     from jdist.loop.evaluate import evaluate as evaluate
     from jdist.loop.evaluate import predict as predict
+    from jdist.loop.export import export as export
     from jdist.loop.fit import fit as fit
     from jdist.notebook.launch import notebook_launch as notebook_launch
     from jdist.plan.explain import explain as explain
@@ -107,6 +108,7 @@ _NAMES = {
     "distribute": "jdist.step.decorator",
     "evaluate": "jdist.loop.evaluate",
     "explain": "jdist.plan.explain",
+    "export": "jdist.loop.export",
     "first_replica_only": "jdist.replica.aggregation",
     "fit": "jdist.loop.fit",
     "get_strategy": "jdist.strategies.default",

@@ -33,6 +33,7 @@ NAMES = [
     "errors",
     "evaluate",
     "explain",
+    "export",
     "first_replica_only",
     "fit",
     "get_strategy",

@@ -39,18 +39,17 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
     check_arguments_not_donated("strategy.run", args, kwargs)
     check_no_parts(strategy, (args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
+    for leaf in filter(is_per_replica, leaves):
+        _check_one_each(leaf, strategy.num_replicas)
     if strategy.mesh is None:
-        parts = [_part(leaf, strategy) if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
+        parts = [jax.tree.map(lambda x: x[0], x.value) if isinstance(x, PerReplica) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(treedef, parts)
         with strategy.scope():
             return fn(*args, **kwargs)
     own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
     whole: dict[int, Any] = {}
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, PerReplica):
-            _check_one_each(leaf, strategy.num_replicas)
-            own[i] = leaf
-        elif is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
+        if is_per_replica(leaf) or is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
             own[i] = leaf
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
             leaf, bool
@@ -104,12 +103,6 @@ def _named_parameters(fn: Callable[..., PyTree]) -> set[str]:
     except ValueError:  # a builtin, whose signature Python does not know
         return set()
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _part(value: PerReplica, strategy: Strategy) -> PyTree:
-    """Takes the version of the one replica that there is."""
-    _check_one_each(value, strategy.num_replicas)
-    return jax.tree.map(lambda x: x[0], value.value)
 
 
 def _check_one_each(value: PerReplica, num_replicas: int) -> None:

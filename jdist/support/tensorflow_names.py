@@ -35,8 +35,6 @@ NAMES = {
     "extended": "not needed: `strategy.devices`, `strategy.mesh` and the other fields are on the strategy itself",
     "merge_call": "not needed: a step calls `jdist.all_reduce` and the other collectives directly",
     "batch_reduce": "`jdist.all_reduce(tree)` in a step, which reduces a whole tree; `strategy.reduce(op, value)` outside",
-    "batch_reduce_to": "`jdist.all_reduce(tree)` in a step, which reduces a whole tree; `strategy.reduce(op, value)` outside",
-    "reduce_to": "`strategy.reduce(op, value)`, or `jdist.all_reduce(x, op)` in a step",
     "experimental_assign_to_logical_device": "`jax.device_put(x, device)`, or a sharding in the step",
     "experimental_replicate_to_logical_devices": _MODEL_AXIS,
     "experimental_split_to_logical_devices": _MODEL_AXIS,

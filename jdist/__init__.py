@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jdist.data.options import InputOptions as InputOptions
     from jdist.loop.evaluate import evaluate as evaluate
     from jdist.loop.evaluate import predict as predict
+    from jdist.loop.export import export as export
     from jdist.loop.fit import fit as fit
     from jdist.notebook.launch import notebook_launch as notebook_launch
     from jdist.plan.explain import explain as explain
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from jdist.replica.aggregation import first_replica_only as first_replica_only
     from jdist.replica.collectives import all_gather as all_gather
     from jdist.replica.collectives import all_reduce as all_reduce
+    from jdist.replica.collectives import broadcast as broadcast
     from jdist.replica.collectives import mean as mean
     from jdist.replica.collectives import num_replicas as num_replicas
     from jdist.replica.collectives import replica_axes as replica_axes
@@ -99,12 +101,14 @@ _NAMES = {
     "aggregate": "jdist.replica.aggregation",
     "all_gather": "jdist.replica.collectives",
     "all_reduce": "jdist.replica.collectives",
+    "broadcast": "jdist.replica.collectives",
     "compute_average_loss": "jdist.replica.losses",
     "central_storage": "jdist.strategies.central_storage",
     "default": "jdist.strategies.default",
     "distribute": "jdist.step.decorator",
     "evaluate": "jdist.loop.evaluate",
     "explain": "jdist.plan.explain",
+    "export": "jdist.loop.export",
     "first_replica_only": "jdist.replica.aggregation",
     "fit": "jdist.loop.fit",
     "get_strategy": "jdist.strategies.default",

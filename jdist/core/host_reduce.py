@@ -21,7 +21,7 @@ from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
-HostReduceOp = Literal["mean", "sum"]
+HostReduceOp = Literal["mean", "sum", "MEAN", "SUM"]  # the latter are TensorFlow's
 
 
 def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
@@ -67,7 +67,10 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
         parts = _parts(node, replicas, "strategy.gather")
         if parts is None:
             if replicas.count > 1:
-                raise StepError(_same_everywhere("gather", "there is nothing to concatenate"))
+                raise StepError(
+                    "strategy.gather: the value is not a PerReplica, so it is the same on all replicas and there is nothing to "
+                    "concatenate. Pass what `strategy.run` returned, or `jdist.PerReplica.of([...])`."
+                )
             parts = (to_host(node),)
         return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(named(outer + path), xs), *parts)
 
@@ -85,13 +88,9 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
     check_not_donated(value, "the value")
 
     def one(outer: Any, node: PyTree) -> PyTree:
-        parts = _parts(node, replicas, "strategy.reduce")
-        if parts is None:
-            if op == "sum" and replicas.count > 1:
-                raise StepError(_same_everywhere("reduce", 'a sum would count it once a replica, `"mean"` gives it'))
-            parts = (to_host(node),)
+        parts = _parts(node, replicas, "strategy.reduce") or (to_host(node),)
         return jax.tree_util.tree_map_with_path(
-            lambda path, *xs: _reduce_arrays(op, xs, axes, named(outer + path)), *parts
+            lambda path, *xs: _reduce_arrays(op.lower(), xs, axes, named(outer + path)), *parts
         )
 
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
@@ -177,10 +176,3 @@ def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
 def _split(rows: Any, count: int) -> tuple[Any, ...]:
     size = rows.shape[0] // count
     return tuple(rows[i * size : (i + 1) * size] for i in range(count))
-
-
-def _same_everywhere(method: str, why: str) -> str:
-    return (
-        f"strategy.{method}: the value is not a PerReplica, so it is the same on all replicas and {why}. Pass what "
-        "`strategy.run` returned, or `jdist.PerReplica.of([...])`."
-    )

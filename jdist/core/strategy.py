@@ -259,10 +259,11 @@ class Strategy:
             fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
             *args: `PerReplica` values (of one size on all replicas) and distributed batches arrive as the replica's own
                 part, all else whole; True and False stay Python's.
-            **kwargs: as `args`.
+            **kwargs: as `args`. TensorFlow's `run(fn, args=(x,), kwargs={...})` works where `fn` has no such parameters.
 
         Returns:
-            `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`.
+            `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`. Under `jdist.default()`
+            `fn` is called and its result returned, both unchanged.
         """
         self.need_devices("run")
         with self.cluster.blocked():
@@ -332,8 +333,8 @@ class Strategy:
         """Reduces what the replicas hold to one value, on the host.
 
         Args:
-            op: "sum" or "mean".
-            value: a `PerReplica`, a distributed batch, or for "mean" what is the same on all replicas.
+            op: "sum" or "mean", or TensorFlow's "SUM" or "MEAN".
+            value: a `PerReplica` or a distributed batch. A plain value is one value on any number of replicas, also for a sum.
             axis: None reduces over the replicas alone, shapes are then alike. An axis, or a tuple of them, is reduced as
                 well, and its size may differ between replicas: a mean divides by the true count.
 

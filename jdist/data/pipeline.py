@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -142,6 +142,13 @@ class DatasetIterator(Iterator[PyTree]):
         if isinstance(batches, Prefetcher):
             # At exit prefetch.py itself closes what still runs.
             weakref.finalize(self, batches.abandon).atexit = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from jdist.support.tensorflow_names import unknown
+
+            raise unknown("the iterator of a distributed dataset", name, dir(type(self)))
 
     def __next__(self) -> PyTree:
         if self._reason is not None:

@@ -1,4 +1,4 @@
-"""The training loop: `fit`, `evaluate`, `predict`.
+"""The training loop: `fit`, `evaluate`, `predict`, and `export`.
 
 Start at `fit.fit`, which checks its arguments (`preflight`, `steps`, `data`) and goes round in `run.Run`.
 `metric_totals` brings the metrics of steps and processes together.

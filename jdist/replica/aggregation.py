@@ -17,7 +17,6 @@ from jdist.core.collective_marks import Collective
 from jdist.core.per_replica import as_arrays, named
 from jdist.errors import StepError
 from jdist.replica import collectives
-from jdist.support.arrays import is_key
 
 PyTree = Any
 Aggregation = Literal["mean", "sum", "first", "per_replica"]
@@ -73,38 +72,15 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
         as_arrays("jdist.aggregate(..., old=...)", old)
         _check_can_be_added(new, old)
     if how == "per_replica":
-        return _on_arrays(lambda xs: [collectives.all_gather(x[None]) for x in xs], new)
+        return collectives.on_arrays(lambda xs: [collectives.all_gather(x[None]) for x in xs], new)
     # Not by the strategy's own all-reduce, which may be one that compresses gradients.
     if how == "mean":
-        return _on_arrays(lambda xs: collectives.combine(Collective("value", "mean"), xs), new)
+        return collectives.on_arrays(lambda xs: collectives.combine(Collective("value", "mean"), xs), new)
     if how == "sum":
         added = jax.tree.map(lambda x, before: x - before, new, old)
-        total = _on_arrays(lambda xs: collectives.combine(Collective("value", "sum"), xs), added)
+        total = collectives.on_arrays(lambda xs: collectives.combine(Collective("value", "sum"), xs), added)
         return jax.tree.map(lambda before, x: before + x, old, total)
-    is_first = collectives.replica_id() == 0
-
-    def of_first(xs: list[jax.Array]) -> list[jax.Array]:
-        # As a sum, which takes the memory of one version where a gather takes that of all.
-        return collectives.combine(Collective("value", "sum"), [jnp.where(is_first, x, jnp.zeros_like(x)) for x in xs])
-
-    return _on_arrays(of_first, new)
-
-
-def _on_arrays(collective: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree) -> PyTree:
-    """Applies a collective to all leaves at once; to keys and bools as the numbers that they are made of."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-
-    def number(x: jax.Array) -> jax.Array:
-        return jax.random.key_data(x) if is_key(x) else x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-
-    combined = collective([number(x) for x in leaves])
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if is_key(leaf) else x.astype(leaf.dtype)
-            for x, leaf in zip(combined, leaves, strict=True)
-        ],
-    )
+    return collectives.broadcast(new)
 
 
 def _check_has_mean(new: PyTree) -> None:

@@ -9,7 +9,7 @@ means what it means on one device with the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -20,7 +20,8 @@ from jdist.core.collective_marks import Collective, alone, emit, without_gradien
 from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.errors import StepError, StrategyError
 from jdist.reduction.algorithm import apply_reduction, axes_size, psum
-from jdist.support.arrays import promote_types
+from jdist.support.arrays import is_key, promote_types
+from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -216,6 +217,56 @@ def _gathered(leaf: jax.Array, axis: int) -> jax.Array:
     if trace is None:
         return leaf if axes is None else body(leaf)[0]
     return emit(Collective("value", "gather"), body, [leaf])[0]
+
+
+def broadcast(tree: PyTree, source: int = 0) -> PyTree:
+    """Gives every replica the version of one of them; differentiable.
+
+    Args:
+        tree: pytree of arrays of the same shapes on every replica; PRNG keys too.
+        source: number of the replica whose version counts, below `num_replicas()`.
+
+    Returns:
+        A tree like the source's, exact; `tree` itself with one replica, in the global view and outside a mesh.
+
+    Raises:
+        StepError: `source` is not the number of a replica, or a leaf is not an array.
+
+    Example:
+        >>> import jdist
+        >>> jdist.mirrored(["cpu:0"]).run(lambda: jdist.broadcast(jdist.replica_id())).value.tolist()
+        [0]
+    """
+    number, count = as_int(source), num_replicas()
+    if number is None or number < 0 or number >= count > 1:
+        raise StepError(
+            f"jdist.broadcast: `source` is {source!r}; it must be the number of a replica, an int from 0 to {count - 1}."
+        )
+    is_source = replica_id() == (number if count > 1 else 0)
+
+    def of_source(xs: list[jax.Array]) -> list[jax.Array]:
+        # As a sum, which takes the memory of one version where a gather takes that of all; never by the strategy's own
+        # all-reduce, which may be one that compresses gradients.
+        return combine(Collective("value", "sum"), [jnp.where(is_source, x, jnp.zeros_like(x)) for x in xs])
+
+    return on_arrays(of_source, as_arrays("jdist.broadcast", tree))
+
+
+def on_arrays(collective: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree) -> PyTree:
+    """Applies a collective to all leaves at once; to keys and bools as the numbers that they are made of."""
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+
+    def number(x: jax.Array) -> jax.Array:
+        return jax.random.key_data(x) if is_key(x) else x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+
+    combined = collective([number(x) for x in leaves])
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if is_key(leaf) else x.astype(leaf.dtype)
+            for x, leaf in zip(combined, leaves, strict=True)
+        ],
+    )
 
 
 def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,10 +25,11 @@ PyTree = Any
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """Runs a function on every replica: `Strategy.run`. Compiles at every call, so a loop belongs in a distributed step."""
+    """Runs a function on every replica: `Strategy.run`. Compiles at every call; without a mesh it calls the function."""
     check_not_mixed(strategy)
     if not callable(fn):
         raise StepError(f"strategy.run needs a function to call on every replica, it got a {type(fn).__name__}.")
+    args, kwargs = _as_tensorflow_does(fn, args, kwargs)
     if current_trace() is not None:
         raise StepError(
             "strategy.run was called on a replica, inside a step or another run. Call the function itself there."
@@ -37,13 +39,17 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
     check_arguments_not_donated("strategy.run", args, kwargs)
     check_no_parts(strategy, (args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
+    for leaf in filter(is_per_replica, leaves):
+        _check_one_each(leaf, strategy.num_replicas)
+    if strategy.mesh is None:
+        parts = [jax.tree.map(lambda x: x[0], x.value) if isinstance(x, PerReplica) else x for x in leaves]
+        args, kwargs = jax.tree.unflatten(treedef, parts)
+        with strategy.scope():
+            return fn(*args, **kwargs)
     own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
     whole: dict[int, Any] = {}
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, PerReplica):
-            _check_one_each(leaf, strategy.num_replicas)
-            own[i] = leaf
-        elif is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
+        if is_per_replica(leaf) or is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
             own[i] = leaf
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
             leaf, bool
@@ -67,8 +73,6 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         )
         return jax.tree.unflatten(jax.tree.structure(shapes), graph.run(closed, jax.tree.leaves((own, whole))))
 
-    if strategy.mesh is None:
-        return PerReplica(jax.jit(body)(own, whole))
     by_replica = PartitionSpec(strategy.axes)
     mapped = over_replicas(strategy, body, in_specs=(by_replica, PartitionSpec()), out_specs=by_replica)
     own, whole = (
@@ -76,6 +80,29 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         jax.tree.map(lambda x: put(x, strategy.replicated_sharding), whole),
     )
     return PerReplica(jax.jit(mapped)(own, whole))
+
+
+def _as_tensorflow_does(
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Unpacks `run(fn, args=(...), kwargs={...})`, TensorFlow's form, unless `fn` has parameters of these names."""
+    if args or not kwargs or not kwargs.keys() <= {"args", "kwargs"} or kwargs.keys() & _named_parameters(fn):
+        return args, kwargs
+    positional, by_name = kwargs.get("args", ()), kwargs.get("kwargs") or {}
+    if not isinstance(positional, tuple | list) or not isinstance(by_name, dict):
+        raise StepError(
+            f"strategy.run: `args` is {positional!r:.60} and `kwargs` is {by_name!r:.60}; as in TensorFlow they must be a "
+            "tuple and a dict. Or write `strategy.run(fn, x, flag=True)`."
+        )
+    return tuple(positional), by_name
+
+
+def _named_parameters(fn: Callable[..., PyTree]) -> set[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # a builtin, whose signature Python does not know
+        return set()
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _check_one_each(value: PerReplica, num_replicas: int) -> None:

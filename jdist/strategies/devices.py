@@ -14,6 +14,9 @@ from jdist.errors import DeviceError, StrategyError
 from jdist.strategies import cuda
 from jdist.strategies.topology import topology_devices
 
+# Also as TensorFlow prints them, for a device of this process: "/job:localhost/replica:0/task:0/device:GPU:0".
+_NAME = re.compile(r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:(?:physical_)?device:)?([a-z]+)(?::(\d+))?")
+
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     """Finds the devices of a list of jax devices and names; None: all local devices of the default backend.
@@ -76,7 +79,7 @@ def find_device(device: Any) -> Device:
     """
     if isinstance(device, jax.Device):
         return device
-    match = re.fullmatch(r"/?(?:device:)?([a-z]+)(?::(\d+))?", device.lower()) if isinstance(device, str) else None
+    match = _NAME.fullmatch(device.lower()) if isinstance(device, str) else None
     if match is None:
         raise DeviceError(
             f'{device!r} names no device; write a jax device or a string such as "gpu:0" or "cpu:3". '

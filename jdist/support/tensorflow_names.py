@@ -12,6 +12,10 @@ from jdist.support.suggest import did_you_mean
 P = ParamSpec("P")
 T = TypeVar("T")
 _GUIDE = "docs/from_tf_distribute.md has all names."
+_MODEL_AXIS = (
+    '`jax.lax.with_sharding_constraint(x, PartitionSpec(..., "model"))` in the step, under '
+    '`jdist.sharded(mesh={"replica": -1, "model": 2})`'
+)
 NAMES = {
     "MirroredStrategy": "`jdist.mirrored()`",
     "OneDeviceStrategy": "`jdist.one_device(device)`",
@@ -28,6 +32,14 @@ NAMES = {
     "experimental_run_v2": "`strategy.run(fn, ...)`, and `@jdist.distribute(strategy)` for a training step",
     "num_replicas_in_sync": "`num_replicas`",
     "cluster_resolver": "`strategy.cluster`",
+    "extended": "not needed: `strategy.devices`, `strategy.mesh` and the other fields are on the strategy itself",
+    "merge_call": "not needed: a step calls `jdist.all_reduce` and the other collectives directly",
+    "batch_reduce": "`jdist.all_reduce(tree)` in a step, which reduces a whole tree; `strategy.reduce(op, value)` outside",
+    "experimental_assign_to_logical_device": "`jax.device_put(x, device)`, or a sharding in the step",
+    "experimental_replicate_to_logical_devices": _MODEL_AXIS,
+    "experimental_split_to_logical_devices": _MODEL_AXIS,
+    "get_next": "`next(iterator)`",
+    "get_next_as_optional": "`next(iterator, None)`",
     "get_per_replica_batch_size": "`context.per_replica_batch(global_batch)`",
 }
 KEYWORDS = {"global_batch_size": "global_batch", "batch_size": "global_batch", "cross_device_ops": "all_reduce"}

@@ -72,6 +72,7 @@ def make_step(seed):
                 lambda: jdist.all_reduce(jdist.mean(values, weights(pool))),
                 lambda: jdist.all_gather(values)[pick([0, 7, 15])],
                 lambda: (jdist.all_gather(values) ** 2).mean(),
+                lambda: jdist.broadcast(own(values), pick([0, 1])),
             ]
             if not differentiable:
                 ways += [

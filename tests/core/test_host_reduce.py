@@ -144,7 +144,7 @@ class TestReduce:
         with pytest.raises(StepError, match=r"leaf \['a'\].*`axis` \(1,\) leaves of them must be alike"):
             TWO.reduce("sum", {"a": of(np.ones((1, 2)), np.ones((3, 1)))}, axis=1)
 
-    @pytest.mark.parametrize("op", ["max", "SUM", None, "avg"])
+    @pytest.mark.parametrize("op", ["max", "Sum", None, "avg"])
     def test_another_op_is_refused_by_name(self, op):
         with pytest.raises(StepError, match=rf"`op` is {op!r}; allowed are 'mean' and 'sum'"):
             TWO.reduce(op, of(1, 2))
@@ -174,10 +174,17 @@ class TestReduce:
     def test_what_is_the_same_everywhere_has_a_mean(self):
         same(TWO.reduce("mean", jnp.arange(3.0)), [0, 1, 2])
         same(TWO.reduce("mean", jnp.arange(3.0), axis=0), 1)
-        with pytest.raises(StepError, match=r'the same on all replicas.*"mean"'):
-            TWO.reduce("sum", jnp.arange(3.0))
-        same(ONE.reduce("sum", jnp.arange(3.0), axis=0), 3)
-        same(jdist.default().reduce("sum", 3.0), 3)
+
+    @pytest.mark.parametrize("strategy", [jdist.default(), ONE, TWO, jdist.sharded(["cpu:0", "cpu:1"])])
+    def test_a_plain_value_is_one_value_on_any_number_of_replicas(self, strategy):
+        for op in ("SUM", "MEAN", "sum", "mean"):
+            same(strategy.reduce(op, 1.0, axis=None), 1, np.float32)
+        same(strategy.reduce("SUM", jnp.arange(3.0)), [0, 1, 2])
+        same(strategy.reduce("SUM", jnp.arange(3.0), axis=0), 3)
+
+    def test_upper_case_as_tensorflow_has_it(self):
+        same(TWO.reduce("SUM", of([0, 1], [4, 5]), axis=None), [4, 6], np.int32)
+        same(TWO.reduce("MEAN", of([0, 1], [4, 5]), axis=0), 2.5, np.float32)
 
     def test_dtypes(self):
         half = of(np.ones((300,), jnp.bfloat16), np.ones((300,), jnp.bfloat16))

@@ -37,7 +37,8 @@ class TestAggregate:
     @pytest.mark.parametrize("strategy", SINGLE.values(), ids=SINGLE)
     @pytest.mark.parametrize(("how", "expected"), [("mean", 6), ("sum", 6), ("first", 6), ("per_replica", [6])])
     def test_on_one_replica_it_is_the_new_version(self, strategy, how, expected):
-        assert strategy.run(lambda: five_and_more(how)).value.tolist() == [expected]
+        (result,) = strategy.local_results(strategy.run(lambda: five_and_more(how)))
+        assert result.tolist() == expected
         assert five_and_more(how).tolist() == expected
 
     def test_first_is_exact_for_any_leaf(self, two):

@@ -51,6 +51,7 @@ def test_outside_a_strategy_every_call_is_plain_jax():
     assert int(jdist.replica_id()) == 0
     assert jdist.replica_rng(key) is key
     assert jdist.all_gather(x) is x
+    assert jdist.broadcast(x, source=3).tolist() == x.tolist()
     for op in ("mean", "sum", "max", "min"):
         assert jdist.all_reduce({"a": x}, op)["a"] is x
     assert float(jdist.mean(x)) == 1.5
@@ -81,6 +82,7 @@ def test_every_call_on_each_replica(strategy):
             "bool": {op: jdist.all_reduce(jdist.replica_id() == 0, op) for op in ("mean", "sum", "max", "min")},
             "gather": jdist.all_gather(x),
             "gather last": jdist.all_gather(x, axis=-1),
+            "broadcast": {source: jdist.broadcast(tree, source) for source in (0, 1)},
             "scan": carry,
             "cond": jax.lax.cond(True, lambda y: jdist.all_reduce(y, "mean"), lambda y: y, x[0, 0]),
             "jit": jax.jit(lambda y: jdist.all_reduce(y, "sum"))(x[0, 0]),
@@ -100,6 +102,9 @@ def test_every_call_on_each_replica(strategy):
     assert got["bool"]["sum"].tolist() == both(1)
     assert got["gather"].tolist() == both(rows.tolist())
     assert got["gather last"].tolist() == both([[1, 1, 3, 5]])
+    for source in (0, 1):
+        assert got["broadcast"][source]["a"].tolist() == both(rows[source].tolist())
+        assert got["broadcast"][source]["b"][0].tolist() == both((10 * rows[source]).tolist())
     assert got["scan"].tolist() == both(8.0)
     assert got["cond"].tolist() == both(2.0)
     assert got["jit"].tolist() == both(4.0)
@@ -112,12 +117,14 @@ def test_all_reduce_and_all_gather_are_differentiable(strategy):
             "sum": jax.grad(lambda y: jdist.all_reduce(y, "sum") * c)(1.0),
             "mean": jax.grad(lambda y: jdist.all_reduce(y, "mean") * c)(1.0),
             "gather": jax.grad(lambda y: (jdist.all_gather(y) * jnp.arange(2.0)).sum() * c)(x),
+            "broadcast": jax.grad(lambda y: jdist.broadcast(y, 1) * c)(1.0),
         }
 
     got = each(gradients, np.array([1.0, 3.0], np.float32), strategy)
     assert got["sum"].tolist() == [4.0, 4.0]
     assert got["mean"].tolist() == [2.0, 2.0]
     assert got["gather"].tolist() == [[0.0], [4.0]]
+    assert got["broadcast"].tolist() == [0.0, 4.0]
 
 
 def test_all_reduce_of_nested_trees_and_its_gradient_in_scan_and_cond(strategy):
@@ -201,6 +208,11 @@ def test_all_reduce_gives_the_same_dtypes_everywhere(strategy):
         ),
         (lambda: jdist.all_reduce(1j, "max"), r"all_reduce: the value is complex64\[\]; complex numbers have no order"),
         (lambda: jdist.all_gather(jnp.ones(2), axis=None), r"jdist\.all_gather: `axis` is None; it must be an int"),
+        (lambda: jdist.broadcast(["text"]), r"jdist\.broadcast: leaf \[0\] is 'text', a str"),
+        *[
+            (lambda source=source: jdist.broadcast(1.0, source), r"broadcast: `source` is .*; .* an int from 0 to \d")
+            for source in (-1, None, 0.0, True, "first")
+        ],
         (lambda: jdist.all_gather(["text"]), r"jdist\.all_gather: leaf \[0\] is 'text', a str"),
         (lambda: jdist.mean(None), r"jdist\.mean: `per_example` is None, a NoneType; it must be an array of numbers"),
         (lambda: jdist.mean(jnp.ones(1), "text"), r"jdist\.mean: `mask` is 'text', a str"),
@@ -209,6 +221,26 @@ def test_all_reduce_gives_the_same_dtypes_everywhere(strategy):
 def test_what_cannot_be_reduced_is_refused_by_name(call, message, inside):
     with pytest.raises(StepError, match=message):
         PER_REPLICA["shard_map"].run(call) if inside else call()
+
+
+def test_broadcast_takes_the_version_of_one_replica_whatever_the_others_hold(strategy):
+    def versions(x):
+        values = {"nan": x[0], "flag": x[0] > 2, "byte": x[0].astype(jnp.uint8), "half": x[0].astype(jnp.bfloat16)}
+        key = jdist.replica_rng(jax.random.key(0))
+        return {**jdist.broadcast(values, np.int64(1)), "key": jax.random.key_data(jdist.broadcast(key, 1))}
+
+    got = each(versions, np.array([np.nan, 3.0], np.float32), strategy)
+    expected = {"nan": np.float32, "flag": np.bool_, "byte": np.uint8, "half": jnp.bfloat16}
+    assert {name: (got[name].dtype, got[name].tolist()) for name in expected} == {
+        name: (np.dtype(dtype), [dtype(3)] * 2 if dtype != np.bool_ else [True, True])
+        for name, dtype in expected.items()
+    }
+    np.testing.assert_array_equal(got["key"], [jax.random.key_data(jax.random.fold_in(jax.random.key(0), 1))] * 2)
+
+
+def test_broadcast_refuses_a_replica_that_does_not_exist():
+    with pytest.raises(StepError, match=r"`source` is 2; it must be the number of a replica, an int from 0 to 1"):
+        PER_REPLICA["shard_map"].run(lambda: jdist.broadcast(1.0, 2))
 
 
 def test_all_gather_takes_numpys_integers():
@@ -231,9 +263,10 @@ class TestGlobalView:
             (lambda x: jdist.replica_id(), 0),
             (lambda x: jdist.all_gather(x), [1, 2, 3, 4]),
             (lambda x: jdist.all_reduce(x, "sum"), [1, 2, 3, 4]),
+            (lambda x: jdist.broadcast(x, 1), [1, 2, 3, 4]),
             (lambda x: jdist.value_and_grad(lambda w: w * x.sum(), op="sum")(1.0), [10, 10]),
         ],
-        ids=["num_replicas", "replica_id", "all_gather", "all_reduce", "value_and_grad"],
+        ids=["num_replicas", "replica_id", "all_gather", "all_reduce", "broadcast", "value_and_grad"],
     )
     def test_it_is_one_replica(self, call, expected):
         got = whole(call, np.arange(1, 5, dtype=np.float32))

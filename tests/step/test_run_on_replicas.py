@@ -40,8 +40,8 @@ def test_results_feed_the_next_run():
     np.testing.assert_array_equal(second.value[0], second.value[1])
 
 
-@pytest.mark.parametrize("strategy", [jdist.default(), jdist.one_device("cpu:1")], ids=lambda s: s.name)
-def test_on_one_replica_results_have_a_leading_axis_too(strategy):
+def test_on_one_replica_results_have_a_leading_axis_too():
+    strategy = jdist.one_device("cpu:1")
     result = strategy.run(lambda x: x + jdist.replica_id(), jdist.PerReplica(jnp.array([[1.0, 2.0]])))
     assert result.value.tolist() == [[1.0, 2.0]]
     assert result.local_results()[0].tolist() == [1.0, 2.0]
@@ -49,19 +49,56 @@ def test_on_one_replica_results_have_a_leading_axis_too(strategy):
     assert strategy.run(lambda x: x, batch).value.tolist() == [[0, 1, 2]]
 
 
+def test_the_default_strategy_simply_calls_the_function():
+    default, seen = jdist.default(), object()
+    assert default.run(lambda x, *, flag: (x, flag, "text"), seen, flag=True) == (seen, True, "text")
+    own = jdist.PerReplica(jnp.array([[1.0, 2.0]]))
+    assert default.run(lambda x: x.tolist(), own) == [1.0, 2.0]  # a value, not a tracer
+    (batch,) = default.distribute_dataset([np.arange(3.0)], partial="error")
+    result = default.run(lambda x: x + jdist.replica_id(), batch)
+    assert result.tolist() == [0, 1, 2]
+    assert default.reduce("sum", result, axis=0) == 3
+    assert default.local_results(result)[0].tolist() == [0, 1, 2]
+    with pytest.raises(jdist.errors.JDistError, match="3"):
+        default.run(lambda x: x, jdist.PerReplica(jnp.ones(3)))
+
+
+@pytest.mark.parametrize("strategy", [jdist.default(), TWO], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("fn", "given", "expected"),
+    [
+        (lambda x, y=1.0: x + y, {"args": (2.0,)}, 3.0),
+        (lambda x, y=1.0: x + y, {"args": [2.0], "kwargs": None}, 3.0),
+        (lambda x, y=1.0: x + y, {"args": (2.0,), "kwargs": {"y": 5.0}}, 7.0),
+        (lambda *xs, **named: xs[0] + named["y"], {"args": (2.0,), "kwargs": {"y": 5.0}}, 7.0),
+        (lambda: 3.0, {"args": ()}, 3.0),
+        (lambda args: args[0], {"args": (2.0,)}, 2.0),  # its own parameter
+        (lambda *, kwargs: kwargs["y"], {"kwargs": {"y": 5.0}}, 5.0),
+    ],
+)
+def test_arguments_in_the_form_of_tensorflow(strategy, fn, given, expected):
+    (result,) = {float(x) for x in strategy.local_results(strategy.run(fn, **given))}
+    assert result == expected
+
+
+@pytest.mark.parametrize("given", [{"args": 2.0}, {"args": (2.0,), "kwargs": [1]}])
+def test_arguments_in_no_form_of_tensorflow_are_refused(given):
+    with pytest.raises(
+        StepError, match=r"strategy\.run: `args` is .*must be a tuple and a dict.*`strategy\.run\(fn, x"
+    ):
+        TWO.run(lambda x: x, **given)
+
+
 def test_arguments_that_are_no_arrays():
     assert TWO.run(lambda name: len(name), "abc").value.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("strategy", [jdist.default(), TWO], ids=lambda s: s.name)
-def test_a_flag_can_be_branched_on(strategy):
+def test_a_flag_can_be_branched_on():
     def fn(x, *, training):
         return x if training else -x
 
     for training in (True, False):
-        assert (
-            strategy.run(fn, 1.0, training=training).value.tolist() == [1 if training else -1] * strategy.num_replicas
-        )
+        assert TWO.run(fn, 1.0, training=training).value.tolist() == [1 if training else -1] * 2
 
 
 def test_what_is_no_function_is_refused():
@@ -81,7 +118,6 @@ def test_twice_the_number_of_replicas_is_refused():
         TWO.run(lambda x: x, jdist.PerReplica(jnp.arange(4.0)))
 
 
-@pytest.mark.parametrize("strategy", [jdist.default(), TWO], ids=lambda s: s.name)
-def test_a_result_that_is_text_is_refused_by_name(strategy):
+def test_a_result_that_is_text_is_refused_by_name():
     with pytest.raises(StepError, match=r"result of strategy\.run has a leaf .*: \['t'\] is a str\. Return numbers"):
-        strategy.run(lambda: {"t": "abc"})
+        TWO.run(lambda: {"t": "abc"})

@@ -14,6 +14,14 @@ from jdist.strategies.by_name import STRATEGIES, StrategyKeywords
 from jdist.strategies.ps_arguments import PsArguments, PsKeywords
 
 CPUS = jax.devices("cpu")
+NAMES_OF_CPU_3 = [
+    "cpu:3",
+    "CPU:3",
+    "/device:CPU:3",
+    "device:cpu:3",
+    "/physical_device:CPU:3",
+    "/job:localhost/replica:0/task:0/device:CPU:3",
+]
 
 
 def test_default_is_one_value():
@@ -21,7 +29,7 @@ def test_default_is_one_value():
     assert jdist.default() is jdist.make_strategy("default")
 
 
-@pytest.mark.parametrize("device", ["cpu:3", "CPU:3", "/device:CPU:3", "device:cpu:3", CPUS[3]])
+@pytest.mark.parametrize("device", [*NAMES_OF_CPU_3, CPUS[3]])
 def test_one_device_takes_devices_and_names(device):
     strategy = jdist.one_device(device)
     assert strategy.devices == (CPUS[3],)

@@ -12,6 +12,7 @@ from jdist.support.tensorflow_names import NAMES
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "from_tf_distribute.md").read_text()
 STRATEGY = jdist.mirrored(["cpu:0", "cpu:1"])
+BATCHES = iter(STRATEGY.distribute_dataset([np.arange(4)], partial="error", prefetch=0))
 CONTEXT = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)
 
 
@@ -28,6 +29,13 @@ CONTEXT = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_rep
             "experimental_distribute_dataset",
             "is `strategy.distribute_dataset(dataset)`. docs/from_tf_distribute.md",
         ),
+        (STRATEGY, "extended", "is not needed: `strategy.devices`"),
+        (STRATEGY, "batch_reduce", "is `jdist.all_reduce(tree)` in a step"),
+        (STRATEGY, "experimental_assign_to_logical_device", "is `jax.device_put(x, device)`"),
+        (STRATEGY, "experimental_split_to_logical_devices", "is `jax.lax.with_sharding_constraint("),
+        (jdist, "merge_call", "is not needed: a step calls `jdist.all_reduce`"),
+        (BATCHES, "get_next", "TensorFlow's get_next is `next(iterator)`"),
+        (BATCHES, "get_next_as_optional", "is `next(iterator, None)`"),
         (STRATEGY, "num_replicas_in_sync", "is `num_replicas`"),
         (CONTEXT, "get_per_replica_batch_size", "is `context.per_replica_batch(global_batch)`"),
         (jdist, "mirorred", "Did you mean 'mirrored'?"),

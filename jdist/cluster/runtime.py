@@ -145,13 +145,13 @@ class Runtime:
         else:
             self._watch.wish_to_stop(reason)
 
-    def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; all have to ask after the same steps.
+    def stops_after(self, step: int, part: int = 0) -> bool:
+        """Whether all processes stop now, after `step` steps and `part` of what follows; all have to ask at the same places.
 
         Raises:
             PeerLostError: a process was lost meanwhile.
         """
-        return self._stopping is not None if self._watch is None else self._watch.stops_after(step)
+        return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _FOR_EVER_S = 1e9  # JSON has no infinity
 _QUIET_S = 5.0  # a longer wait for the others is reported on standard error
+_PART_BITS = 32  # of the number of a place to stop at: which part after a step
 _TRY_S, _RETRY_S = 2.0, 0.2
 _SET_S = 2.0  # a wall clock that differs by more from the one that only goes on was set
 _BROKEN = "its connection broke: it was killed, or has crashed"
@@ -130,8 +131,8 @@ class Watch:
         """Asks all processes to stop after the same step; may be called from a signal handler."""
         self._send({"type": "wish", "reason": reason})
 
-    def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; asked by all, after every step.
+    def stops_after(self, step: int, part: int = 0) -> bool:
+        """Whether all processes stop now, after `step` steps and `part` of what follows; asked by all at the same places.
 
         Once one of them wishes to stop, each sends the last step that it has passed, and passes no other until it knows
         where all stop. No process waits here for another's program, which may be blocked in a step that needs this one.
@@ -140,16 +141,16 @@ class Watch:
             ClusterTimeoutError: process 0 did not answer in time.
             PeerLostError: a process was lost meanwhile.
         """
-        self._step = step
+        self._step, place = step, (step << _PART_BITS) + part
         with self._changed:
             if self.stopping is None:
-                self._passed = step
+                self._passed = place
                 return False
         self._wait_for(lambda: self._stop_at is not None, 2 * self._silence_s)
         self._raise_if_lost()
         if self._stop_at is None:
             raise ClusterTimeoutError("the processes did not agree on a step to stop at. Start all of them again.")
-        return step >= self._stop_at
+        return place >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
         """Waits for the loss of a process, which may be why a collective failed; None if there is none in time."""

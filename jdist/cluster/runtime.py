@@ -23,7 +23,7 @@ from jdist.cluster.environment import TOKEN, text
 from jdist.cluster.exit_status import HardExit
 from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import is_error_of_jax
-from jdist.cluster.listen import check_free, check_reachable, listen, numeric_address, watch_port
+from jdist.cluster.listen import check_free, check_own_name, check_reachable, listen, numeric_address, watch_port
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.watch.exchanges import Exchanges
@@ -322,6 +322,7 @@ def started() -> Runtime | None:
 def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str]) -> None:
     spec, process, timeout_s = runtime.spec, runtime.process_index, runtime.timeout_s
     jax_processes.check_unused()
+    check_own_name(environ)
     runtime._records = lost_peer.folder(environ)
     host, port = split(spec.coordinator_address)
     identity = Identity(

@@ -1,4 +1,5 @@
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -108,7 +109,12 @@ def test_the_first_that_failed_is_named_with_its_traceback_and_log(start, tmp_pa
     report = err[err.index("attempt 0 failed") :]
     assert f"process 1 ended with exit code 1; its log: {tmp_path}/logs/attempt_0/process_1.log" in report
     assert "raise ValueError" in report
-    assert report.splitlines()[-1] == "[launch]   ValueError: no luck"
+    said, last = report.splitlines()[-2:]
+    assert said == "[launch]   ValueError: no luck"
+    assert re.fullmatch(
+        r"\[launch\] the job failed \d+ s after attempt 0 began: process 1 ended with exit code 1\. Look at its log, .*",
+        last,
+    )
 
 
 def test_the_guilty_comes_before_those_that_lost_it_even_when_seen_later(start):

@@ -23,9 +23,7 @@ _NOISE = re.compile(
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
 # What follows ends a process that waited for a lost one: JAX's words about it blame whom they name at random.
-_ENDED_BY_JAX = re.compile(
-    r"^.*Terminating process because the JAX distributed service detected fatal errors", re.MULTILINE
-)
+_ENDED_BY_JAX = re.compile(r".*Terminating process because the JAX distributed service detected")
 _MESSAGE = "jdist: "  # begins jdist's messages, of which records for programs and frames of a stack explain nothing
 _NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
 LONGEST = 30  # lines
@@ -230,11 +228,9 @@ def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> 
     return "\n".join([head, *(f"  {line}" for line in explanation(stderr))])
 
 
-def verdict(attempt: Attempt, stderr: str) -> str:
-    """Says in one line which process ended a job, since when, and what to do; "" if the job did not fail."""
-    if attempt.guilty is None:
-        return ""
-    blame = _blame(attempt, attempt.guilty, stderr)[1]
+def verdict(attempt: Attempt, guilty: End, stderr: str) -> str:
+    """Says in one line which process ended a job, since when, and what to do."""
+    blame = _blame(attempt, guilty, stderr)[1]
     return (
         f"the job failed {attempt.duration_s:.0f} s after attempt {attempt.number} began: {blame}. Look at its log, and start "
         "the job again; it goes on from its last checkpoint."

@@ -111,7 +111,7 @@ class Launcher:
             self._record.add("done", code=state.exit_code)
             self._say(summary(state.history, self._causes))
             if self._explains and (guilty := state.history[-1].guilty) is not None:
-                self._say(verdict(state.history[-1], self._stderr.get(guilty.task, "")))
+                self._say(verdict(state.history[-1], guilty, self._stderr.get(guilty.task, "")))
         finally:
             self._console.close(_CONSOLE_S)
         assert state.exit_code is not None

@@ -60,8 +60,9 @@ def test_what_jax_says_as_it_ends_a_process_does_not_come_first():
     head, *said = failure(attempt(0, -6), log_of, BY_JAX).splitlines()
     assert "process 1 was ended by JAX (SIGABRT), as process 0, or its machine, was gone" in head
     assert said == ["  jdist: the machine of process 0 does not answer"]
-    assert "was ended by JAX (SIGABRT)" in verdict(attempt(0, -6), BY_JAX)
-    assert "was killed by SIGABRT" in verdict(attempt(0, -6), "")  # by another
+    ended = attempt(0, -6)
+    assert "was ended by JAX (SIGABRT)" in verdict(ended, ended.ends[0], BY_JAX)
+    assert "was killed by SIGABRT" in verdict(ended, ended.ends[0], "")  # by another
 
 
 def test_a_failure_counts_those_that_followed():

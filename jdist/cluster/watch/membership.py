@@ -184,11 +184,8 @@ def tick(state: Membership, now_s: float) -> Transition:
         absent = {"processes": state.absent, "refused": list(state.refused), "misnumbered": state.misnumbered}
         return replace(state, given_up=True), [Outgoing(None, {"type": "absent", **absent})]
     outgoing = [Outgoing(None, {"type": "beat"})]
-    waiting = [member for member in state.members.values() if not member.left]
-    if (
-        any(member.waits_s > min(member.patience_s, _LONG_S) for member in waiting)
-        and now_s - state.asked_s > _ASK_AGAIN_S
-    ):
+    is_long = any(each.waits_s > min(each.patience_s, _LONG_S) for each in state.members.values() if not each.left)
+    if is_long and now_s - state.asked_s > _ASK_AGAIN_S:
         members = {i: replace(member, place=None) for i, member in state.members.items()}
         return replace(state, members=members, asked_s=now_s), [*outgoing, Outgoing(None, {"type": "where"})]
     return state, outgoing
@@ -199,14 +196,12 @@ def _with_member(state: Membership, process: int, member: Member) -> Membership:
 
 
 def _judge(state: Membership) -> Transition:
-    """Reports the process that keeps the others waiting, or loses it, once all have sent where they are.
-
-    Not while one's work may last.
-    """
+    """Reports or loses the process that keeps the others waiting, once all have sent where they are; not if work may last."""
     members = {i: member for i, member in state.members.items() if not member.left}
     places = {i: member.place for i, member in members.items() if member.place is not None}
     waited_s = max(member.waits_s for member in members.values())
-    if len(places) < len(members) or waited_s <= min(_LONG_S, *(member.patience_s for member in members.values())):
+    patience_s = min(member.patience_s for member in members.values())
+    if len(places) < len(members) or waited_s <= min(_LONG_S, patience_s):
         return state, []
     if any(place["may_last"] for place in places.values()):
         return state, []
@@ -219,10 +214,9 @@ def _judge(state: Membership) -> Transition:
     if not any(member.waits_s > member.patience_s for member in members.values()):
         if state.told == (guilty, members[guilty].step):
             return state, []
-        slow = {"type": "slow", "process": guilty, "step": members[guilty].step, "cause": cause}
-        patience_s = min(member.patience_s for member in members.values())
-        told = replace(state, told=(guilty, members[guilty].step))
-        return told, [Outgoing(0, {**slow, "patience_s": patience_s})]
+        told = guilty, members[guilty].step
+        slow = {"type": "slow", "process": guilty, "step": told[1], "cause": cause, "patience_s": patience_s}
+        return replace(state, told=told), [Outgoing(0, slow)]
     return _lose(state, guilty, cause, [{"process": i, "step": members[i].step, **places[i]} for i in sorted(places)])
 
 

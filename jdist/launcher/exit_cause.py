@@ -230,7 +230,8 @@ def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> 
 
 def verdict(attempt: Attempt, guilty: End, stderr: str) -> str:
     """Says in one line which process ended a job, since when, and what to do."""
-    blame = _blame(attempt, guilty, stderr)[1]
+    blame, why = _blame(attempt, guilty, stderr)[1], "" if kind(guilty) == Kind.PEER_LOST else cause(stderr)
+    blame += f": {why}" if why else ""
     return (
         f"the job failed {attempt.duration_s:.0f} s after attempt {attempt.number} began: {blame}. Look at its log, and start "
         "the job again; it goes on from its last checkpoint."

@@ -41,7 +41,7 @@ nothing of jdist can catch it. Every message says what is wrong, which value it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class JDistError(Exception):
@@ -173,10 +173,16 @@ class PeerLostError(ClusterError):
         places: if it kept the others waiting, the `process`, `step`, `phase` and `stack` of each.
     """
 
+    if_it_takes_long: ClassVar = (
+        "If this is work that takes so long, mark it by `with strategy.cluster.busy(...):`, or raise "
+        "`CommunicationOptions(progress_timeout_s=...)`."
+    )
+
     def __init__(self, process: int, address: str, last_step: int, cause: str, places: tuple[Any, ...] = ()):
         super().__init__(
-            f"process {process} ({address}) is lost: {cause}. The last step was {last_step}. Nothing is saved from here on; "
-            "start all processes again, and they go on from the last checkpoint."
+            f"process {process} ({address}) is lost: {cause}. {f'{self.if_it_takes_long} ' if places else ''}The last step "
+            f"was {last_step}. Nothing is saved from here on; start all processes again, and they go on from the last "
+            "checkpoint."
         )
         self.process = process
         self.address = address

@@ -25,7 +25,8 @@ class CommunicationOptions:
         progress_timeout_s: seconds to wait for a process that is alive and does not come to the same step, as where its
             data loader or a collective is stuck. Then all end with exit code 75, and say where each was. Time in which it
             compiles, saves, evaluates or is `strategy.cluster.busy(...)` does not count. "auto": ten times as long as 95
-            of 100 calls of a step take, at least a minute; half an hour for the first 20 calls. None: no limit.
+            of 100 calls of a step take, at least five minutes; for the first 20 calls ten times as long as the longest, and
+            at most half an hour. A wait of a minute is logged. None: no limit.
         implementation: "auto" leaves it to JAX (NCCL on GPU, the interconnect on TPU, gloo on CPU); "nccl" insists on NCCL;
             "ring" passes gradients round a ring of replicas, step by step.
 

@@ -28,6 +28,7 @@ from jdist.errors import (
 )
 from jdist.support.tracebacks import causes
 
+_log = logging.getLogger(__name__)
 FINISHED = 0
 FAILED = 1  # training failed: a NaN, replicas that differ, an exception
 CANNOT_WRITE = 74  # EX_IOERR of sysexits.h: the disk is full, or may not be written; trying again leads to the same
@@ -106,7 +107,8 @@ def exit_if_uncaught(error: BaseException | None, code: int) -> None:
 class HardExit:
     """Ends the process from any thread, whatever the others hold or wait for.
 
-    A thread of its own writes the last words. It is started at once, as Python starts none at the end of a program.
+    A thread of its own writes the last words, and lines before them. It is started at once, as Python starts none at the
+    end of a program.
     """
 
     def __init__(self) -> None:
@@ -120,6 +122,10 @@ class HardExit:
             self._words.put(words)
         written.wait(_LAST_WORDS_S)
         os._exit(code)
+
+    def say(self, text: str) -> None:
+        """Logs a warning from the thread: the caller's must not wait for a pipe that nobody reads."""
+        self._words.put(lambda: _log.warning("jdist: %s", text))
 
     def close(self) -> None:
         """Ends the thread."""

@@ -17,6 +17,8 @@ from jdist.support.tracebacks import causes
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
+# JAX measures its heartbeats by the wall clock, which somebody may set. The watch decides which process is lost.
+_NEVER_S = 60 * 365 * 24 * 3600  # int32 holds 68 years
 
 
 def check_unused() -> None:
@@ -59,6 +61,8 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It catches SIGTERM for an agreement of its own; a program that does not ask for that never ends.
     jax.config.update("jax_enable_preemption_service", False)
+    # Else a wall clock that is set back to before the last heartbeat ends all: JAX computes their age without a sign.
+    jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         coordinator_address=spec.coordinator_address,
         num_processes=spec.num_processes,
@@ -68,6 +72,8 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=bind_address,
+        heartbeat_timeout_seconds=_NEVER_S,
+        shutdown_timeout_seconds=_NEVER_S,
     )
 
 

@@ -53,6 +53,18 @@ def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "proc
         time.sleep(_RETRY_S)
 
 
+def check_own_name(environ: Mapping[str, str]) -> None:
+    """Refuses, by a ClusterError, a machine that does not know its own name: gloo looks it up to connect the processes."""
+    name = socket.gethostname()
+    try:
+        numeric_address(name, environ)
+    except ClusterError as exc:
+        raise ClusterError(
+            f"this machine's own name {name!r} has no address, and gloo, which connects JAX's processes on CPUs, looks it up. "
+            f'Write a line "ADDRESS {name}" into /etc/hosts, with an address that the other machines reach.'
+        ) from exc
+
+
 def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) -> str | None:
     """Checks that the name of process 0's host is no loopback address, which other machines cannot reach.
 

@@ -31,12 +31,12 @@ def folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def print_record(lost: PeerLostError, noticed_by: int) -> None:
-    """Writes the record to standard error, for people and programs."""
-    lines = [f"jdist: PeerLostError: {lost}"]
+    """Writes the record to standard error, for people, who read the end first, and programs."""
+    lines = []
     for place in lost.places:
         lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
         lines += [f"jdist:     {frame}" for frame in place["stack"]]
-    lines.append(f"{RECORD}{json.dumps(_record(lost, noticed_by))}")
+    lines += [f"{RECORD}{json.dumps(_record(lost, noticed_by))}", f"jdist: PeerLostError: {lost}"]
     os.write(2, ("\n".join(lines) + "\n").encode())  # `print` has a lock, which a blocked thread may hold
 
 

@@ -23,7 +23,7 @@ from jdist.cluster.environment import TOKEN, text
 from jdist.cluster.exit_status import HardExit
 from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import is_error_of_jax
-from jdist.cluster.listen import check_free, check_reachable, listen, numeric_address, watch_port
+from jdist.cluster.listen import check_free, check_own_name, check_reachable, listen, numeric_address, watch_port
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.watch.exchanges import Exchanges
@@ -34,7 +34,7 @@ from jdist.errors import ClusterError, ClusterTimeoutError, PeerFailedError, Pee
 _SAME_ERROR_S = 2.0  # processes that meet the same error end at most this far apart
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
 _CALLS, _ENOUGH_CALLS = 200, 20  # calls of a step: how many are measured, and how many are enough to know its time
-_LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 60.0, 1800.0
+_LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 300.0, 1800.0  # at first: the longest, until enough calls are measured
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0 before it ends
 _MOST_LETTERS = 2000  # of an error that is sent to the others
 _log = logging.getLogger(__name__)
@@ -145,13 +145,13 @@ class Runtime:
         else:
             self._watch.wish_to_stop(reason)
 
-    def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; all have to ask after the same steps.
+    def stops_after(self, step: int, part: int = 0) -> bool:
+        """Whether all processes stop now, after `step` steps and `part` of what follows; all have to ask at the same places.
 
         Raises:
             PeerLostError: a process was lost meanwhile.
         """
-        return self._stopping is not None if self._watch is None else self._watch.stops_after(step)
+        return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -220,12 +220,12 @@ class Runtime:
             watch.say_bye()
         failpoints.reached(Point.IN_END)
         self._wait_for_the_end(watch)
+        if server is not None:  # the others' JAX needs this one until they have parted
+            server.wait_until_alone(3 * self.timeout_s)  # who stands still now is lost, and that ends this process
         try:
             jax.distributed.shutdown()
         except jax.errors.JaxRuntimeError as exc:
             _log.warning("JAX's processes did not part well: %s", exc)
-        if server is not None:
-            server.wait_until_alone(3 * self.timeout_s)  # who stands still now is lost, and that ends this process
         watch.part()
         if server is not None:
             server.close()
@@ -249,9 +249,10 @@ class Runtime:
         if isinstance(self._progress_timeout_s, int | float):
             return self._progress_timeout_s
         calls = sorted(self._calls_s)
-        if len(calls) < _ENOUGH_CALLS:
-            return _PATIENCE_AT_FIRST_S
-        return max(_LEAST_PATIENCE_S, 10 * calls[int(0.95 * (len(calls) - 1))])
+        if len(calls) >= _ENOUGH_CALLS:
+            return max(_LEAST_PATIENCE_S, 10 * calls[int(0.95 * (len(calls) - 1))])
+        # The first call compiles: another process, or another shape, may take several times as long.
+        return min(max(_LEAST_PATIENCE_S, 10 * calls[-1]), _PATIENCE_AT_FIRST_S) if calls else _PATIENCE_AT_FIRST_S
 
     def _where(self) -> dict[str, Any]:
         return whereabouts(self._thread, self._busy[-1] if self._busy else None, waits=self._waits())
@@ -321,6 +322,7 @@ def started() -> Runtime | None:
 def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str]) -> None:
     spec, process, timeout_s = runtime.spec, runtime.process_index, runtime.timeout_s
     jax_processes.check_unused()
+    check_own_name(environ)
     runtime._records = lost_peer.folder(environ)
     host, port = split(spec.coordinator_address)
     identity = Identity(
@@ -355,6 +357,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
             is_waiting=runtime._waits,
             patience_s=runtime._patience_s,
             where=runtime._where,
+            say=runtime._hard_exit.say,
         )
         failpoints.reached(Point.AFTER_CONNECT)
         atexit.register(runtime.end)
@@ -362,6 +365,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         with runtime.blocked():
             jax_processes.initialize(spec, bind_address, start_timeout_s)
         failpoints.reached(Point.IN_INIT)
+        runtime._called_s = time.monotonic()
     except BaseException as exc:
         if isinstance(exc, ClusterTimeoutError):
             atexit.register(exit_status.exit_if_uncaught, exc, exit_status.of_uncaught(exc))

@@ -59,13 +59,14 @@ class Preemption:
             return self._exit_code
         return exit_status.INTERRUPTED if self.reason == "SIGINT" else exit_status.PREEMPTED
 
-    def stops_after(self, step: int) -> bool:
+    def stops_after(self, step: int, part: int = 0) -> bool:
         """Whether all processes stop now, after `step` steps; if so, it has called `save`.
 
-        All processes have to ask after the same steps. It costs next to nothing while nobody has asked to stop.
+        All processes have to ask at the same places. It costs next to nothing while nobody has asked to stop.
 
         Args:
             step: number of steps done, rising; 0 before the first.
+            part: place in long work between two steps, as of the batches of an evaluation; rising, 0 before the first.
 
         Raises:
             Exception: what the watcher or `save` raised.
@@ -73,7 +74,7 @@ class Preemption:
         """
         if self._problem is not None:
             raise self._problem
-        if self._stopped or not self._cluster.stops_after(step):
+        if self._stopped or not self._cluster.stops_after(step, part):
             return self._stopped
         self._stopped = True
         exit_status.unfinished(f"stopped by {self.reason}")

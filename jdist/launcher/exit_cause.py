@@ -22,6 +22,8 @@ _NOISE = re.compile(
     r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
+# What follows ends a process that waited for a lost one: JAX's words about it blame whom they name at random.
+_ENDED_BY_JAX = re.compile(r".*Terminating process because the JAX distributed service detected")
 _MESSAGE = "jdist: "  # begins jdist's messages, of which records for programs and frames of a stack explain nothing
 _NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
 LONGEST = 30  # lines
@@ -150,7 +152,7 @@ def explanation(stderr: str) -> list[str]:
     Returns:
         At most `LONGEST` lines: of a long traceback the beginning and the end, of a long message the beginning.
     """
-    lines = [line.rstrip() for line in stderr.splitlines()]
+    lines = [line.rstrip() for line in _own(stderr).splitlines()]
     header = _last_traceback(lines)
     if header is None:
         lines = [line for line in lines if line]
@@ -182,7 +184,7 @@ def lost_peer(stderr: str) -> tuple[int, str] | None:
 
 def cause(stderr: str) -> str:
     """Finds the line that says most: of the exception, else jdist's last one, else the last one; or ""."""
-    lines = stderr.splitlines()
+    lines = _own(stderr).splitlines()
     header = _last_traceback(lines)
     if header is not None:
         message = _message(lines, header)
@@ -190,6 +192,12 @@ def cause(stderr: str) -> str:
     lines = [line.strip() for line in lines if line.strip()]
     reasons = [line for line in lines if line.startswith(_MESSAGE) and not _NO_REASON.match(line)]
     return (reasons or _without_noise(lines) or lines or [""])[-1]
+
+
+def _own(stderr: str) -> str:
+    """Cuts off what JAX writes as it ends a process, unless that is all."""
+    own = _ENDED_BY_JAX.split(stderr)[0]
+    return own if own.strip() else stderr
 
 
 def _last_traceback(lines: list[str]) -> int | None:
@@ -213,19 +221,35 @@ def _message(lines: list[str], header: int) -> int:
 
 def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> str:
     """Reports a failed attempt: the guilty process, its end and log, and the `explanation` in its standard error."""
-    end = attempt.guilty
-    if end is None:
+    if attempt.guilty is None:
         return ""
-    details = [f"  {line}" for line in explanation(stderr)]
+    task, blame = _blame(attempt, attempt.guilty, stderr)
+    head = f"attempt {attempt.number} failed: {blame}; its log: {log_of(task)}"
+    return "\n".join([head, *(f"  {line}" for line in explanation(stderr))])
+
+
+def verdict(attempt: Attempt, guilty: End, stderr: str) -> str:
+    """Says in one line which process ended a job, since when, and what to do."""
+    blame, why = _blame(attempt, guilty, stderr)[1], "" if kind(guilty) == Kind.PEER_LOST else cause(stderr)
+    blame += f": {why}" if why else ""
+    return (
+        f"the job failed {attempt.duration_s:.0f} s after attempt {attempt.number} began: {blame}. Look at its log, and start "
+        "the job again; it goes on from its last checkpoint."
+    )
+
+
+def _blame(attempt: Attempt, end: End, stderr: str) -> tuple[Task, str]:
+    """Finds the task to blame, and says what happened to it."""
     task, predicate = end.task, f"{describe(end)}{_others(attempt, end)}"
     name = str(task)
+    if end.code == -signal.SIGABRT and _ENDED_BY_JAX.search(stderr):
+        predicate = f"was ended by JAX (SIGABRT), as process 0, or its machine, was gone{_others(attempt, end)}"
     if kind(end) == Kind.PEER_LOST and (peer := lost_peer(stderr)) is not None:
         # All have left with the same code, and the first to leave is not the one that they blame.
         lost, why = peer
         task = next((each.task for each in attempt.ends if each.task == Task(WORKER, lost)), end.task)
         name, predicate = f"process {lost}", f"was lost: {why}"
-    head = f"attempt {attempt.number} failed: {name} {predicate}; its log: {log_of(task)}"
-    return "\n".join([head, *details])
+    return task, f"{name} {predicate}"
 
 
 def summary(history: Sequence[Attempt], causes: Mapping[int, str]) -> str:

@@ -22,7 +22,7 @@ from jdist.cluster.exit_status import PEER_LOST
 from jdist.launcher.console import Console, prefix
 from jdist.launcher.environment import child_environment
 from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
-from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary
+from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary, verdict
 from jdist.launcher.host import Host, LocalHost
 from jdist.launcher.output import Controlled, LogFile, Stream
 from jdist.launcher.record import Record
@@ -110,6 +110,8 @@ class Launcher:
             state = self._run()
             self._record.add("done", code=state.exit_code)
             self._say(summary(state.history, self._causes))
+            if self._explains and (guilty := state.history[-1].guilty) is not None:
+                self._say(verdict(state.history[-1], guilty, self._stderr.get(guilty.task, "")))
         finally:
             self._console.close(_CONSOLE_S)
         assert state.exit_code is not None

@@ -156,6 +156,10 @@ def _on_host(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else np.asarray(to_host(x))
 
 
+class _Stopped(Exception):
+    """All processes stop at a batch of an evaluation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The evaluation of a run, a function of its state: where it is evaluated, and by which strategy it is trained."""
@@ -166,10 +170,13 @@ class Evaluation:
     trained_by: Strategy
     metrics: Metrics
 
-    def __call__(self, state: PyTree) -> Measured:
-        """Measures a state, by name."""
+    def __call__(self, state: PyTree, stops_at: Callable[[int], bool]) -> Measured | None:
+        """Measures a state, by name; None if it is to stop at a batch, of a number from 1."""
         state_here = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
-        return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics)
+        try:
+            return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics, stops_at)
+        except _Stopped:
+            return None
 
     def names(self, state: PyTree, *, depth: int) -> frozenset[str] | None:
         """Lists the names of what it will measure, of a training state or its shapes; see `names_of`."""
@@ -184,6 +191,7 @@ def measure(
     batches: Iterable[PyTree],
     cluster: Runtime | None = None,
     metrics: Metrics = None,
+    stops_at: Callable[[int], bool] = lambda part: False,
 ) -> Measured:
     """Computes the means and metrics of a state over all rows of distributed batches, padding left out; the same everywhere."""
     cluster = cluster or alone()
@@ -191,7 +199,9 @@ def measure(
     with cluster.blocked():
         if isinstance(batches, DistributedDataset):
             batches.rewind()
-        for batch in batches:
+        for part, batch in enumerate(batches, 1):
+            if stops_at(part):
+                raise _Stopped
             totals.add(eval_step(state, batch), batch)
         measured, weight = totals.take(cluster=cluster)
     if math.isnan(weight) and not measured:

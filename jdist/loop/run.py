@@ -124,6 +124,7 @@ class Run:
             verify: as for `jdist.fit`.
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
+        self._stop = stop
         with contextlib.ExitStack() as ends:
             ends.enter_context(quick_turns())
             self._costs = Costs(self._strategy, begun=self._begun)
@@ -311,12 +312,14 @@ class Run:
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
-            measured = self._evaluate_state()
-            row = self._add_to_row(None, "eval", measured)
-            row.update(self._costs.row(self.step))
-            self._call_back("eval", row, measured)
-            self._log(row)
-            self._save(row)
+            if (measured := self._evaluate_state()) is None:
+                self._interrupted, self.history.stopped = True, f"by {self._stop.reason}"
+            else:
+                row = self._add_to_row(None, "eval", measured)
+                row.update(self._costs.row(self.step))
+                self._call_back("eval", row, measured)
+                self._log(row)
+                self._save(row)
         moment = self._moment("end", None)
         for callback in self._callbacks:
             if callback.on_end is not None:
@@ -331,10 +334,9 @@ class Run:
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
         row = self._make_step_row() if is_last or self._is_due(self._log_every) else None
         due: list[tuple[Event, Measured]] = []
-        if self._evaluate is not None and (
-            any(map(self._is_due, self._eval_every)) if self._eval_every else bool(ended)
-        ):
-            due.append(("eval", self._evaluate_state()))
+        is_due = any(map(self._is_due, self._eval_every)) if self._eval_every else bool(ended)
+        if self._evaluate is not None and is_due and (measured := self._evaluate_state()) is not None:
+            due.append(("eval", measured))
         for epoch in ended[-1:]:
             self.epoch = epoch + 1
             due.append(("epoch", self._totals.take(epoch, self._cluster)[0]))
@@ -356,12 +358,15 @@ class Run:
         with self._cluster.blocked():
             return self._make_row(self._totals.newest())
 
-    def _evaluate_state(self) -> Measured:
+    def _evaluate_state(self) -> Measured | None:
+        """Evaluates the state; None if all are to stop meanwhile, as a machine that is taken away leaves no time for it."""
         assert self._evaluate is not None
         self._train_step.wait()
-        self._evaluated = self.step
         with self._meter.stopped(), self._costs.during(EVALUATION, self.step):
-            return self._evaluate(self.state)
+            measured = self._evaluate(self.state, functools.partial(self._stop.stops_after, self.step))
+        if measured is not None:
+            self._evaluated = self.step
+        return measured
 
     def _log_earlier_epoch(self, epoch: int) -> None:
         """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""

@@ -37,6 +37,18 @@ def test_jax_that_has_started_its_devices():
         start(spec())
 
 
+def test_a_machine_that_does_not_know_its_own_name(unused, monkeypatch):
+    def unknown(host, *args, **options):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(
+        ClusterError, match=r"own name 'node7' has no address.*Write a line \"ADDRESS node7\" into /etc/hosts"
+    ):
+        start(spec())
+
+
 def test_no_port_for_the_watch(unused):
     with pytest.raises(
         ClusterConfigError, match="JDIST_WATCH_PORT is not set; it must be a port from 1 to 65535 other than"

@@ -37,6 +37,9 @@ train(3)
             assert (stuck["process"], stuck["step"], stuck["phase"]) == (1, 3, HOST)
             assert any("next_batch" in frame for frame in stuck["stack"])
             assert "jdist: process 1, step 3: the program's own code" in job.out(index)
+            last = job.out(index).splitlines()[-1]
+            assert last.startswith("jdist: PeerLostError: process 1 ("), last
+            assert "`with strategy.cluster.busy(...):`" in last
 
 
 FIT = """
@@ -120,13 +123,43 @@ def test_what_nobody_waits_for_may_take_its_time(tmp_path):
         assert job.codes(within_s=60 + BOUND_S) == [0, 0], job.out(0) + job.out(1)
 
 
-def test_patience_follows_from_how_long_steps_take():
+def test_an_evaluation_that_goes_on_may_take_longer_than_one_call(tmp_path):
+    body = (
+        FIT
+        + f"""
+def eval_step(state, batch):
+    return {{"loss": jdist.mean((batch["x"] @ state) ** 2, batch["mask"])}}
+
+def slow(context):
+    for k in range(30):
+        time.sleep({PATIENT_S / 10})
+        yield {{"x": np.ones((2, 4), np.float32)}}
+
+train(3)
+jdist.evaluate(eval_step, np.ones(4, np.float32), slow, strategy=strategy)
+train(3)
+"""
+    )
+    with Job(tmp_path, IMPATIENT + body) as job:
+        assert job.codes(within_s=60 + BOUND_S) == [0, 0], job.out(0) + job.out(1)
+
+
+@pytest.mark.parametrize(
+    ("calls_s", "patience_s"),
+    [
+        ([], 1800.0),  # nothing is known yet
+        ([2.0], 300.0),  # the first call compiled
+        ([50.0, 0.1], 500.0),
+        ([600.0], 1800.0),
+        ([50.0, *[0.1] * 19], 300.0),
+        ([0.1] * 20, 300.0),
+        ([0.1] * 20 + [50.0] * 10, 500.0),
+    ],
+)
+def test_patience_follows_from_how_long_calls_take(calls_s, patience_s):
     runtime = alone()
-    assert runtime._patience_s() == 1800.0  # nothing is known yet
-    runtime._calls_s.extend([0.1] * 20)
-    assert runtime._patience_s() == 60.0
-    runtime._calls_s.extend([20.0] * 10)
-    assert runtime._patience_s() == 200.0
+    runtime._calls_s.extend(calls_s)
+    assert runtime._patience_s() == patience_s
     assert Runtime(runtime.spec, 10.0, 7.0)._patience_s() == 7.0
 
 

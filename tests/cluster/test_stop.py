@@ -171,5 +171,19 @@ def test_all_stop_behind_the_furthest_also_if_that_one_cannot_answer_now(two):
     assert ahead.stopping == "SIGTERM"
 
 
+def test_all_stop_at_the_same_batch_of_an_evaluation(two):
+    behind, ahead = two
+    for watch, part in ((behind, 2), (ahead, 4)):
+        assert not any(watch.stops_after(7, each) for each in range(part))
+    ahead.wish_to_stop("SIGTERM")
+    deadline_s = time.monotonic() + 30
+    while behind.stopping is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert [behind.stops_after(7, part) for part in (2, 3, 4)] == [False, False, True]
+    assert ahead.stops_after(7, 4)
+    assert ahead.stops_after(8)  # one whose evaluation ended before
+
+
 def test_it_is_public():
     assert jdist.cluster.preemption is preemption

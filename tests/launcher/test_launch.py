@@ -1,4 +1,5 @@
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -108,7 +109,10 @@ def test_the_first_that_failed_is_named_with_its_traceback_and_log(start, tmp_pa
     report = err[err.index("attempt 0 failed") :]
     assert f"process 1 ended with exit code 1; its log: {tmp_path}/logs/attempt_0/process_1.log" in report
     assert "raise ValueError" in report
-    assert report.splitlines()[-1] == "[launch]   ValueError: no luck"
+    said, last = report.splitlines()[-2:]
+    assert said == "[launch]   ValueError: no luck"
+    assert re.match(r"\[launch\] the job failed \d+ s after attempt 0 began: process 1 ended with exit code 1", last)
+    assert "ValueError: no luck. Look at its log, and start the job again" in last
 
 
 def test_the_guilty_comes_before_those_that_lost_it_even_when_seen_later(start):
@@ -185,8 +189,12 @@ def test_all_are_started_again_after_a_failure(start):
 def test_a_crash_loop_names_its_cause(start):
     result, _, err = start('raise OSError("no such data set")', processes=1, max_restarts=1)
     assert result.exit_code == 1
-    assert "crash loop: 2 attempts in a row failed alike" in err.splitlines()[-1]
-    assert err.splitlines()[-1].endswith("OSError: no such data set")
+    loop, last = err.splitlines()[-2:]
+    assert "crash loop: 2 attempts in a row failed alike" in loop
+    assert loop.endswith("OSError: no such data set")
+    assert (
+        "process 0 ended with exit code 1: OSError: no such data set. Look at its log, and start the job again" in last
+    )
 
 
 def test_it_goes_on_with_those_that_are_left_and_grows_again(start):

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from jdist.launcher.exit_cause import Attempt, End, Task, failure, summary
+from jdist.launcher.exit_cause import Attempt, End, Task, failure, summary, verdict
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no\n'
 
@@ -42,6 +42,27 @@ def test_a_failure_names_process_end_log_and_traceback():
         "attempt 3 failed: process 1 was killed by SIGKILL; its log: logs/process_1.log",
         *(f"  {line}" for line in TRACEBACK.splitlines()),
     ]
+
+
+BY_JAX = """\
+jdist: the machine of process 0 does not answer
+E1127 08:33:23.2 1 coordination_service_agent.cc:332] Polling an error
+F1127 08:33:23.3 1 client.h:80] Terminating process because the JAX distributed service detected fatal errors. UNAVAILABLE:
+0
+The tasks have crashed. Check the task logs for an earlier error.
+
+RPC: /xla.coordination.CoordinationService/PollForError
+    @     0x7f6dc94a71f5  (unknown)
+"""
+
+
+def test_what_jax_says_as_it_ends_a_process_does_not_come_first():
+    head, *said = failure(attempt(0, -6), log_of, BY_JAX).splitlines()
+    assert "process 1 was ended by JAX (SIGABRT), as process 0, or its machine, was gone" in head
+    assert said == ["  jdist: the machine of process 0 does not answer"]
+    ended = attempt(0, -6)
+    assert "was ended by JAX (SIGABRT)" in verdict(ended, ended.ends[0], BY_JAX)
+    assert "was killed by SIGABRT" in verdict(ended, ended.ends[0], "")  # by another
 
 
 def test_a_failure_counts_those_that_followed():

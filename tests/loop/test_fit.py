@@ -550,6 +550,35 @@ class TestEnding:
         with jdist.train.Checkpointer(tmp_path) as checkpoints:
             assert checkpoints.steps()
 
+    @pytest.mark.parametrize("steps", [2, 100_000])  # the last evaluation, and one between steps
+    def test_sigterm_in_an_evaluation_leaves_it_and_saves(self, steps, tmp_path):
+        read = []
+
+        def held_out(context: Any) -> Any:
+            for k in range(1_000):
+                read.append(k)
+                if k == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield {name: rows[:16] for name, rows in HELD_OUT.items()}
+
+        with pytest.raises(SystemExit) as left:
+            jdist.fit(
+                train_step,
+                create_state(),
+                DATA,
+                steps=steps,
+                global_batch=16,
+                eval_step=eval_step,
+                eval_data=held_out,
+                eval_every=2,
+                callbacks=[jdist.callbacks.checkpoint(tmp_path, every=None)],
+                **QUIET,
+            )
+        assert left.value.code == 143
+        assert 3 < len(read) < 1_000
+        with jdist.train.Checkpointer(tmp_path) as checkpoints:
+            assert checkpoints.steps() == [2]
+
     @pytest.mark.parametrize("steps_per_call", [1, 2])
     def test_a_gradient_that_is_no_number_says_which_step(self, steps_per_call, tmp_path):
         data = {"x": DATA["x"].copy(), "y": DATA["y"]}

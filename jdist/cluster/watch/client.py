@@ -26,7 +26,9 @@ from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _FOR_EVER_S = 1e9  # JSON has no infinity
 _QUIET_S = 5.0  # a longer wait for the others is reported on standard error
+_PART_BITS = 32  # of the number of a place to stop at: which part after a step
 _TRY_S, _RETRY_S = 2.0, 0.2
+_SET_S = 2.0  # a wall clock that differs by more from the one that only goes on was set
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
 
@@ -57,6 +59,8 @@ class Watch:
         is_waiting: whether the program waits for other processes now.
         patience_s: how long it may wait at one step.
         where: where the program is; see `whereabouts`.
+        say: shows a line to the user, and does not block.
+        wall_s: the wall clock, which is only compared with the one that the watch goes by.
 
     Attributes:
         exchanges: those of all processes.
@@ -79,10 +83,13 @@ class Watch:
         is_waiting: Callable[[], bool] = lambda: False,
         patience_s: Callable[[], float] = lambda: math.inf,
         where: Callable[[], Mapping[str, Any]] = dict,
+        say: Callable[[str], object] = print,
+        wall_s: Callable[[], float] = time.time,
     ):
         self.identity, self._silence_s, self._on_lost, self._is_waiting = identity, silence_s, on_lost, is_waiting
-        self._patience_s, self._where = patience_s, where
-        self._waits_since, self._waits_at = None, 0
+        self._patience_s, self._where, self._say, self._wall_s = patience_s, where, say, wall_s
+        self._ahead_s = wall_s() - time.monotonic()
+        self._waits_since, self._calls, self._waits_at = None, 0, 0
         self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._send)
         self.addresses: tuple[str, ...] = ()
@@ -117,15 +124,15 @@ class Watch:
             raise
 
     def progress(self, step: int) -> None:
-        """Sets the step that the program is at, for the record of a loss."""
-        self._step = step
+        """Notes a call of a step, and the step that the program is at, for the record of a loss."""
+        self._step, self._calls = step, self._calls + 1
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step; may be called from a signal handler."""
         self._send({"type": "wish", "reason": reason})
 
-    def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; asked by all, after every step.
+    def stops_after(self, step: int, part: int = 0) -> bool:
+        """Whether all processes stop now, after `step` steps and `part` of what follows; asked by all at the same places.
 
         Once one of them wishes to stop, each sends the last step that it has passed, and passes no other until it knows
         where all stop. No process waits here for another's program, which may be blocked in a step that needs this one.
@@ -134,16 +141,16 @@ class Watch:
             ClusterTimeoutError: process 0 did not answer in time.
             PeerLostError: a process was lost meanwhile.
         """
-        self._step = step
+        self._step, place = step, (step << _PART_BITS) + part
         with self._changed:
             if self.stopping is None:
-                self._passed = step
+                self._passed = place
                 return False
         self._wait_for(lambda: self._stop_at is not None, 2 * self._silence_s)
         self._raise_if_lost()
         if self._stop_at is None:
             raise ClusterTimeoutError("the processes did not agree on a step to stop at. Start all of them again.")
-        return step >= self._stop_at
+        return place >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
         """Waits for the loss of a process, which may be why a collective failed; None if there is none in time."""
@@ -255,6 +262,7 @@ class Watch:
             ready = selector.select(max(0.0, beat_sent_s + self._beat_s - time.monotonic()))
             now_s, before_s = time.monotonic(), awake_s
             awake_s = now_s
+            self._look_at_wall_clock(now_s)
             if now_s - before_s > self._silence_s:  # looked at first: after a standstill all others seem silent
                 still_s = now_s - before_s
                 return self._loss(
@@ -286,12 +294,22 @@ class Watch:
                 self._outbox.put({"type": "misses", "process": min(left)})  # all hear of it then, this one too
         return None
 
+    def _look_at_wall_clock(self, now_s: float) -> None:
+        set_by_s = self._wall_s() - now_s - self._ahead_s
+        if abs(set_by_s) > _SET_S:
+            self._ahead_s += set_by_s
+            who = self.identity.label(self.identity.process)
+            self._say(
+                f"the wall clock of {who} was set by {set_by_s:+.0f} s at step {self._step} (or its machine slept). The job "
+                "goes on, as jdist measures by another clock; the times in logs and files jump."
+            )
+
     def _beat(self, now_s: float) -> Message:
-        step = self._step
+        step, calls = self._step, self._calls  # an evaluation makes calls at one step
         if not self._is_waiting():
             self._waits_since = None
-        elif self._waits_since is None or step != self._waits_at:
-            self._waits_since, self._waits_at = now_s, step
+        elif self._waits_since is None or calls != self._waits_at:
+            self._waits_since, self._waits_at = now_s, calls
         waits_s = 0.0 if self._waits_since is None else max(now_s - self._waits_since, 1e-3)
         patience_s = float(min(self._patience_s(), _FOR_EVER_S))
         return {"type": "beat", "step": step, "waits_s": waits_s, "patience_s": patience_s}
@@ -329,6 +347,16 @@ class Watch:
                     self._outbox.put({"type": "passed", "step": self._passed})
                 case {"type": "stop_at", "step": int(step)}:
                     self._stop_at = step
+                case {
+                    "type": "slow",
+                    "process": int(process),
+                    "step": int(step),
+                    "cause": str(cause),
+                    "patience_s": float(patience_s),
+                }:
+                    who = self.identity.label(process)
+                    end = f" After {patience_s:.0f} s all end with exit code 75." if patience_s < _FOR_EVER_S else ""
+                    self._say(f"{who} does not go on from step {step}: {cause}.{end} {PeerLostError.if_it_takes_long}")
                 case {"type": "left", "process": int(process)}:
                     self._left.add(process)
                 case {

@@ -7,7 +7,8 @@ A process sends                             It receives
                                                 absent      not all came in time; all give up
     beat    every so often, with its step,      beat        every so often
             and since when it waits for others
-    at      where it is: phase and stack        where       some have waited too long: send where you are
+    at      where it is: phase and stack        where       some have waited long: send where you are
+                                                slow        to process 0 alone: who keeps the others waiting
     value   its part of an exchange             values      everyone's, once all have sent theirs
                                                 void        one of them takes no part any more
     forget  leaves all exchanges whose keys
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 from jdist.cluster.watch.messages import Message
 
+_LONG_S = 60.0  # a longer wait for a process is reported
 _ASK_AGAIN_S = 10.0  # between two questions where all are
 _MOST_REFUSED = 4  # connections that a message names
 _MOST_OPEN = 100  # exchanges that only some have come to; a correct job has a few
@@ -72,6 +74,7 @@ class Membership:
     stopping: str | None = None  # why all are to stop; None if nobody wishes it
     stop_at: int | None = None  # the step after which they stop; None until all have sent the last one they passed
     asked_s: float = -math.inf  # when all were last asked where they are
+    told: tuple[int, int] | None = None  # the process, and its step, that was last reported to keep the others waiting
     lost: int | None = None  # the first process that was lost
     given_up: bool = False  # whether not all came in time
     refused: tuple[str, ...] = ()  # the connections that were refused, and why
@@ -181,8 +184,8 @@ def tick(state: Membership, now_s: float) -> Transition:
         absent = {"processes": state.absent, "refused": list(state.refused), "misnumbered": state.misnumbered}
         return replace(state, given_up=True), [Outgoing(None, {"type": "absent", **absent})]
     outgoing = [Outgoing(None, {"type": "beat"})]
-    too_long = any(member.waits_s > member.patience_s for member in state.members.values() if not member.left)
-    if too_long and now_s - state.asked_s > _ASK_AGAIN_S:
+    is_long = any(each.waits_s > min(each.patience_s, _LONG_S) for each in state.members.values() if not each.left)
+    if is_long and now_s - state.asked_s > _ASK_AGAIN_S:
         members = {i: replace(member, place=None) for i, member in state.members.items()}
         return replace(state, members=members, asked_s=now_s), [*outgoing, Outgoing(None, {"type": "where"})]
     return state, outgoing
@@ -193,11 +196,12 @@ def _with_member(state: Membership, process: int, member: Member) -> Membership:
 
 
 def _judge(state: Membership) -> Transition:
-    """Finds the process that keeps the others waiting, once all have sent where they are, unless one's work may last."""
+    """Reports or loses the process that keeps the others waiting, once all have sent where they are; not if work may last."""
     members = {i: member for i, member in state.members.items() if not member.left}
     places = {i: member.place for i, member in members.items() if member.place is not None}
     waited_s = max(member.waits_s for member in members.values())
-    if len(places) < len(members) or not any(member.waits_s > member.patience_s for member in members.values()):
+    patience_s = min(member.patience_s for member in members.values())
+    if len(places) < len(members) or waited_s <= min(_LONG_S, patience_s):
         return state, []
     if any(place["may_last"] for place in places.values()):
         return state, []
@@ -207,6 +211,12 @@ def _judge(state: Membership) -> Transition:
     cause = f"the others have waited for it for {waited_s:.0f} s, and it is in {where}"
     if not behind:
         cause = f"all wait for each other since {waited_s:.0f} s, at a collective that does not end; it is at {where}"
+    if not any(member.waits_s > member.patience_s for member in members.values()):
+        if state.told == (guilty, members[guilty].step):
+            return state, []
+        told = guilty, members[guilty].step
+        slow = {"type": "slow", "process": guilty, "step": told[1], "cause": cause, "patience_s": patience_s}
+        return replace(state, told=told), [Outgoing(0, slow)]
     return _lose(state, guilty, cause, [{"process": i, "step": members[i].step, **places[i]} for i in sorted(places)])
 
 

@@ -395,6 +395,19 @@ def test_what_may_last_is_waited_for_and_asked_again():
     assert told.message["process"] == 1
 
 
+def test_a_long_wait_is_reported_once_a_step_before_it_ends_the_job():
+    hub = asked(beat(8, waits_s=61.0, patience_s=300.0), beat(7, patience_s=400.0))
+    hub, told = after(hub, (0, at()), (1, at()))
+    cause = "the others have waited for it for 61 s, and it is in its own code, loader.py:3 read"
+    slow = {"type": "slow", "process": 1, "step": 7, "cause": cause, "patience_s": 300.0}
+    assert told == [Outgoing(0, slow)]
+    for waits_s, now_s, expected in ((299.0, 20.0, []), (301.0, 40.0, ["lost"])):
+        hub, _ = after(hub, (0, beat(8, waits_s=waits_s, patience_s=300.0)), (1, beat(7)), now_s=now_s)
+        hub, _ = membership.tick(hub, now_s)
+        hub, told = after(hub, (0, at()), (1, at()))
+        assert [tell.message["type"] for tell in told] == expected
+
+
 def test_nobody_is_asked_or_lost_while_all_go_on():
     hub, _ = after(full(), (0, beat(8, waits_s=59.0)), (1, beat(7)), now_s=5.0)
     assert membership.tick(hub, 6.0)[1] == [Outgoing(None, {"type": "beat"})]

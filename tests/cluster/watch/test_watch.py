@@ -34,13 +34,15 @@ class Job:
         given = {"process": process, "addresses": addresses, "host": self.host, "port": self.port, "token": self.token}
         return Identity(**given | changed)
 
-    def watch(self, process, *, is_waiting=lambda: False, **changed):
+    def watch(self, process, *, is_waiting=lambda: False, wall_s=time.time, say=print, **changed):
         return Watch(
             self.identity(process, **changed),
             start_timeout_s=self.start_timeout_s,
             silence_s=self.silence_s,
             on_lost=self.losses[process].put,
             is_waiting=is_waiting,
+            wall_s=wall_s,
+            say=say,
         )
 
     def start(self, *processes, **options):

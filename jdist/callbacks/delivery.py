@@ -133,13 +133,13 @@ class Delivery:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._given - self._taken
-            rows = (
+            there = (
                 f"{waiting:,} of {self._given:,} rows may not be there"
                 if waiting
                 else "all rows are there, its end may not be"
             )
             self._messages.put(
-                f"{self._name}: not done {timeout_s:g} s after the end of the run; {rows}. The run's own files have all rows."
+                f"{self._name}: not done {timeout_s:g} s after the end of the run; {there}. The run's own files have all rows."
             )
         elif (lost := self._failures + self._dropped) > 1:
             self._messages.put(

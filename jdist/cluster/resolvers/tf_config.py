@@ -15,7 +15,6 @@ from jdist.errors import ClusterConfigError
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
-_OLD_NAMES = {"master": "chief"}  # of TensorFlow 1 and Kubeflow's TFJob
 VERTEX = "CLUSTER_SPEC"
 _VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
 _VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
@@ -72,13 +71,18 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
         raise refused(VARIABLE, cluster["master"], "absent, as `chief` is there", one, field="cluster.master")
     devices, devices_from = chosen_devices(environ)
     return ClusterSpec(
-        jobs={_OLD_NAMES.get(job, job): _tasks(job, tasks) for job, tasks in cluster.items()},
-        task_type=_OLD_NAMES.get(task_type, task_type),
+        jobs={_today(job): _tasks(job, tasks) for job, tasks in cluster.items()},
+        task_type=_today(task_type),
         task_index=_index(task.get("index"), "task.index"),
         resolver="tf_config",
         origins={"jobs": VARIABLE, "task_type": VARIABLE, "task_index": VARIABLE, **devices_from},
         local_device_ids=devices,
     )
+
+
+def _today(job: str) -> str:
+    """Translates TensorFlow 1's name of a job."""
+    return "chief" if job == "master" else job
 
 
 def _parse(source: str) -> Any:

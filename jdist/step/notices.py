@@ -14,6 +14,8 @@ from jdist.jaxpr.variation import Var
 from jdist.support.tracebacks import callers_level
 
 _SCALED = ("mul", "div", "neg", "max", "min")
+# All replicas may shuffle their own rows in the same order: a drawn index says which row, and meets none.
+_NOT_ROW_BY_ROW = ("concatenate", "dot_general", "gather", "scatter", "scatter-add", "dynamic_slice")
 _REFORMED = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "optimization_barrier", "psum")
 
 
@@ -46,7 +48,7 @@ def shared_draws(closed: Any, batch: Collection[Var], own: Collection[Var] = ())
     """Finds what is drawn from a key that does not vary and meets rows that do, number by row; yields its type."""
     for eqn, origins in variation.origins(closed, batch, own):
         ranks = {getattr(v.aval, "ndim", None) for v in eqn.invars}
-        if len(ranks) != 1 or graph.nested_jaxprs(eqn) or eqn.primitive.name in ("concatenate", "dot_general"):
+        if len(ranks) != 1 or graph.nested_jaxprs(eqn) or eqn.primitive.name in _NOT_ROW_BY_ROW:
             continue
         rows = frozenset[int]().union(*(origin.rows for origin in origins))
         for v, origin in zip(eqn.invars, origins, strict=True):

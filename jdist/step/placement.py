@@ -101,7 +101,7 @@ def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ..
     check_not_donated(existing)
     avals = iter(closed.out_avals)
     places = range(treedefs[0].num_leaves)
-    typed = [jax.eval_shape(_strong, existing[i]) if i in existing else next(avals) for i in places]
+    typed: list[Any] = [jax.eval_shape(_strong, existing[i]) if i in existing else next(avals) for i in places]
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in typed]
     constants = [onto(x, sharding) for x in closed.consts]
     compute = graph.subfunction(closed, [*body.constvars, *body.invars], body.outvars)

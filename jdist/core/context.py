@@ -148,9 +148,8 @@ def own_settings(strategy: Strategy) -> Iterator[None]:
 
 
 def mesh_of_program(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-    """Enters the strategy's mesh around a program in which the compiler divides work, for constraints by `PartitionSpec`."""
-    divides = strategy.mesh is not None and (strategy.is_global_view or strategy.model_axes)
-    return jax.set_mesh(strategy.mesh) if divides else contextlib.nullcontext()
+    """Enters the mesh around a step in the global view, for its constraints by `PartitionSpec`; `shard_map` does so itself."""
+    return jax.set_mesh(strategy.mesh) if strategy.is_global_view else contextlib.nullcontext()
 
 
 def _compiles_nothing() -> bool:

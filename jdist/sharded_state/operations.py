@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist.core.context import mesh_of_program
 from jdist.core.division import forms, is_in_place
 from jdist.core.layout import Form, Layout, axes_of
 from jdist.core.operations import Operations
@@ -46,8 +45,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
             form.store(x) if form.is_cut else x for x, form in zip(created.compute(inputs), of_computed, strict=True)
         ]
 
-    with mesh_of_program(strategy):
-        stored = jax.jit(in_parts, out_shardings=list(map(layout.kept, of_computed)))(created.inputs)
+    stored = jax.jit(in_parts, out_shardings=list(map(layout.kept, of_computed)))(created.inputs)
     leaves = [ShardedLeaf(x, form.of) if form.is_cut else x for x, form in zip(stored, of_computed, strict=True)]
     existing = {i: _laid_out(layout, x, chosen[i]) for i, x in created.existing.items()}
     return created.state(existing, leaves)

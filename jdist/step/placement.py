@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jdist.core.context import mesh_of_program, scope
+from jdist.core.context import scope
 from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, map_leaves, whole_on_host
 from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
@@ -59,8 +59,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
     if not created.computed:
         return created.state(existing, [])
     shardings = None if sharding is None else [sharding] * len(created.computed)
-    with mesh_of_program(strategy):
-        return created.state(existing, jax.jit(created.compute, out_shardings=shardings)(created.inputs))
+    return created.state(existing, jax.jit(created.compute, out_shardings=shardings)(created.inputs))
 
 
 def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> CreatedState:
@@ -95,8 +94,7 @@ def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ..
 
     sharding = strategy.replicated_sharding
     arrays = [onto(leaves[i], sharding) for i in dynamic]
-    with mesh_of_program(strategy):
-        closed = jax.make_jaxpr(computed)(arrays)
+    closed = jax.make_jaxpr(computed)(arrays)
     body = graph.body_of(closed)
     check_not_donated(existing)
     avals = iter(closed.out_avals)

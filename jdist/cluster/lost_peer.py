@@ -37,7 +37,8 @@ def print_record(lost: PeerLostError, noticed_by: int) -> None:
         lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
         lines += [f"jdist:     {frame}" for frame in place["stack"]]
     lines += [f"{RECORD}{json.dumps(_record(lost, noticed_by))}", f"jdist: PeerLostError: {lost}"]
-    os.write(2, ("\n".join(lines) + "\n").encode())  # `print` has a lock, which a blocked thread may hold
+    # `print` has a lock, which a blocked thread may hold. The first newline ends a line that another thread has begun.
+    os.write(2, ("\n" + "\n".join(lines) + "\n").encode())
 
 
 def write_record(lost: PeerLostError, noticed_by: int, where: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 import time
@@ -5,8 +6,8 @@ import time
 import jax
 import pytest
 
-from jdist.cluster import jax_processes, runtime, simple
-from jdist.errors import ClusterConfigError, ClusterError
+from jdist.cluster import jax_processes, lost_peer, runtime, simple
+from jdist.errors import ClusterConfigError, ClusterError, PeerLostError
 from jdist.launcher.environment import free_ports
 from tests.by_default import some
 from tests.cluster.fault_jobs import BOUND_S, LIGHT, PYTHON, TIMEOUT_S, Job
@@ -261,3 +262,11 @@ def test_another_token_is_refused_and_says_so(tmp_path):
         assert (
             f"process 0 ({job.addresses[0]}) refused process 1: its JDIST_TOKEN is not that of process 0." in job.out(1)
         )
+
+
+def test_the_record_of_a_lost_process_begins_a_line(capfd):
+    os.write(2, b'  File "a traceback that another thread has begun')
+    lost_peer.print_record(PeerLostError(1, "a:1", 3, "killed"), noticed_by=0)
+    (record, sentence) = capfd.readouterr().err.splitlines()[-2:]
+    assert record.startswith(lost_peer.RECORD)
+    assert sentence.startswith("jdist: PeerLostError: process 1 (a:1) is lost")

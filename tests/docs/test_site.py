@@ -7,6 +7,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+import griffe
 import nbformat
 import pytest
 import yaml
@@ -106,3 +107,11 @@ def test_an_address_is_set_once(set_address):
     set_address("https://github.com/someone/jdist")
     with pytest.raises(SystemExit, match="an address is set already"):
         set_address("https://github.com/else/jdist")
+
+
+def test_the_options_of_a_decorator_are_shown_one_by_one():
+    extensions = griffe.load_extensions(str(ROOT / "docs/site/griffe_extensions.py"))
+    distribute = griffe.load("jdist.step.decorator", search_paths=[ROOT], extensions=extensions)["distribute"]
+    shown = {p.name: (str(p.annotation), p.default) for p in distribute.parameters}
+    assert shown["accumulate"] == ("int", "1")
+    assert "options" not in shown

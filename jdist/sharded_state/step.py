@@ -118,8 +118,7 @@ class _SplitStep:
             plan = planned()
         if not self.gathers_late:
             gathers += gathered_at_start(plan.split, state, [i for i in plan.split.read if self.forms[i].is_cut])
-        if self.spec.compares_replicas:
-            plan.check_averages_combined()
+        plan.check(self.spec)
         flags = all_flags[-1]
         num_outputs = len(plan.kinds) - len(flags.names)
 

@@ -191,6 +191,8 @@ class DistributedStep(Distributed):
         try:
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, shapes_alone=True)
+            elif self.strategy.parts is not None:
+                state = shapes(self.strategy, state)
             program, traced = self.program(call)
             batch_shapes = placement.batch_shapes(self.strategy, self.options, batches, call.batch_axes)
             arguments = self._token, state, batch_shapes, others

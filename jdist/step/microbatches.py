@@ -45,12 +45,14 @@ class Plan:
     split: Split
     kinds: list[OutputKind]
 
-    def check_averages_combined(self) -> None:
-        """Raises ReplicaDivergenceError for replicas that would keep moving averages of their own rows."""
-        traced = self.split.traced
-        state = jax.tree.unflatten(self.split.state_treedef, traced.new_state)
-        sizes = self.strategy.num_replicas, self.k
-        check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, sizes)
+    def check(self, spec: ProgramSpec) -> None:
+        """Refuses moving averages of each replica's own rows, and warns of what `notice` finds."""
+        traced, n = self.split.traced, self.strategy.num_replicas
+        if spec.compares_replicas:
+            state = jax.tree.unflatten(self.split.state_treedef, traced.new_state)
+            check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, (n, self.k))
+        parts = self.k * (n if self.strategy.bound_axes else 1)
+        notice(spec.name, traced.closed, traced.batch, parts, [traced.microbatch])
 
 
 class PhaseResults(NamedTuple):
@@ -81,10 +83,7 @@ def microbatched(spec: ProgramSpec) -> RunFn:
         if strategy.keeps_residuals:
             state, feedback = ErrorFeedback.of(strategy, spec.name, state)
         plan = make_plan(strategy, spec.splittable(seen), spec.options.accumulate, state, batches, others)
-        if spec.compares_replicas:
-            plan.check_averages_combined()
-        step, parts = plan.split.traced, plan.k * (strategy.num_replicas if strategy.bound_axes else 1)
-        notice(spec.name, step.closed, step.batch, parts, [step.microbatch])
+        plan.check(spec)
         with tracing(ReplicaTrace(strategy, sum_gradient=feedback.sum if feedback else None)):
             of_phases = gradient_part(plan, state, batches, others, all_reduced(strategy))
             leaves, late = plan.split.update(state, others, of_phases.combined, of_phases.carried)

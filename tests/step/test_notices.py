@@ -11,9 +11,10 @@ from flax import linen as nn
 from jax import lax
 
 import jdist
-from tests.toys import TRANSFORMS, TWO
+from tests.toys import DEVICES, TRANSFORMS, TWO
 
 ROWS = 16
+IN_PARTS = jdist.sharded(DEVICES, whole_below=0)
 BATCH = {"x": np.ones((ROWS, 8), np.float32), "y": np.arange(ROWS) % 3, "mask": np.ones(ROWS, bool)}
 STATE = {"w": np.ones((8, 3), np.float32), "key": jax.random.key(0)}
 
@@ -95,8 +96,10 @@ def test_the_same_draws_for_the_rows_of_every_replica(name):
     assert text.startswith("train_step draws ")
     assert "jdist.replica_rng(key)" in text
     assert noticed(step_of(SHARED[name]), jdist.one_device(), accumulate=2)
+    assert noticed(step_of(SHARED[name]), IN_PARTS) == [text]
     assert not noticed(step_of(SHARED[name], key=jdist.replica_rng))
     assert not noticed(step_of(SHARED[name], key=jdist.replica_rng), accumulate=2)
+    assert not noticed(step_of(SHARED[name], key=jdist.replica_rng), IN_PARTS)
     for strategy in (jdist.default(), jdist.one_device(), TRANSFORMS["jit"]):
         assert not noticed(step_of(SHARED[name]), strategy)
 
@@ -104,6 +107,7 @@ def test_the_same_draws_for_the_rows_of_every_replica(name):
 @pytest.mark.parametrize("name", ONE_FOR_ALL)
 def test_draws_that_are_one_for_all_rows(name):
     assert not noticed(step_of(ONE_FOR_ALL[name]))
+    assert not noticed(step_of(ONE_FOR_ALL[name]), IN_PARTS)
 
 
 @pytest.mark.parametrize("name", GLOBAL)
@@ -112,6 +116,7 @@ def test_a_loss_that_is_divided_by_the_global_batch_and_averaged(name):
     assert f"divides its loss by {ROWS}" in text
     assert 'op="sum"' in text
     assert noticed(step_of(GLOBAL[name]), jdist.one_device(), accumulate=2)
+    assert noticed(step_of(GLOBAL[name]), IN_PARTS) == [text]
     assert not noticed(step_of(GLOBAL[name], op="sum"))
     assert not noticed(step_of(GLOBAL[name]), jdist.one_device())
 
@@ -119,6 +124,7 @@ def test_a_loss_that_is_divided_by_the_global_batch_and_averaged(name):
 @pytest.mark.parametrize("name", OWN)
 def test_a_loss_that_is_divided_by_a_replicas_own_rows(name):
     assert not noticed(step_of(OWN[name]))
+    assert not noticed(step_of(OWN[name]), IN_PARTS)
 
 
 def test_the_first_batch_that_is_filled_up_for_a_step_without_a_mask():

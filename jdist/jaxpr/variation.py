@@ -295,6 +295,11 @@ def _places_after(eqn: Any, operand: int, before: tuple[int, ...], after: tuple[
     elif name in ("reshape", "squeeze", "expand_dims"):
         ends = {math.prod(after[: i + 1]): i for i in reversed(range(len(after)))}
         places = {a: ends[end] for a in axes if (end := math.prod(before[: a + 1])) in ends}
+    elif name == "conv_general_dilated":  # of a kernel's gradient the rows are the features, which are summed
+        sides = params["dimension_numbers"]
+        places = {sides.rhs_spec[0]: sides.out_spec[1]} if operand else {sides.lhs_spec[0]: sides.out_spec[0]}
+    elif name.startswith("scatter") and operand:
+        places = {}
     elif "axes" in params and len(after) < len(before):
         places = {a: i for i, a in enumerate(a for a in axes if a not in params["axes"])}
     else:

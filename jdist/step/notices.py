@@ -20,7 +20,7 @@ _REFORMED = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "
 
 
 def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Collection[Var] = ()) -> None:
-    """Warns of a step that draws the same for the rows of all its parts, or divides its loss twice by their number.
+    """Warns of shared draws for the rows of all parts, combined gradients of rows, and a loss divided twice.
 
     `batch` and `own` are the arguments of the step, as one part runs it, that are rows, and that vary without being rows.
     """
@@ -32,6 +32,14 @@ def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Coll
             f"{name} draws {shared.str_short()} for the rows of its batch from a key that all replicas share: each of the "
             f"{parts} has the same numbers for its rows. Draw from a key of the replica's own: "
             "`key = jdist.replica_rng(key)`.",
+            stacklevel=callers_level(),
+        )
+    by_rows = next(averaged_rows(closed, batch, own), None)
+    if by_rows is not None:
+        warnings.warn(
+            f"{name} takes a gradient by {by_rows.str_short()}, which all replicas have alike, although each of them has other "
+            "rows there: their gradients are combined, and no row has its own. Make what you differentiate by of the batch, "
+            '`0 * batch["x"]` in place of `jnp.zeros_like(batch["x"])`.',
             stacklevel=callers_level(),
         )
     rows = next((v.aval.shape[0] for v in batch if v.aval.ndim), 0)
@@ -54,6 +62,14 @@ def shared_draws(closed: Any, batch: Collection[Var], own: Collection[Var] = ())
         for v, origin in zip(eqn.invars, origins, strict=True):
             if not origin.varies and origin.drawn & rows:
                 yield v.aval
+
+
+def averaged_rows(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[Any]:
+    """Finds gradients of rows, number by row, that are combined over the replicas; yields the type of each."""
+    for eqn, origins in variation.origins(closed, batch, own):
+        collective = collective_of(eqn)
+        if collective is not None and collective.kind == "gradient":
+            yield from (v.aval for v, origin in zip(eqn.invars, origins, strict=True) if 0 in origin.rows)
 
 
 def divides_by_global_batch(closed: Any, rows: int, parts: int) -> bool:

@@ -127,6 +127,56 @@ def test_a_loss_that_is_divided_by_a_replicas_own_rows(name):
     assert not noticed(step_of(OWN[name]), IN_PARTS)
 
 
+def adversarial(delta_of):
+    """A step on rows that are moved by the gradient of a perturbation, as in PGD."""
+
+    def loss(w, batch, key):
+        by_rows = jdist.grad(lambda delta: losses(w, batch["x"] + delta, batch).sum(), op="sum")
+        delta = jnp.sign(by_rows(delta_of(batch, key)))
+        return jdist.mean(losses(w, batch["x"] + 0.1 * delta, batch))
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("delta_of", "is_own"),
+    [
+        (lambda batch, key: jnp.zeros_like(batch["x"]), False),
+        (lambda batch, key: 0 * batch["x"], True),
+        (lambda batch, key: 0.1 * jax.random.normal(jdist.replica_rng(key), batch["x"].shape), True),
+        (lambda batch, key: jnp.zeros(batch["x"].shape[1:]), True),  # one for all rows, as of a universal perturbation
+    ],
+)
+def test_a_gradient_of_rows_by_what_all_replicas_have_alike(delta_of, is_own):
+    for strategy in (TWO, IN_PARTS):
+        found = noticed(step_of(adversarial(delta_of)), strategy)
+        assert ["takes a gradient by float32[8,8], which all replicas have alike" in text for text in found] == (
+            [] if is_own else [True]
+        )
+    assert not noticed(step_of(adversarial(delta_of)), TRANSFORMS["jit"])
+
+
+class Convolutions(nn.Module):
+    """A net in which the sizes of a batch are those of its weights, to mistake one for the other."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (8, 8))(x.reshape(*x.shape, 1))
+        return nn.Dense(3)(nn.Embed(8, 8)(x.argmax(-1)[:, 0, :1]).mean(1) + nn.Dense(8)(x.reshape(len(x), -1)))
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_gradients_of_weights_that_have_the_sizes_of_a_batch(op):
+    model, batch = Convolutions(), {**BATCH, "x": np.ones((ROWS, 8, 8), np.float32)}
+    state = {"w": model.init(jax.random.key(0), batch["x"][:2]), "key": STATE["key"]}
+
+    def train_step(state, batch):
+        loss, grads = jdist.value_and_grad(lambda w: model.apply(w, batch["x"]).var(), op=op)(state["w"])
+        return {**state, "w": jax.tree.map(jnp.subtract, state["w"], grads)}, {"loss": loss}
+
+    jdist.distribute(train_step, TWO).preview(state, batch)  # warnings are errors
+
+
 def test_the_first_batch_that_is_filled_up_for_a_step_without_a_mask():
     rows = {name: x[:13] for name, x in BATCH.items() if name != "mask"}
     source = jdist.data.from_arrays(rows, global_batch=8)

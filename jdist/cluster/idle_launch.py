@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
+from jax.sharding import Mesh
+
 from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.resolvers.resolve import STARTED, resolve
 from jdist.cluster.runtime import started
@@ -18,13 +21,19 @@ def note_coordinator() -> None:
     _coordinates = True
 
 
-def unused_job(environ: Mapping[str, str]) -> str | None:
-    """Names the launched processes that this one does not use, and the strategy that would; None if there are none.
+def unused_job(environ: Mapping[str, str], mesh: Mesh | None) -> str | None:
+    """Names the launched processes that a strategy over `mesh` does not use, and the strategy that would; else None.
 
     An allocation with room for several processes does not count: a notebook may run there.
     """
     if _coordinates or started() is not None:
         return None
+    if mesh is not None and jax.process_count() > 1:  # with a mesh, JAX has started its devices
+        return (
+            f"JAX runs as {jax.process_count()} processes, as on the hosts of a TPU slice, and each of them trains by itself, "
+            "on all of the data: `jdist.multi_worker()` trains on all of them together. docs/clusters.md has the variables "
+            "that each needs."
+        )
     launched = ATTEMPT in environ
     try:
         spec = resolve(environ, resolvers=STARTED)

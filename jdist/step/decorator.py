@@ -123,5 +123,5 @@ def _verify(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_job(strategy: Strategy) -> None:
-    if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ)) is not None:
+    if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ, strategy.mesh)) is not None:
         warnings.warn(f"{strategy.name}: {job}", stacklevel=callers_level())

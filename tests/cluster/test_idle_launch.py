@@ -3,10 +3,12 @@
 import json
 import warnings
 
+import jax
 import pytest
 
 import jdist
 from jdist.cluster import idle_launch
+from jdist.errors import StrategyError
 
 TWO = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 SERVERS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
@@ -41,6 +43,15 @@ def launched(monkeypatch):
 
 def step(state, batch):
     return state
+
+
+def test_hosts_of_a_slice_that_no_variable_tells_of(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.warns(UserWarning, match=r"JAX runs as 4 processes, .* `jdist.multi_worker"):
+        jdist.distribute(step, jdist.mirrored())
+    with pytest.raises(StrategyError, match=r"JAX runs as 4 processes, but the cluster .* has 1"):
+        jdist.multi_worker()
+    jdist.distribute(step, jdist.default())  # warnings are errors
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
-# The collection that flax replaces by its "gradient", `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`: maxima, and scales by them.
-OVERWRITTEN = "_overwrite_with_gradient"
+# What flax (a collection) and Haliax (a base class) replace by its "gradient": maxima, and scales that follow from them.
+OVERWRITTEN, OVERWRITTEN_CLASS = "_overwrite_with_gradient", "OverwriteWithGradient"
 GradientOp = Literal["mean", "sum"]
 
 
@@ -112,7 +112,7 @@ def value_and_grad(
         in_parts = trace.in_parts if trace is not None and is_plain else None
         first = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         by_rows = paths_by_rows(first)
-        maxima = [path for path, _ in _paths(first) if OVERWRITTEN in path]
+        maxima = paths_of_maxima(first)
         fun, how = (lowered, op) if not maxima or op == "sum" else (share_of_mean(lowered, has_aux), "sum")
         if in_parts is not None:
             in_parts = in_parts.leaving(x for path, x in _paths(first) if path in by_rows or path in maxima)
@@ -143,6 +143,17 @@ def paths_by_rows(tree: PyTree) -> list[str]:
     leaves = [(path, x) for path, x in leaves if isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
     note_gradient(number, [x for _, x in leaves])
     return [path for place, (path, _) in enumerate(leaves) if (number, place) in trace.by_rows]
+
+
+def paths_of_maxima(tree: PyTree) -> list[str]:
+    """Finds the leaves that travel as gradients and are maxima, by flax's collection or Haliax' class."""
+
+    def is_overwritten(node: Any) -> bool:
+        return any(base.__name__ == OVERWRITTEN_CLASS for base in type(node).__mro__)
+
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_overwritten)
+    paths = [(path + below, node) for path, node in nodes for below, _ in jax.tree_util.tree_leaves_with_path(node)]
+    return [key for path, node in paths if OVERWRITTEN in (key := jax.tree_util.keystr(path)) or is_overwritten(node)]
 
 
 def share_of_mean(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

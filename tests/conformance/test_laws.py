@@ -3,6 +3,8 @@
 Each step below is run on four replicas, and on fewer with as many microbatches; and in the global view, against one device.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +287,38 @@ def reduced_inside_jit(state, batch):
     return updated(state, grads), {"loss": loss, "rows": total(batch["mask"].sum())}
 
 
+class OverwriteWithGradient:
+    """Haliax' mark of what its "gradient" replaces, by name."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Maximum(OverwriteWithGradient):
+    """The largest feature so far, as a layer in 8 bits keeps it."""
+
+    value: jax.Array
+
+
+@jax.custom_vjp
+def quantized(x, largest):
+    return x
+
+
+quantized.defvjp(
+    lambda x, largest: (x, (x, largest)),
+    lambda kept, g: (g, Maximum(jnp.maximum(kept[1].value, jnp.abs(kept[0]).max()))),
+)
+
+
+@step
+def in_eight_bits(state, batch):
+    params = {**state["params"], "largest": Maximum(state["ema"])}
+    loss, grads = jdist.value_and_grad(
+        lambda p: masked({**batch, "x": quantized(batch["x"], p["largest"])})(p),
+    )(params)
+    return updated(state, {"w": grads["w"]}, ema=grads["largest"].value), {"loss": loss}
+
+
 def constants(state, batch):
     loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
     return updated(state, grads), {"loss": loss, "n": state["n"], "rows": batch["y"].shape[0], "rate": 0.1}
@@ -356,3 +390,9 @@ OWN = {"noise_of_each_replica", "counting_rows", "constants"}
 @pytest.mark.parametrize("name", sorted(set(STEPS) - OWN))
 def test_four_replicas_are_one_on_the_whole_batch(name):
     assert_same(result(STEPS[name], jdist.mirrored(cpus(4))), result(STEPS[name], jdist.one_device()))
+
+
+def test_the_maximum_that_travels_as_a_gradient_is_of_all_rows():
+    for strategy, accumulate in ((jdist.mirrored(cpus(4)), 1), (jdist.sharded(cpus(2), whole_below=0), 2)):
+        state, _ = result(STEPS["in_eight_bits"], strategy, accumulate)
+        np.testing.assert_allclose(state["ema"], max(1.0, np.abs(BATCH["x"]).max()), rtol=1e-6)

@@ -108,6 +108,31 @@ def test_in_a_save_nothing_is_saved_and_the_one_before_is_whole(tmp_path, victim
     assert [path.name for path in (tmp_path / "saves").glob("step_*")] == ["step_00000001_save_00001"]
 
 
+EVALUATES = """
+def held_out(context):
+    for k in range(1_000):
+        if k == 3 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield {"x": np.ones((4, 4), np.float32)}
+
+@jdist.distribute(strategy, returns="metrics")
+def evaluate(state, batch):
+    return {"loss": jdist.mean((batch["x"] @ state) ** 2, batch["mask"])}
+
+data = {"x": np.ones((16, 4), np.float32)}
+jdist.fit(
+    step, jnp.ones(4), data, steps=100, global_batch=4, eval_step=evaluate, eval_data=held_out, eval_every=2,
+    callbacks=[jdist.callbacks.checkpoint("saves", every=None)],
+)
+"""
+
+
+def test_a_signal_in_an_evaluation_stops_all_after_the_same_step_and_saves(tmp_path):
+    with Job(tmp_path, STEPS + EVALUATES) as job:
+        assert job.codes() == [143, 143], (job.out(0), job.out(1))
+    assert [path.name for path in (tmp_path / "saves").glob("step_*")] == ["step_00000002_save_00001"]
+
+
 def test_while_restoring(tmp_path):
     body = "checkpoints.save(1, state, wait=True)\ncheckpoints.restore(state)"
     fail(tmp_path, STEPS + SAVES + body, "restore=in", "kill", 1)

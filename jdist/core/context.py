@@ -138,8 +138,9 @@ def is_foreign(strategy: Strategy) -> bool:
 
 @contextlib.contextmanager
 def own_settings(strategy: Strategy) -> Iterator[None]:
-    """Keeps the caller's JAX settings out: programs are compiled, and new arrays lie on no mesh in context."""
+    """Keeps the caller's JAX settings out: programs are compiled, new arrays lie on no mesh in context, all may be moved."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.transfer_guard("allow"))
         if _compiles_nothing():
             stack.enter_context(jax.disable_jit(False))
         if _has_foreign_mesh(strategy):

@@ -96,6 +96,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
     "rbg_keys": lambda: config("jax_default_prng_impl", "rbg"),
     "keys_not_partitionable": lambda: config("jax_threefry_partitionable", False),
     "default_device": lambda: config("jax_default_device", jax.devices()[3]),
+    "transfer_guard": lambda: jax.transfer_guard("disallow"),
     "matmul_precision": lambda: config("jax_default_matmul_precision", "highest"),
 }
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -133,6 +134,10 @@ def expected() -> dict[str, Any]:
     [pytest.param(*each, marks=() if each in set(pairwise()) else pytest.mark.full) for each in EVERY],
 )
 def test_numbers_are_those_without_the_switch(switch, strategy, options, expected):
+    if (switch, strategy) == ("transfer_guard", "default"):  # which hands on numpy's arrays, as plain JAX would
+        with SWITCHES[switch](), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+            train(jdist.default(), **OPTIONS[options])
+        return
     with SWITCHES[switch]():
         found = train(STRATEGIES[strategy](), **OPTIONS[options])
     # As for all conformance under SGD: devices sum in another order.

@@ -301,8 +301,8 @@ class DonationGuard:
 
     def __init__(self) -> None:
         # JAX refuses such a call on one device, and ends the process on several. An array that
-        # shares no buffer with a state shares none with later states, so each is checked once while
-        # it is passed.
+        # shares no buffer with a state shares none with later states, so one check is enough for as
+        # long as it is passed in.
         self._known: dict[int, weakref.ref[jax.Array]] = {}
 
     def forget(self) -> None:

@@ -52,7 +52,7 @@ class BatchLayout:
     full: tuple[int, ...]  # rows of a full batch by process
     rows: int  # rows that the step receives; a multiple of `num_replicas`
     tree: TreeSpec  # the source's batches, without their rows
-    # the mask becomes a leaf of the batch; else it stands next to it, or there is none
+    # the mask becomes a leaf of the batch; else it is separate, or missing
     is_dict: bool
 
     @property
@@ -133,16 +133,9 @@ def check_divisible(full: tuple[int, ...], options: DatasetOptions) -> None:
 
 
 def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
-    """Fills this process's part of a batch up to the shape that the step receives.
-
-    Returns:
-        The batch with leaves [rows, ...] and its mask: next to it under `with_mask`, else as the `mask` leaf of a dict.
-        Padding repeats the real rows in turn, which brings no NaN, and is masked False. None for a batch without rows, and
-        for one that `partial="drop"` leaves out.
-
-    Raises:
-        BatchError: the batch differs from the layout, or is short where that is not allowed.
-    """
+    """Pads this process's part of a batch and adds its mask; None if it has no rows to keep."""
+    # The mask stands next to the batch under `with_mask`, else it is the `mask` leaf of a dict.
+    # Padding repeats the real rows in turn, which brings no NaN, and is masked False.
     batch, options = part.batch, layout.options
     rows, num_real = sum(part.sizes), part.sizes[options.share.index]
     if rows == 0:

@@ -39,7 +39,7 @@ def split(
     others: PyTree = (),  # the same for all microbatches
     *,
     num_microbatches: int = 1,
-    # state leaves (by number) whose parts are the last leaves of `others`
+    # numbers of the state leaves that have parts, the last leaves of `others`
     parts: Sequence[int] = (),
     # what an error suggests other than rewriting the step
     otherwise: str = "leave `accumulate` at 1",

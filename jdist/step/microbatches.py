@@ -31,19 +31,12 @@ Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A step that was split for `k` microbatches.
-
-    Attributes:
-        strategy: what it runs under.
-        k: the number of microbatches.
-        split: the step's phases and its update part, as one microbatch sees them.
-        kinds: how each output comes together from the replicas.
-    """
+    """A step that was split for `k` microbatches."""
 
     strategy: Strategy
     k: int
-    split: Split
-    kinds: list[OutputKind]
+    split: Split  # as one microbatch sees the step
+    kinds: list[OutputKind]  # how each output is combined over the replicas
 
     def check(self, spec: ProgramSpec) -> None:
         """Refuses moving averages of each replica's own rows, and warns of what `notice` finds."""

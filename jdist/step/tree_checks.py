@@ -147,7 +147,7 @@ def summary(tree: PyTree) -> str:
 
 
 def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: int = 1, lead: int = 0) -> None:
-    """Refuses a batch whose rows differ between leaves or do not divide into `parts`."""
+    """Refuses a batch if its leaves disagree on rows, or if they do not divide into `parts`."""
     rows: int | None = None
     first = ""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batches):

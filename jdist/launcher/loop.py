@@ -308,8 +308,7 @@ def _signals() -> Iterator[tuple[int, int]]:
     if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup has turned it off
         numbers.append(signal.SIGHUP)
     # The interpreter writes the number, whichever thread takes the signal: a Python handler would
-    # wait for the main thread, which waits for the pipe. Outside the main thread no signals
-    # arrive.
+    # wait for the main thread, which waits for the pipe. No signals arrive outside of that thread.
     woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
     before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
     try:

@@ -43,19 +43,9 @@ class _End:
 
 
 class Delivery:
-    """Hands rows to a tracker, each metric's steps once, and remembers what it took and where it failed.
+    """Delivers rows to a tracker, each metric's steps once, and remembers progress and failures."""
 
-    `begin`, `put`, `end` and `take_messages` are for the thread that trains; none of them waits but `end`.
-
-    Args:
-        name: of the tracker.
-        start: its functions, as of `jdist.callbacks.Tracker`.
-        log: likewise.
-        finish: likewise.
-        config: hyperparameters.
-        earlier: the rows that the run has already, where it goes on: of these a kill may have lost some on their way.
-        folder: where `tracker-NAME.json` is kept; None: the run cannot go on.
-    """
+    # `begin`, `put`, `end` and `take_messages` are for the training thread; only `end` waits.
 
     def __init__(
         self,
@@ -64,9 +54,10 @@ class Delivery:
         log: Callable[[int, Mapping[str, float], Mapping[str, bytes]], None],
         finish: Callable[[Any], None],
         *,
-        config: Mapping[str, Any],
+        config: Mapping[str, Any],  # hyperparameters
+        # rows of the resumed run; a kill may have lost some of them on their way
         earlier: Sequence[Record],
-        folder: Place | None,
+        folder: Place | None,  # has `tracker-NAME.json`; None: the run cannot be resumed
     ):
         self._name = name
         self._start, self._log, self._finish = start, log, finish
@@ -89,11 +80,7 @@ class Delivery:
         self._free_s = 0.0  # from when on they may be
 
     def begin(self) -> None:
-        """Reads what an earlier process left, and starts the thread.
-
-        Raises:
-            ConfigError: another tracker of this process keeps its id in the same file.
-        """
+        """Reads what an earlier process left, and starts the thread."""
         if self._path is not None:
             if self._path in _IN_USE:
                 raise ConfigError(

@@ -114,16 +114,9 @@ def _refuse_dashes(command: str, arguments: Sequence[str]) -> None:
 
 
 def flags_last(arguments: Sequence[str], command: Callable[..., int]) -> list[str]:
-    """Sorts arguments for argparse: first those without a name, in one piece, then the flags, each with its value.
-
-    By the signature of `command` a flag that is true or false has no value; any other has one.
-
-    Example:
-        >>> def plan(config, overrides, *, topology, json=False): ...
-        >>> flags_last(["--json", "a.yaml", "--topology", "cpu:8", "train.steps=5"], plan)
-        ['a.yaml', 'train.steps=5', '--json', '--topology', 'cpu:8']
-    """
+    """Sorts arguments for argparse: first the positional ones, then the flags with their values."""
     keywords = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    # A bool flag in the signature of `command` has no value; any other has one.
     with_value = {f"--{p.name.replace('_', '-')}" for p in keywords if not isinstance(p.default, bool)}
     unnamed: list[str] = []
     flags: list[str] = []

@@ -42,14 +42,7 @@ _LOST = (PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, No
 
 
 def of(error: BaseException) -> int:
-    """Maps an error that ends a program to the program's exit code.
-
-    Example:
-        >>> of(PeerFailedError("process 1: no such key", exit_code=USAGE)), of(OSError("disk gone"))
-        (2, 1)
-        >>> of(OSError(errno.ENOSPC, "No space left on device"))
-        74
-    """
+    """Maps an error that ends a program to the program's exit code."""
     if isinstance(error, PeerFailedError) and error.exit_code in (USAGE, CANNOT_WRITE):
         return error.exit_code  # then starting again helps nowhere
     if any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in causes(error)):
@@ -105,14 +98,12 @@ def exit_if_uncaught(error: BaseException | None, code: int) -> None:
 
 
 class HardExit:
-    """Ends the process from any thread, whatever the others hold or wait for.
-
-    A thread of its own writes the last words, and lines before them. It is started at once, as Python starts none at the
-    end of a program.
-    """
+    """Ends the process from any thread, whatever the other threads hold or wait for."""
 
     def __init__(self) -> None:
         self._words: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # A thread of its own writes the last words, and lines before them. It starts now, because
+        # Python starts no thread at the end of a program.
         threading.Thread(target=self._write, name="jdist-last-words", daemon=True).start()
 
     def exit(self, code: int, *last_words: Callable[[], object]) -> NoReturn:

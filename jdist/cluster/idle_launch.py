@@ -22,10 +22,8 @@ def note_coordinator() -> None:
 
 
 def unused_job(environ: Mapping[str, str], mesh: Mesh | None) -> str | None:
-    """Names the launched processes that a strategy over `mesh` does not use, and the strategy that would; else None.
-
-    An allocation with room for several processes does not count: a notebook may run there.
-    """
+    """Names launched processes that a strategy over `mesh` does not use, and the fix; else None."""
+    # An allocation with room for several processes does not count: a notebook may run there.
     if _coordinates or started() is not None:
         return None
     if mesh is not None and jax.process_count() > 1:  # with a mesh, JAX has started its devices

@@ -22,11 +22,7 @@ _NEVER_S = 60 * 365 * 24 * 3600  # int32 holds 68 years
 
 
 def check_unused() -> None:
-    """Refuses a process in which JAX runs already, before others wait for it.
-
-    Raises:
-        ClusterError: JAX, or its distributed runtime, has been started.
-    """
+    """Refuses a process in which JAX runs already, before other processes wait for it."""
     if jax.distributed.is_initialized():
         raise ClusterError(
             "`jax.distributed.initialize` was called already. Leave it out: `jdist.multi_worker()` calls it, after it has "
@@ -51,13 +47,8 @@ def is_started() -> bool:
 
 
 def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
-    """Starts JAX's runtime in this process, and waits until all have.
-
-    `bind_address` is where the coordinator listens on process 0; None on the others.
-
-    Raises:
-        jax.errors.JaxRuntimeError: not all came in time.
-    """
+    """Starts JAX's runtime in this process, and waits until all processes have started it."""
+    # `bind_address` is the listening address of the coordinator on process 0; None elsewhere.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It catches SIGTERM for an agreement of its own; a program that does not ask for that never ends.
     jax.config.update("jax_enable_preemption_service", False)

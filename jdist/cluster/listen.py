@@ -18,15 +18,7 @@ _RETRY_S = 0.5
 
 
 def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
-    """Finds the port of the watch: JDIST_WATCH_PORT, or the one after the coordinator's.
-
-    Raises:
-        ClusterConfigError: it is no port, or the coordinator's.
-
-    Example:
-        >>> watch_port({}, 2222)
-        2223
-    """
+    """Finds the port of the watch: JDIST_WATCH_PORT, or the one after the coordinator's."""
     port = environment.port(environ, WATCH_PORT)
     if port is None and coordinator_port < 65535:
         return coordinator_port + 1
@@ -38,11 +30,7 @@ def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
 
 
 def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "process 0") -> str:
-    """Looks up the numeric address of a host; in a Kubernetes pod it waits for the name to become known.
-
-    Raises:
-        ClusterError: there is no such host; the message names the process, `whose`.
-    """
+    """Looks up a host's numeric address; in a Kubernetes pod it waits until the name is known."""
     deadline_s = time.monotonic() + (_POD_S if "KUBERNETES_SERVICE_HOST" in environ else 0.0)
     while True:
         try:
@@ -66,23 +54,11 @@ def check_own_name(environ: Mapping[str, str]) -> None:
 
 
 def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) -> str | None:
-    """Checks that the name of process 0's host is no loopback address, which other machines cannot reach.
-
-    Debian and Ubuntu write such a line into /etc/hosts, "127.0.1.1 node1".
-
-    Args:
-        host: the name.
-        numeric: what it stands for on that host.
-        processes: the addresses of all processes; None for those not known.
-
-    Returns:
-        A warning where it is not known whether the others are on other machines; else None.
-
-    Raises:
-        ClusterError: they are on other machines.
-    """
+    """Refuses a loopback address of process 0 if other machines need it; warns if they may."""
     if host.lower().startswith(("localhost", "ip6-localhost")) or host == numeric:
         return None
+    # Debian and Ubuntu write "127.0.1.1 node1" into /etc/hosts. `numeric` is the address of `host`
+    # on that host; unknown addresses of processes are None.
     others = {None if address is None else split(address)[0] for address in processes} - {host}
     if not others or not ipaddress.ip_address(numeric).is_loopback:
         return None
@@ -96,12 +72,7 @@ def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) ->
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Opens the socket of the watch on a numeric address of this machine.
-
-    Raises:
-        PortInUseError: the port is taken.
-        ClusterError: the address is not this machine's.
-    """
+    """Opens the socket of the watch on a numeric address of this machine."""
     try:
         return _server(address, port)
     except OSError as exc:
@@ -112,12 +83,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def check_free(address: str, port: int) -> None:
-    """Checks that the coordinator's port is free: JAX itself would share it with another JAX job.
-
-    Raises:
-        PortInUseError: it is taken.
-        ClusterError: the address is not this machine's.
-    """
+    """Refuses a coordinator port that is taken: JAX itself would share it with another JAX job."""
     try:
         with _server(address, port):
             return

@@ -16,11 +16,7 @@ RECORD = "jdist: peer lost "  # begins the line that programs read, the launcher
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:
-    """Makes the folder for records, JDIST_RECORD_DIR; None if that is not set.
-
-    Raises:
-        ClusterConfigError: it cannot be made.
-    """
+    """Makes the folder for records, JDIST_RECORD_DIR; None if that is not set."""
     if not (name := environ.get(RECORD_FOLDER)):
         return None
     try:
@@ -42,11 +38,7 @@ def print_record(lost: PeerLostError, noticed_by: int) -> None:
 
 
 def write_record(lost: PeerLostError, noticed_by: int, where: Path) -> None:
-    """Writes the record to a file in the folder for records.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes the record to a file in the folder for records."""
     (where / f"peer_lost_process_{noticed_by}.json").write_text(json.dumps(_record(lost, noticed_by)) + "\n")
 
 

@@ -41,12 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Runtime:
-    """The processes of a synchronous job, seen from one of them; `start` makes it.
-
-    Attributes:
-        spec: the cluster.
-        timeout_s: seconds of silence after which a process is lost.
-    """
+    """The processes of a synchronous job, seen from one of them; `start` makes it."""
 
     def __init__(self, spec: ClusterSpec, timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"):
         self.spec, self.timeout_s, self._progress_timeout_s = spec, timeout_s, progress_timeout_s
@@ -100,32 +95,19 @@ class Runtime:
             self._watch.progress(step)
 
     def advance(self, steps: int, result: jax.Array | None = None) -> None:
-        """Counts steps that were dispatched.
-
-        Args:
-            steps: how many.
-            result: an array that they compute and that is never donated. Until it is ready, this process may be waiting
-                for others.
-        """
+        """Counts dispatched steps; `result` is an array of theirs that is never donated."""
         now_s = time.monotonic()
         if self._called_s is not None:
             self._calls_s.append(now_s - self._called_s)
         self._called_s, self._thread = now_s, threading.get_ident()
+        # Until it is ready, this process may be waiting for others.
         self._newest = result
         self.at_step(self._step + steps)
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]:
-        """Gathers a value from every process, by index.
-
-        Args:
-            what: its name in errors, the same on all; exchanges of one name are made in the same order by all.
-            value: this process's value, which JSON can hold.
-            timeout_s: how long to wait for the others.
-
-        Raises:
-            ClusterTimeoutError: not all values came in time.
-            PeerLostError: a process was lost meanwhile.
-        """
+        """Gathers a value from every process, by index; all must use the same name, `what`."""
+        # Values must fit into JSON. Exchanges of one name happen in the same order in every
+        # process.
         if self._watch is None:
             return [value]
         with _lock:
@@ -146,11 +128,8 @@ class Runtime:
             self._watch.wish_to_stop(reason)
 
     def stops_after(self, step: int, part: int = 0) -> bool:
-        """Whether all processes stop now, after `step` steps and `part` of what follows; all have to ask at the same places.
-
-        Raises:
-            PeerLostError: a process was lost meanwhile.
-        """
+        """Whether all processes stop now, after `step` steps and `part` of the next work."""
+        # All processes must ask at the same places.
         return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
 
     @contextlib.contextmanager
@@ -284,15 +263,7 @@ _started: Runtime | None = None
 def start(
     spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"
 ) -> Runtime:
-    """Joins this process to its cluster; for the times see `CommunicationOptions`.
-
-    A second call with the same cluster returns the runtime of the first, with its times.
-
-    Raises:
-        ClusterTimeoutError: not all came in time.
-        ClusterError: JAX has been used already, or this process is in another cluster.
-        ClusterConfigError: a port is not allowed or taken, or `spec` is of a ps or an evaluator.
-    """
+    """Joins this process to its cluster; for the times see `CommunicationOptions`."""
     global _started
     with _lock:
         if _started is not None:
@@ -300,6 +271,7 @@ def start(
                 raise ClusterError(
                     f"this process is in a cluster already ({_started.spec}) and cannot join another ({spec}). Start it again."
                 )
+            # The first call's times stay.
             return _started
         failpoints.arm(spec.process_index, os.environ)
         runtime = Runtime(spec, timeout_s, progress_timeout_s)
@@ -382,20 +354,9 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
 
 @contextlib.contextmanager
 def together(what: str, timeout_s: float, cluster: Runtime | None = None) -> Iterator[None]:
-    """Brings all processes to the end of the block, or raises on all an error that one of them met in it.
-
-    In the block no process may wait for another.
-
-    Args:
-        what: the block's name in errors; the same on all.
-        timeout_s: how long to wait for the others at its end.
-        cluster: the processes; None: those that this one has joined by the end of the block, if any.
-
-    Raises:
-        Exception: an error of this process.
-        PeerFailedError: an error of another process, where this one met none.
-        ClusterTimeoutError: not all came in time.
-    """
+    """Brings all processes to the end of the block, or raises one process's error on all."""
+    # In the block no process may wait for another. Without `cluster`, the processes are those that
+    # this one has joined by the end of the block.
     error = None
     try:
         yield

@@ -23,15 +23,11 @@ Op = Literal["mean", "sum", "max", "min", "gather"]
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective does.
+    """The operation of a collective."""
 
-    Attributes:
-        kind: "gradient" where `jdist.value_and_grad` combines a loss and its gradient, else "value".
-        op: how the replicas' values come together. "gather" concatenates them along one axis; its transpose, which JAX
-            makes of it, adds up what all replicas hold for the rows of one.
-    """
-
-    kind: Kind
+    kind: Kind  # "gradient": `jdist.value_and_grad` combines a loss and its gradient
+    # "gather" concatenates along one axis. Its transpose, which JAX makes, adds up the values of
+    # all replicas for the rows of one.
     op: Op
 
     @property
@@ -46,17 +42,12 @@ _NAME = re.compile(rf"jdist_({'|'.join(get_args(Kind))})_({'|'.join(get_args(Op)
 def emit(
     collective: Collective, body: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Applies a collective as an equation of its own.
-
-    Args:
-        collective: what it does.
-        body: returns a result for each operand, but never an operand itself, or JAX leaves the equation out.
-        leaves: the operands.
-    """
+    """Applies a collective as an equation of its own."""
     if not leaves:
         return []
 
     def named(*operands: jax.Array) -> list[jax.Array]:
+        # One result for each operand, never the operand itself: JAX would drop the equation.
         return list(body(*operands))
 
     named.__name__ = named.__qualname__ = collective.name
@@ -124,11 +115,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_batching.custom_vmap
 def gradient_of(value: jax.Array, parameter: jax.Array) -> jax.Array:
-    """Notes that a scalar loss is differentiated by a parameter, so that `jax.vmap` over examples alone is refused.
-
-    Raises:
-        StepError: `jax.vmap` maps over examples and not over parameters.
-    """
+    """Marks a loss as differentiated by a parameter; `jax.vmap` over examples alone raises."""
     return jnp.zeros(())
 
 

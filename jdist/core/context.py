@@ -38,37 +38,28 @@ def _trace_level() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaTrace:
-    """One tracing of one step under one strategy.
-
-    Attributes:
-        strategy: the strategy whose replicas run the step.
-        num_microbatches: how many parts each replica's batch comes in; each counts as a replica of its own.
-        microbatch: which of them the step is traced for; int32 scalar, None where there is one.
-        finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
-        looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
-        hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
-        sum_gradient: `(gradient, axes) -> its sum over the replicas`, where the strategy's all-reduce keeps something of
-            each gradient; see `step/error_feedback.py`.
-        in_parts: takes gradients of a replica's parts of arrays; see `sharded_state/gathering.py`. None: of whole arrays.
-        precision: set where the step computes in 16 bits.
-        loss_scale: what losses are multiplied by; None: nothing.
-        gradients: numbers the gradients that the step takes.
-        by_rows: by which leaves of which gradients the step differentiates that differ between the replicas.
-        level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
-    """
+    """One tracing of one step under one strategy."""
 
     strategy: Strategy
-    num_microbatches: int = 1
-    microbatch: jax.Array | None = None
+    num_microbatches: int = 1  # each counts as a replica of its own
+    microbatch: jax.Array | None = None  # its number, int32 scalar; None if there is one
+    # `(leaf path, flag)` of each gradient at the step's own level
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
+    # replicas check their own part of a gradient; flags are combined later
     looks_at_parts: bool = False
+    # one entry for each gradient in a `lax.scan` or the like, where its flag cannot be seen
     hidden: list[str] = field(default_factory=list)
+    # set if the all-reduce keeps residuals, see step/error_feedback.py
     sum_gradient: Callable[[PyTree, tuple[str, ...]], PyTree] | None = None
+    # differentiates by parts of arrays, see sharded_state/gathering.py; None: by full arrays
     in_parts: Any = None
-    precision: Precision | None = None
-    loss_scale: jax.Array | None = None
+    precision: Precision | None = None  # set where the step computes in 16 bits
+    loss_scale: jax.Array | None = None  # factor of the losses; None: 1
+    # numbers the gradients that the step takes
     gradients: Iterator[int] = field(default_factory=itertools.count)
+    # differentiated leaves, by gradient, that differ between the replicas
     by_rows: frozenset[tuple[int, int]] = frozenset()
+    # the trace that the step itself runs in; another inside `lax.scan` or `jax.jit`
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:
@@ -97,11 +88,7 @@ def current_trace() -> ReplicaTrace | None:
 
 @contextlib.contextmanager
 def scope(strategy: Strategy) -> Iterator[Strategy]:
-    """Makes `strategy` the current one within a `with` block.
-
-    Raises:
-        StrategyError: another strategy's scope is open, other than the default one's.
-    """
+    """Makes `strategy` the current one in a `with` block; refuses another open scope."""
     check_not_mixed(strategy)
     token = _scoped.set(strategy)
     try:

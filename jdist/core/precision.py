@@ -27,18 +27,13 @@ FACTOR = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """The rule of a loss scale: doubled after enough finite gradients in a row, halved after one that is not.
+    """A loss scale's rule: doubled after enough finite gradients, halved after a non-finite one."""
 
-    Attributes:
-        initial: the scale at first; a power of two, so that scaling rounds nothing.
-        growth_interval: number of steps in a row after which the scale grows.
+    # Source: Micikevicius et al. 2018, Mixed Precision Training (https://arxiv.org/abs/1710.03740),
+    # section 3.2; the numbers are those of `keras.optimizers.LossScaleOptimizer`.
 
-    Source: Micikevicius et al. 2018, Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2; the numbers
-    are those of `keras.optimizers.LossScaleOptimizer`.
-    """
-
-    initial: float = 2.0**15
-    growth_interval: int = 2000
+    initial: float = 2.0**15  # a power of two, so that scaling rounds nothing
+    growth_interval: int = 2000  # steps in a row after which the scale grows
 
     def __post_init__(self) -> None:
         number = as_real(self.initial)
@@ -61,12 +56,7 @@ class LossScaling:
         return LossScale(np.float32(self.initial), np.int32(0), np.int32(0))
 
     def after(self, now: LossScale, is_finite: jax.Array) -> LossScale:
-        """Moves the loss scale after a step.
-
-        Args:
-            now: the one that the step was made with.
-            is_finite: whether all its gradients, of all replicas together, are finite; bool scalar.
-        """
+        """Moves the loss scale after a step; `is_finite` covers the gradients of all replicas."""
         good = now.good_steps + 1
         grows = good >= self.growth_interval
         larger = now.scale * FACTOR
@@ -81,17 +71,12 @@ class LossScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The precision that a step computes in; `jdist.precision` makes it.
+    """The precision that a step computes in; `jdist.precision` makes it."""
 
-    Attributes:
-        name: "bf16" or "fp16".
-        keep: names of entries of the parameters and of the batch that stay as they are.
-        loss_scaling: how the loss scale moves; None: the loss is not scaled.
-    """
-
-    name: str
+    name: str  # "bf16" or "fp16"
+    # entries of the parameters and of the batch that are not cast, by name
     keep: tuple[str, ...] = ()
-    loss_scaling: LossScaling | None = None
+    loss_scaling: LossScaling | None = None  # None: the loss is not scaled
 
     @property
     def compute_dtype(self) -> Any:

@@ -30,16 +30,12 @@ Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ShardedLeaf:
-    """An array of the state of which each replica has a part; it stands in the state in the array's place.
+    """A state array that the replicas hold in parts; it takes the array's place in the state."""
 
-    Computing with it outside of a step takes `strategy.fetch(x)`, or `np.asarray(x)`; a step gets the array itself.
-    `jax.tree.map` sees `stored` in it, padding included: outside of a step, map over what `strategy.fetch(state)` returns.
-
-    Attributes:
-        stored: the array, padded along the axis that is cut; or its elements in row-major order, [rows, columns] or
-            [elements], padded on the first axis.
-        shape: the array's shape.
-    """
+    # A step gets the array itself. Outside of a step, compute with `strategy.fetch(x)` or
+    # `np.asarray(x)`, and map over `strategy.fetch(state)`: `jax.tree.map` sees `stored`, padding
+    # included. `stored` is the array, padded along the axis that is cut, or its elements in
+    # row-major order, [rows, columns] or [elements], padded on the first axis.
 
     stored: Any  # a jax.Array, or a ShapeDtypeStruct where only shapes are known
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})

@@ -51,20 +51,11 @@ def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
 
 
 def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
-    """Finds the axis of the rows for each leaf of one batch, as a tree like the batch's.
-
-    A mask of one axis holds one entry a row, whatever the other leaves look like.
-
-    Args:
-        batch: leaves of any kind with a shape.
-        batch_axis: an int, or a tree that the batch's tree begins with; a `mask` may be left out of it.
-
-    Raises:
-        BatchError: the trees do not go together.
-    """
+    """Finds the axis of the rows for each leaf of one batch, as a tree like the batch's."""
     if isinstance(batch, Masked):
         return Masked(axes_of(batch.batch, batch_axis), 0)
     names_mask = isinstance(batch_axis, dict) and MASK in batch_axis
+    # A mask of one axis has one entry a row, whatever the other leaves look like.
     if isinstance(batch, dict) and np.ndim(batch.get(MASK, 0)) == 1 and not names_mask:
         rest = {key: value for key, value in batch.items() if key != MASK}
         return {**axes_of(rest, batch_axis), MASK: 0}
@@ -78,18 +69,10 @@ def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
 
 
 def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: int = 0) -> tuple[int, ...]:
-    """Lists the axis of the rows for each leaf of a call's batches; empty if it is the first for all.
-
-    Args:
-        batches: the batches of a call.
-        batch_axis: for each batch one, in a tuple, if there are several; an int is for all.
-        lead: number of axes before those of a batch.
-
-    Raises:
-        BatchError: the trees do not go together, or a leaf has no such axis.
-    """
+    """Lists the axis of the rows for each leaf of a call's batches; empty if all are 0."""
     if is_first(batch_axis):
         return ()
+    # With several batches a tuple has one entry for each; an int is for all.
     each = (batch_axis,) * len(batches)
     if len(batches) > 1 and not isinstance(batch_axis, int):
         if not isinstance(batch_axis, tuple) or len(batch_axis) != len(batches):
@@ -116,14 +99,7 @@ def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: 
 
 
 def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_only: bool = False) -> PyTree:
-    """Moves the rows of batches to the first axis.
-
-    Args:
-        batches: the batches.
-        axes: of each leaf, as `axes_of_leaves` lists them.
-        lead: number of axes before those of a batch.
-        shapes_only: return arrays without contents.
-    """
+    """Moves the rows of batches to the first axis; `axes` is the result of `axes_of_leaves`."""
     if not axes:
         return batches
 
@@ -218,16 +194,8 @@ class _TurnedBatches(StatefulBatches):
 
 
 def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTree, PyTree]:
-    """Moves the rows of a batch, which a turned source has first, to where the step has them.
-
-    Args:
-        batch: leaves [rows, ...], or [steps, rows, ...] with `lead=1`; arrays or structs.
-        batch_axis: the axis of the rows, see `turn_source`.
-        lead: number of axes before those of a batch.
-
-    Returns:
-        The batch, and a tree of the axes that its rows are on, `lead` included.
-    """
+    """Moves the rows of a turned source's batch back; returns the batch and its axes."""
+    # Leaves are [rows, ...], or [steps, rows, ...] with `lead=1`; the axes include `lead`.
     one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
     axes = axes_of_leaves((one_step,), batch_axis)
     leaves, treedef = jax.tree.flatten(batch)
@@ -236,11 +204,7 @@ def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTre
 
 
 def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
-    """Turns a source, so that the rows of its batches are first; see `strategy.distribute_dataset` for `batch_axis`.
-
-    Raises:
-        DatasetError: it cuts its rows from the first axis itself.
-    """
+    """Moves the rows of a source's batches first; refuses a source that cuts rows itself."""
     if is_first(batch_axis):
         return source
     source = adapted(source)

@@ -46,20 +46,13 @@ class DatasetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """The shape of every batch of a dataset, by its first batch and the options.
-
-    Attributes:
-        options: of the dataset.
-        full: rows of a full batch by process.
-        rows: rows of every batch as the step receives it; a multiple of `num_replicas`.
-        tree: what the source's batches look like but for their rows.
-        is_dict: whether the mask becomes a leaf of the batch; else it stands next to it, or there is none.
-    """
+    """The shape of every batch of a dataset, by its first batch and the options."""
 
     options: DatasetOptions
-    full: tuple[int, ...]
-    rows: int
-    tree: TreeSpec
+    full: tuple[int, ...]  # rows of a full batch by process
+    rows: int  # rows that the step receives; a multiple of `num_replicas`
+    tree: TreeSpec  # the source's batches, without their rows
+    # the mask becomes a leaf of the batch; else it is separate, or missing
     is_dict: bool
 
     @property
@@ -94,11 +87,7 @@ class Shapes:
 
 
 def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -> BatchLayout:
-    """Makes the layout of a dataset's batches from the first one of its source; `full` are the rows of a full one by process.
-
-    Raises:
-        BatchError: the batch is no tree of arrays, or a full one needs padding where `partial` allows none.
-    """
+    """Makes the layout of a dataset's batches; `full` has the rows of a full one by process."""
     batch = to_numpy(batch)
     is_dict = isinstance(batch, dict) and not options.with_mask
     if is_dict and not all(isinstance(key, str) for key in batch):
@@ -118,14 +107,9 @@ def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
-    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows by process.
-
-    Example:
-        >>> from jdist.data.batching import padded_rows
-        >>> padded_rows((3, 5), num_replicas=4)  # 2 replicas share 5 rows, so each has 3
-        12
-    """
+    """Counts the padded rows of a global batch; `full` has the rows by process."""
     each = num_replicas // len(full)
+    # With 4 replicas, (3, 5) becomes 12: two replicas share 5 rows, so each has 3.
     return -(-max(full) // each) * num_replicas
 
 
@@ -149,16 +133,9 @@ def check_divisible(full: tuple[int, ...], options: DatasetOptions) -> None:
 
 
 def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
-    """Fills this process's part of a batch up to the shape that the step receives.
-
-    Returns:
-        The batch with leaves [rows, ...] and its mask: next to it under `with_mask`, else as the `mask` leaf of a dict.
-        Padding repeats the real rows in turn, which brings no NaN, and is masked False. None for a batch without rows, and
-        for one that `partial="drop"` leaves out.
-
-    Raises:
-        BatchError: the batch differs from the layout, or is short where that is not allowed.
-    """
+    """Pads this process's part of a batch and adds its mask; None if it has no rows to keep."""
+    # The mask stands next to the batch under `with_mask`, else it is the `mask` leaf of a dict.
+    # Padding repeats the real rows in turn, which brings no NaN, and is masked False.
     batch, options = part.batch, layout.options
     rows, num_real = sum(part.sizes), part.sizes[options.share.index]
     if rows == 0:
@@ -227,15 +204,10 @@ _real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
 
 
 def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None = None) -> None:
-    """Remembers how many of the rows that each process feeds are real; padding comes behind them.
-
-    Args:
-        batch: what `fit` returned, perhaps on devices now; without a mask it has no padding.
-        sizes: the real rows of each process.
-        rows: the rows that each process feeds, padding included; None: the mask's first axis tells.
-    """
+    """Remembers the number of real rows of each process (`sizes`); padding follows them."""
     mask = mask_of(batch)
     if mask is not None:
+        # `rows` counts the rows that each process feeds, padding included. No mask: no padding.
         rows = len(mask) // len(sizes) if rows is None else rows
         key = id(mask)
         _real_rows[key] = weakref.ref(mask, lambda _: _real_rows.pop(key, None)), sizes, rows
@@ -249,18 +221,11 @@ def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
 
 
 def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: batch) -> np.ndarray | None:
-    """Finds which rows of a batch are no padding.
-
-    Args:
-        batch: leaves [rows, ...], or with rows where `turn` knows.
-        turn: moves a batch's rows to its first axis.
-
-    Returns:
-        bool [rows], False for padding. None without a mask: there is no padding.
-    """
+    """Finds the real rows of a batch, bool [rows]; None without a mask, which means no padding."""
     rows = filled_up(batch)
     if rows is not None:
         return rows
+    # `turn` moves the rows to the first axis.
     mask = None if mask_of(batch) is None else mask_of(turn(batch))
     return to_host(mask) if mask is not None and mask.ndim == 1 else None
 

@@ -34,14 +34,7 @@ class LeafSpec:
 
 
 def to_numpy(tree: PyTree) -> PyTree:
-    """Converts the leaves of a batch to numpy arrays; copies only what must be converted.
-
-    Args:
-        tree: a pytree of numpy arrays or of what `numpy.asarray` takes (jax arrays, torch CPU tensors).
-
-    Raises:
-        BatchError: a leaf has no batch axis, is not an array, or has a dtype such as object or str.
-    """
+    """Converts the leaves of a batch to numpy arrays; copies only if it must convert."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
         forgotten = "; what makes it has to return it" if tree is None else ""
@@ -55,11 +48,7 @@ def is_numeric(dtype: np.dtype) -> bool:
 
 
 def numbers_of(path: str, leaf: Any) -> np.ndarray:
-    """Converts a leaf of a batch to a numpy array of numbers, under the name `path` in errors.
-
-    Raises:
-        BatchError: it is text, an object, a time, a table, or nothing that numpy can read.
-    """
+    """Converts a leaf of a batch to a numpy array of numbers, under the name `path` in errors."""
     # Tables of Arrow have the one, those of pandas and Polars the other.
     columns = next((name for name in ("column_names", "columns") if hasattr(leaf, name)), None)
     if columns is not None:
@@ -124,17 +113,7 @@ def check_fits(batch: PyTree) -> None:
 
 
 def count_rows(tree: PyTree) -> int:
-    """Counts the rows of a tree of numpy arrays [rows, ...].
-
-    Raises:
-        BatchError: the leaves disagree.
-
-    Example:
-        >>> import numpy as np
-        >>> from jdist.data.leaves import count_rows
-        >>> count_rows({"image": np.zeros((4, 8, 8)), "label": np.zeros(4)})
-        4
-    """
+    """Counts the rows of a tree of numpy arrays [rows, ...]; refuses leaves that disagree."""
     leaves = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
     sizes = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(sizes.values())) == 1:
@@ -208,11 +187,7 @@ def differences(first: TreeSpec, now: TreeSpec) -> str:
 
 
 def check_same(first: TreeSpec, now: TreeSpec) -> None:
-    """Refuses a batch that does not look like the first one.
-
-    Raises:
-        BatchError: names the leaves that differ.
-    """
+    """Refuses a batch that does not look like the first one."""
     if now == first:
         return
     before = {leaf.path: leaf.dtype.kind for leaf in first.leaves}
@@ -230,20 +205,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def join(batches: Sequence[PyTree]) -> PyTree:
-    """Joins the rows of several batches to one, which shares no memory with them.
-
-    Args:
-        batches: trees of numpy arrays [rows, ...], alike but for the rows.
-
-    Raises:
-        BatchError: they are not alike.
-
-    Example:
-        >>> import numpy as np
-        >>> from jdist.data.leaves import join
-        >>> join([np.array([1, 2]), np.array([3])])
-        array([1, 2, 3])
-    """
+    """Joins the rows of similar batches, without shared memory; refuses batches that differ."""
     spec = tree_spec(batches[0])
     for number, batch in enumerate(batches):
         count_rows(batch)

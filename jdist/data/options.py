@@ -59,11 +59,7 @@ class InputOptions:
 
 
 def input_options(options: InputOptions | None, prefetch: int | None) -> InputOptions:
-    """Makes the input options of a call's `options`, or of `prefetch`, which has a keyword of its own.
-
-    Raises:
-        DatasetError: both are given, or `options` is something else.
-    """
+    """Makes the input options of a call's `options`, or of its own keyword `prefetch`."""
     if options is None:
         return InputOptions() if prefetch is None else InputOptions(prefetch=prefetch)
     if not isinstance(options, InputOptions):

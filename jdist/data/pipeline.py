@@ -45,11 +45,10 @@ def learn_layout(
 
 
 def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Iterator[Numbered | None]:
-    """Fits batches, stacks them `steps_per_call` at a time and places them; yields each with the position after it.
-
-    None comes where a wait for other processes was stopped; the next item goes on. The generator holds nothing of its
-    consumer, so a thread that runs it keeps no consumer alive.
-    """
+    """Fits, stacks and places batches; yields each with the position after it."""
+    # None comes where a wait for other processes was stopped; the next item continues. The
+    # generator holds no reference to its consumer, so a thread that runs it does not keep the
+    # consumer alive.
     options = layout.options
     group: list[PyTree] = []
     position, sizes = Position(0), (0,)
@@ -110,26 +109,18 @@ def skip_batches(numbered: Iterator[NumberedPart | None], count: int, kind: str)
 
 
 class DatasetIterator(Iterator[PyTree]):
-    """One pass over a `DistributedDataset`, which it calls with the position after each batch that it hands out.
-
-    Its prefetch thread ends when the pass does, is closed, or is dropped.
-
-    Args:
-        batches: prepared batches with the position after each, from a prefetch thread or made on demand.
-        hand_over: maps each batch when the consumer takes it; or None.
-        handed: called with the position after each batch that the consumer receives.
-        came_to_end: called with the number of batches handed out, when there are no more.
-        close: what `close` calls while the pass is under way.
-    """
+    """One pass over a `DistributedDataset`; its prefetch thread ends with it."""
 
     def __init__(
         self,
-        batches: Iterator[Numbered],
+        batches: Iterator[Numbered],  # prepared, with the position after each
         *,
+        # maps each batch when the consumer takes it
         hand_over: Callable[[PyTree], PyTree] | None = None,
+        # gets the position after each batch that the consumer receives
         handed: Callable[[Position], None],
-        came_to_end: Callable[[int], None],
-        close: Callable[[], None],
+        came_to_end: Callable[[int], None],  # gets the number of batches handed out, at the end
+        close: Callable[[], None],  # called by `close` while the pass is running
     ):
         self._batches = batches
         self._hand_over = hand_over

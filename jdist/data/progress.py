@@ -12,15 +12,7 @@ from jdist.data.sources.stateful import Place, Position, describe_place, read_pl
 
 
 class Progress:
-    """Where the consumer of a dataset is.
-
-    Args:
-        reader: of the dataset's source.
-
-    Attributes:
-        place: the pass, and the position in it.
-        finished: whether the consumer has come to the end of the pass.
-    """
+    """The position of a dataset's consumer: the pass, the place in it, and its end."""
 
     def __init__(self, reader: GlobalReader | LocalReader):
         self._reader = reader
@@ -55,14 +47,7 @@ class Progress:
         self.place, self.finished = Place(position=Position(step)), False
 
     def write(self, full: tuple[int, ...] | None) -> dict[str, Any]:
-        """Writes the place as a dict that JSON can hold; of sources of their own, all processes have to.
-
-        Args:
-            full: rows of a full batch by process; None: not known yet.
-
-        Raises:
-            DatasetError: the source is a plain iterable.
-        """
+        """Writes the place as a dict for JSON; all processes must call it for stateful sources."""
         reader = self._reader
         shapes = {"shapes": reader.shapes.known} if isinstance(reader, GlobalReader) and reader.shapes.known else {}
         if reader.stateful is None:
@@ -72,11 +57,7 @@ class Progress:
         return shapes | write_place(reader.stateful, place, reader.gather(describe_place(reader.stateful, place)))
 
     def read(self, saved: Mapping[str, Any]) -> None:
-        """Goes to a place that `write` wrote.
-
-        Raises:
-            DatasetError: the source is a plain iterable, or the place belongs to another one.
-        """
+        """Goes to a place that `write` wrote; refuses that of another source."""
         reader = self._reader
         if reader.stateful is not None:
             index, count = reader.own_source

@@ -36,22 +36,14 @@ PyTree = Any
 
 
 class GlobalReader:
-    """A reader of global batches, which every process makes; keeps this process's rows of each.
-
-    Args:
-        source: of global batches.
-        share: which rows.
-        num_replicas: over all processes.
-        peers: the processes, which agree in each step on the batches of an iterable; None: they cannot.
-        shapes: of the batches.
-    """
+    """A reader of global batches, one in every process; keeps this process's rows of each."""
 
     def __init__(
         self,
         source: Source,
-        share: ProcessShard,
-        num_replicas: int,
-        peers: Peers | None = None,
+        share: ProcessShard,  # the rows of this process
+        num_replicas: int,  # over all processes
+        peers: Peers | None = None,  # agree on the batches of an iterable in each step
         *,
         shapes: Shapes | None = None,
     ):
@@ -85,11 +77,10 @@ class GlobalReader:
         return self._by_number(0, workers=1)
 
     def parts(self, start: Place, stop: StopRequest, *, ahead: bool = True) -> Iterator[NumberedPart | None]:
-        """Reads this process's parts of the batches from a place on, with the position after each.
-
-        None is yielded where `stop` ends a wait for the other processes. A plain iterable starts at 0. `ahead`: whether the
-        source's own threads may read batches that nobody has asked for yet.
-        """
+        """Reads this process's parts of the batches from a place, with the position after each."""
+        # None is yielded where `stop` ends a wait for the other processes. A plain iterable starts
+        # at 0. With `ahead`, the source's threads may read batches before the consumer asks for
+        # them.
         if isinstance(self.source, RandomAccessSource):  # the same on all processes
             return self._by_number(start.position.step, workers=getattr(self.source, "workers", 1) if ahead else 1)
         self._full = start.full
@@ -153,13 +144,7 @@ class GlobalReader:
 
 
 class LocalReader:
-    """A reader of this process's own rows; the processes agree in each step on what they have together.
-
-    Args:
-        source: of this process's rows.
-        peers: the processes.
-        descriptions: each process's `_describe` of its source.
-    """
+    """A reader of this process's own rows; the processes agree on the batch of each step."""
 
     def __init__(self, source: Source, peers: Peers, descriptions: list[dict[str, Any]]):
         self.source = source
@@ -169,6 +154,7 @@ class LocalReader:
         self.stateful = source if isinstance(source, StatefulSource) else None
         self.state_at_end: Any = None
         if isinstance(source, RandomAccessSource):
+            # The `_describe` results of all processes.
             self.full = tuple(each["full"] for each in descriptions)
             steps = [each["steps"] for each in descriptions]
             parts = [f"processes={len(descriptions)}"]
@@ -235,12 +221,7 @@ def _from_first_rows(batches: Iterator[PyTree]) -> Iterator[PyTree]:
 def make_reader(
     source: Source, *, share: ProcessShard, num_replicas: int, autoshard: Policy, peers: Peers | None, shapes: int = 1
 ) -> GlobalReader | LocalReader:
-    """Makes this process's reader of a source; see `distributed_dataset` for the arguments.
-
-    Raises:
-        DatasetError: the source cannot be shared so, or the processes have different ones.
-        BatchError: the global batch does not divide by the processes.
-    """
+    """Makes this process's reader of a source; see `distributed_dataset` for the arguments."""
     if share.count > 1 and peers is None and autoshard in ("file", "off"):
         raise DatasetError(
             f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
@@ -271,11 +252,7 @@ def make_reader(
 
 
 def _policy(source: Source, share: ProcessShard, autoshard: Policy) -> Policy:
-    """Decides how several processes share a source.
-
-    Raises:
-        DatasetError: the source gives this process a part of the data that does not go with that.
-    """
+    """Decides how processes share a source; refuses one that is split in another way."""
     part = getattr(source, "own_part", None)
     if part is None or part == (0, 1):
         return ("file" if has_files_for(source, share.count) else "data") if autoshard == "auto" else autoshard

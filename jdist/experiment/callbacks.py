@@ -24,17 +24,7 @@ PyTree = Any
 
 
 def make_callbacks(config: Config, parts: Parts, document: Document, folder: Path) -> list[Callback]:
-    """Makes the callbacks that a config names.
-
-    Args:
-        config: the checked config.
-        parts: what `prepare` made of it.
-        document: what it was read from, for the origins in messages.
-        folder: the run folder, in which they write, unless a path of theirs is absolute.
-
-    Raises:
-        ConfigError: one line for each that cannot be made.
-    """
+    """Makes the callbacks that a config names; relative paths are in the run folder."""
     callbacks_of_run, problems = [], []
     for i, section in enumerate(config.callbacks):
         options = section.options.model_dump()
@@ -82,16 +72,8 @@ _MAKE: dict[str, Callable[[dict[str, Any], Parts, Path], Callback]] = {
 
 
 def check_watched(config: Config, measured: Mapping[str, Any], document: Document) -> None:
-    """Refuses to look at a metric that the task's evaluation does not measure, or at an array, of which nothing is the best.
-
-    Args:
-        config: the checked config.
-        measured: the results of an evaluation, by name without "eval/", or their shapes.
-        document: what the config was read from.
-
-    Raises:
-        ConfigError: `checkpoint.best` or the metric of a callback is none of the numbers among them.
-    """
+    """Refuses to watch a metric that the task's evaluation does not measure, or an array."""
+    # `measured` has the results by name without "eval/", or their shapes.
     problems = []
     for key, metric in _watched(config, document):
         name = metric.removeprefix("eval/")
@@ -110,12 +92,7 @@ def check_watched(config: Config, measured: Mapping[str, Any], document: Documen
 
 
 def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document: Document) -> None:
-    """Checks as `check_watched` does, by the shapes of what the task's evaluation step returns.
-
-    Raises:
-        ConfigError: what is looked at can be none of the results.
-        StepError: the step returns something that is not a measurement.
-    """
+    """Checks as `check_watched` does, by the shapes of the evaluation step's results."""
     returned = MetricTotals(task.metrics).note(shapes)
     if isinstance(task.metrics, Metric):
         return  # it names its results once there are some

@@ -69,19 +69,7 @@ class Parts:
 def prepare(
     config: Config, document: Document, *, make: Callable[..., Strategy] = make_strategy, to_run: bool = True
 ) -> Parts:
-    """Makes what a config names.
-
-    Args:
-        config: the checked config.
-        document: what it was read from, for the origins in messages.
-        make: builds the strategy from its name and options.
-        to_run: False for a plan, in which batches may be larger than the data.
-
-    Raises:
-        ConfigError: one line for each name, option or number that does not fit, or a path of the task's options cannot be read.
-        DeviceError: JAX finds no devices at all.
-        DatasetError: the task's training data is empty or cannot be resumed.
-    """
+    """Makes the objects of a config; without `to_run`, batches may be larger than the data."""
     try:
         return _parts(config, document, make=make, to_run=to_run)
     except OptionError as exc:  # of the task's data
@@ -153,11 +141,7 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
 
 
 def check_names(config: Config, document: Document) -> None:
-    """Refuses unknown names and options of strategy and optimizer, as `prepare` does, without devices and data.
-
-    Raises:
-        ConfigError: one line for each.
-    """
+    """Refuses unknown names and options of strategy and optimizer, without devices and data."""
     *_, optimizer_problems = _optimizer(config.model_dump(), steps=config.train.steps, length=("train", "steps"))
     if problems := [*_check_strategy(config), *optimizer_problems]:
         raise refusal(document, problems)
@@ -215,11 +199,7 @@ def _check_numbers(
 
 
 def _training_data(task: Task, train: TrainSection, epochs: int | None) -> Any:
-    """Asks a task for its training data.
-
-    Raises:
-        DatasetError: it has no position, and cannot be gone through again either.
-    """
+    """Asks a task for its training data; refuses data that cannot be resumed or iterated again."""
     source = adapted(task.train_data(train.global_batch, train.seed, epochs))
     return source if isinstance(source, StatefulSource | PlainSource) else resumable(source)
 
@@ -321,9 +301,6 @@ def make_eval_step(parts: Parts) -> DistributedStep:
 def state_maker(
     config: Config, parts: Parts, optimizer: optax.GradientTransformation | None = None
 ) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
-    """Returns the function that makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
-
-    `optimizer` takes the place of the config's own.
-    """
+    """Returns the function that makes the first state, and its argument, for `strategy.init`."""
     tx = optimizer or parts.optimizer
     return lambda key: parts.task.create_state(key, tx), jax.random.key(config.train.seed)

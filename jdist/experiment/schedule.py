@@ -30,11 +30,9 @@ def is_schedule(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def fill_length(value: Any, *, steps: int) -> Any:
-    """Gives a value of a config that describes a schedule without a length that it needs the length of the run, `steps`.
-
-    Schedules that are its arguments get theirs too. In a list of schedules none does: each has a part of the run, and only
-    the config can say which.
-    """
+    """Gives schedules in a config's value the length of the run, `steps`, where they need one."""
+    # Nested schedules get it as well. Schedules in a list do not: each covers a part of the run,
+    # and only the config can say which.
     name = value["schedule"] if is_schedule(value) else None
     function = _schedules().get(name) if isinstance(name, str) else None
     if function is None:
@@ -54,15 +52,9 @@ def build_value(value: Any) -> Any:
 
 
 def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], length: Key) -> Iterator[Problem]:
-    """Yields the problems with the schedules that a value describes or holds.
-
-    Args:
-        value: any value of a config.
-        key: its key.
-        wrong: says what is wrong with a value for a parameter, or None.
-        filled: keys of lengths that were not given, but are the run's.
-        length: the key that gives the length of the run.
-    """
+    """Yields the problems with the schedules that a config's value describes or holds."""
+    # `wrong` describes the problem of a value for a parameter, or returns None. `filled` has the
+    # keys of lengths that are the run's, `length` the key of the run's length.
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from check_schedules(item, (*key, str(index)), wrong=wrong, filled=filled, length=length)

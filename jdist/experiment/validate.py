@@ -27,16 +27,7 @@ class Problem:
 
 
 def validate(document: Document) -> Config:
-    """Checks the values of a document against the schema, and fills in defaults.
-
-    Raises:
-        ConfigError: a line for each problem: the key, the value, where it came from, the nearest valid name.
-
-    Example:
-        >>> from jdist.experiment.load import load
-        >>> validate(load("configs/digits.yaml")).train.steps
-        600
-    """
+    """Checks the values of a document against the schema, and fills in defaults."""
     problems = list(_length(document.values))
     config = None
     try:

@@ -51,25 +51,17 @@ class _NotAffineError(Exception):
 
 
 class AffineRule:
-    """The slope of one new leaf in its old value.
-
-    Args:
-        closed: the traced step.
-        old: the argument of it that holds the old value.
-        new: the variable that holds the new one.
-        sizes: the number of replicas of the mesh, and of microbatches of each.
-        given: variables whose values are known where the slope is computed; the arguments if left out.
-        rows: the arguments that are a replica's rows.
-    """
+    """The slope of one new state leaf in its old value."""
 
     def __init__(
         self,
         closed: Any,
-        old: Any,
-        new: Any,
-        sizes: tuple[int, int],
+        old: Any,  # the argument that holds the old value
+        new: Any,  # the variable that holds the new value
+        sizes: tuple[int, int],  # number of replicas, and of microbatches of each
+        # variables with known values when the slope is computed; None: the arguments
         given: Sequence[Any] | None = None,
-        rows: Sequence[Any] = (),
+        rows: Sequence[Any] = (),  # the arguments that hold a replica's rows
     ):
         arguments = list(graph.body_of(closed).invars if given is None else given)
         self._flat = _entered(closed, arguments, new)
@@ -218,11 +210,7 @@ class AffineRule:
         return all(map(self._is_whole, operands))
 
     def __call__(self, values: Sequence[Any]) -> Slope:
-        """Computes the slope, for values of what is given.
-
-        Raises:
-            _NotAffineError: there is none.
-        """
+        """Computes the slope from the values of the given variables, or raises `_NotAffineError`."""
         known: dict[Any, Slope] = {self._old: 1}
         for eqn in self._path:
             slopes = [None if graph.is_literal(v) else known.get(v) for v in eqn.invars]

@@ -46,11 +46,9 @@ def _extreme(dtype: Any, *, lowest: bool) -> Any:
 
 
 def prepared(closed: Any, arguments: Sequence[Any]) -> Any:
-    """Brings a traced update part into the form that `evaluate` takes; called where the replica axes are bound.
-
-    Calls are entered, conditions become selections, and sums over the replicas products where all of them have the
-    same, as they mostly do in an update part.
-    """
+    """Inlines calls of an update part, turns conditions into selections and sums into products."""
+    # Called where the replica axes are bound. A sum over the replicas is a product where all of
+    # them hold the same value, as they mostly do in an update part.
 
     own: set[Any] = set()
 

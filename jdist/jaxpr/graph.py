@@ -41,12 +41,9 @@ def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
 
 
 def forwarded(closed: Any, *, collectives: bool = False) -> Any:
-    """Rewrites a function so that results which an equation returns unchanged are replaced by its operands.
-
-    A scan over layers that returns their parameters beside its result, as `nnx.scan` does, computes nothing from them, and
-    what reads them must not seem to depend on the scan. With `collectives=True` the collectives of a single replica, which
-    are the identity, are bypassed as well.
-    """
+    """Replaces results that an equation returns unchanged by its operands."""
+    # A scan over layers that also returns their parameters, as `nnx.scan` does, computes nothing
+    # from them: their readers must not seem to depend on the scan.
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
     def resolved(v: Var) -> Var:
@@ -55,6 +52,7 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
     def results_of(eqn: Any) -> dict[int, int]:
         if collective_of(eqn) is None:
             return _forwarded_results(eqn)
+        # Collectives of a single replica are the identity.
         return _forwarded_by_one_replica(eqn) if collectives else {}
 
     equations = []
@@ -113,10 +111,8 @@ def _forwarded_by_one_replica(eqn: Any) -> dict[int, int]:
 
 
 def operands_of_results(eqn: Any) -> list[int | None]:
-    """Finds the operand that each result of a collective is made of; None where that cannot be seen.
-
-    JAX drops results that nothing reads, and their operands only where what computes them is apart from the rest.
-    """
+    """Finds the operand of each result of a collective; None where the jaxpr does not show it."""
+    # JAX drops results that nothing reads, but their operands only if they are computed separately.
     body = body_of(nested_jaxprs(eqn)[0])
     place = {v: i for i, v in enumerate(body.invars)}
     made_by = {v: (inner, i) for inner in body.eqns for i, v in enumerate(inner.outvars)}
@@ -217,11 +213,7 @@ def _effect_names(eqn: Any) -> list[str]:
 def needed(
     closed: Any, wanted: Iterable[Var], given: Collection[Var], effects: Sequence[Any] = ()
 ) -> tuple[list[Any], set[Var]]:
-    """Finds what computing `wanted` from `given` takes, and what `effects` take.
-
-    Returns:
-        The equations, in order, and every variable that they and `wanted` read.
-    """
+    """Lists the equations that `wanted` and `effects` need, in order, and all variables read."""
     reads = {v for v in wanted if not is_literal(v)}
     equations = []
     for eqn in reversed(body_of(closed).eqns):
@@ -259,11 +251,9 @@ class Stage:
 
 
 def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
-    """Cuts a traced function into successive parts, between which the values of `replaced` can be changed.
-
-    Every equation is in the first part in which all it reads is known; what reads one of `replaced` is in a later part
-    than the one that writes it.
-    """
+    """Cuts a function into successive parts, so that `replaced` can be changed between them."""
+    # Each equation goes into the first part where its operands are known. Readers of a variable in
+    # `replaced` go into a later part than its writer.
     level: dict[Var, int] = {}
     parts: list[list[Any]] = []
     for eqn in body_of(closed).eqns:
@@ -296,14 +286,12 @@ def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequ
 
 
 def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
-    """Evaluates a jaxpr with all functions that it calls (`jax.jit`, `custom_jvp`, `checkpoint`) entered.
-
-    Traced again, it has no calls. `rules` compute some primitives, by name, in another way: `(equation, operands) -> results`,
-    or None for the usual one.
-    """
+    """Evaluates a jaxpr and inlines its calls (`jax.jit`, `custom_jvp`, `checkpoint`)."""
     known = values_at_start(closed, arguments)
     for eqn in body_of(closed).eqns:
         operands = [value_of(v, known) for v in eqn.invars]
+        # A rule, `(equation, operands) -> results`, replaces a primitive; None keeps the usual
+        # evaluation.
         results = rules[eqn.primitive.name](eqn, operands) if eqn.primitive.name in rules else None
         if results is None and eqn.primitive.name in CALLS:
             results = inlined(nested_jaxprs(eqn)[0], operands, rules)
@@ -317,10 +305,9 @@ CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 
 def without_mesh(closed: Any) -> Any:
-    """Rewrites a jaxpr without collectives, traced under a mesh, as it would be traced under none.
-
-    Equations, their parameters and constants remember the mesh, and JAX refuses arrays of another.
-    """
+    """Rewrites a jaxpr without collectives, traced under a mesh, as if it were traced without one."""
+    # Equations, their parameters and constants carry the mesh, and JAX refuses arrays of another
+    # mesh.
 
     def plain(x: Any) -> Any:
         return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)

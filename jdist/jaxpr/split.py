@@ -32,37 +32,19 @@ Step = Callable[..., tuple[PyTree, PyTree]]
 
 
 def split(
-    strategy: Strategy,
-    step: Step,
+    strategy: Strategy,  # its axes are bound by the caller
+    step: Step,  # `(state, batch, others) -> (state, outputs)`
     state: PyTree,
-    batch: PyTree,
-    others: PyTree = (),
+    batch: PyTree,  # one microbatch
+    others: PyTree = (),  # the same for all microbatches
     *,
     num_microbatches: int = 1,
+    # numbers of the state leaves that have parts, the last leaves of `others`
     parts: Sequence[int] = (),
+    # what an error suggests other than rewriting the step
     otherwise: str = "leave `accumulate` at 1",
 ) -> Split:
-    """Traces a step once and splits it.
-
-    Args:
-        strategy: the strategy that the step runs under; its axes are bound by the caller.
-        step: `(state, batch, others) -> (state, outputs)`, pure.
-        state: pytree of arrays or tracers.
-        batch: one microbatch; pytree of arrays or tracers.
-        others: further arguments, the same for all microbatches.
-        num_microbatches: how many microbatches a replica has.
-        parts: numbers of the leaves of the state whose parts are the last leaves of `others`; where the step takes a
-            replica's own part of one of them (`own_part`), it is that.
-        otherwise: what an error tells the user to do instead of writing the step anew.
-
-    Returns:
-        Its phases and its update part.
-
-    Raises:
-        BoundaryError: a collective of the step stands inside a loop, a condition or a `jax.checkpoint` of its own; the
-            step combines no gradient; or it writes to its state what microbatches have no common value of.
-        PartsVaryError: with `parts` alone.
-    """
+    """Traces a pure step once and splits it into phases and an update part."""
 
     num_virtual = [1]
 
@@ -123,25 +105,16 @@ def _cuts_what_varies(closed: Any, rows: Sequence[Any]) -> bool:
 
 
 class _Analysis:
-    """The equations of a traced step, to be sorted into phases and the update part.
-
-    Args:
-        closed: `(state, batch, others, microbatch) -> (state, outputs)`, of leaves.
-        arguments: the trees of the first three.
-        results: the shapes of both results, as trees.
-        sizes: the number of replicas of the mesh, and of microbatches of each.
-        otherwise: what an error tells the user to do instead of writing the step anew.
-        num_parts: how many of the third argument's leaves, the last, are parts of leaves of the state.
-    """
+    """The equations of a traced step, before they are sorted into phases and the update part."""
 
     def __init__(
         self,
-        closed: Any,
-        arguments: tuple[PyTree, ...],
-        results: tuple[PyTree, PyTree],
-        sizes: tuple[int, int],
+        closed: Any,  # `(state, batch, others, microbatch) -> (state, outputs)`, of leaves
+        arguments: tuple[PyTree, ...],  # the trees of `state`, `batch` and `others`
+        results: tuple[PyTree, PyTree],  # the shapes of both results, as trees
+        sizes: tuple[int, int],  # number of replicas, and of microbatches of each
         otherwise: str,
-        num_parts: int = 0,
+        num_parts: int = 0,  # the last leaves of `others`, which are parts of state leaves
     ):
         self.closed, self.results, self.sizes, self.otherwise = closed, results, sizes, otherwise
         jaxpr = graph.body_of(closed)
@@ -178,11 +151,9 @@ class _Analysis:
                 )
 
     def _sort_effects(self) -> tuple[list[Any], list[Any]]:
-        """Sorts the equations that print or call the host into those of the update part and those of each microbatch.
-
-        A print runs once for each microbatch, as it does for each replica; but once, in the update part, where all that it
-        shows is combined.
-        """
+        """Sorts prints and host callbacks into `(of the update part, of each microbatch)`."""
+        # A print runs once for each microbatch, as it does for each replica; it runs once, in the
+        # update part, if every value that it shows is combined.
         late, early = [], []
         of_cuts = graph.dependents(self.closed, [v for eqn in self.equations if self._is_cut(eqn) for v in eqn.outvars])
         for eqn in graph.effects_of(self.closed):
@@ -265,13 +236,7 @@ class _Analysis:
     def _phase_functions(
         self, contents: PhaseContents, carried_vars: Sequence[Any], combined: Sequence[Any]
     ) -> tuple[Callable[..., Any], Callable[..., Any], set[Any]]:
-        """Builds `(prepare, run, variables that prepare reads or computes)` of a phase.
-
-        Args:
-            contents: of the phase.
-            carried_vars: the leaves of the new state that phases write.
-            combined: the results of the earlier phases' cuts.
-        """
+        """Builds `(prepare, run, variables that prepare reads or computes)` of a phase."""
         operands = [self._operands(place) for place in contents.cuts]
         carried = [carried_vars[n] for n in contents.carried]
         outputs = [self.outputs[i] for i in contents.outputs]

@@ -84,12 +84,7 @@ class Kind(enum.IntEnum):
 
 
 def kind(end: End) -> Kind:
-    """Classifies an end.
-
-    Example:
-        >>> kind(End(task=Task("worker", 0), code=-9, at=0.0)).name
-        'CRASHED'
-    """
+    """Classifies an end."""
     asked = end.sent in (signal.SIGINT, signal.SIGTERM)
     if end.code == FINISHED or (asked and end.code in (INTERRUPTED, PREEMPTED, -signal.SIGINT, -signal.SIGTERM)):
         return Kind.WELL
@@ -106,14 +101,12 @@ def find_guilty(ends: Iterable[End]) -> End | None:
 
 
 def count_lost(ends: Iterable[End]) -> int:
-    """Counts the processes to go on without: the guilty one, and others that were killed from outside.
-
-    Survivors of a broken collective end in many ways (an exception, SIGABRT), so no other ends count.
-    """
+    """Counts the processes to continue without: the guilty one, and others killed from outside."""
     ends = tuple(ends)
     first = find_guilty(ends)
     if first is None or kind(first) not in (Kind.CRASHED, Kind.STALLED):
         return 0
+    # Survivors of a broken collective end in many ways (an exception, SIGABRT), so no others count.
     return len({first.task, *(end.task for end in ends if end.code == -signal.SIGKILL and end.sent is None)})
 
 
@@ -128,12 +121,7 @@ def restart_may_help(end: End) -> bool:
 
 
 def describe(end: End) -> str:
-    """Describes an end, as the predicate to its task.
-
-    Example:
-        >>> describe(End(task=Task("worker", 0), code=-9, at=0.0))
-        'was killed by SIGKILL'
-    """
+    """Describes an end, as the predicate to its task."""
     meaning = kind(end)
     if meaning == Kind.STALLED:
         return "did not end and had to be killed"
@@ -147,11 +135,7 @@ def describe(end: End) -> str:
 
 
 def explanation(stderr: str) -> list[str]:
-    """Finds the last traceback, or else the last lines, of a process's standard error.
-
-    Returns:
-        At most `LONGEST` lines: of a long traceback the beginning and the end, of a long message the beginning.
-    """
+    """Finds the last traceback, or else the last lines, of a process's standard error."""
     lines = [line.rstrip() for line in _own(stderr).splitlines()]
     header = _last_traceback(lines)
     if header is None:
@@ -160,6 +144,7 @@ def explanation(stderr: str) -> list[str]:
         return (reasons or lines)[-LINES_WITHOUT:]
     start = _message(lines, header)
     frames, message = lines[header:start], lines[start : start + LINES_WITHOUT]
+    # A long traceback keeps its beginning and its end, a long message its beginning.
     if len(frames) + len(message) > LONGEST:
         kept = LONGEST - len(message) - 1
         first = kept // 3

@@ -36,50 +36,31 @@ _CANNOT_BE_STARTED = 126
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """How a launch ended.
+    """The result of a launch."""
 
-    Attributes:
-        exit_code: 0 if all ended well; else see `jdist.cluster.exit_status`, or 128 plus a signal's number.
-        attempts: how each attempt ended.
-        log_dir: the folder with attempt_A/process_I.log.
-        stop: the signal by which the user, or the time limit, asked all to stop; None if neither did.
-        timed_out: whether it was the time limit.
-        failure: the guilty process of the last attempt that failed, with its traceback or last lines; "" if none failed.
-    """
-
-    exit_code: int
+    exit_code: int  # see `jdist.cluster.exit_status`, or 128 plus a signal's number
     attempts: tuple[Attempt, ...]
-    log_dir: Path
-    stop: signal.Signals | None = None
-    timed_out: bool = False
+    log_dir: Path  # has attempt_A/process_I.log
+    stop: signal.Signals | None = None  # the signal of the user or the time limit
+    timed_out: bool = False  # the time limit stopped the launch
+    # the guilty process of the last failed attempt, with its traceback or last lines
     failure: str = ""
 
 
 class Launcher:
-    """Runs one launch; `run` may be called once.
-
-    Args:
-        settings: the launch's settings.
-        line: program and arguments of each process.
-        log_dir: the folder of the logs, which exists.
-        devices_per_process: number of virtual CPU devices of each; None: the devices that JAX finds.
-        servers: tasks that run `jdist serve` beside the program, until it ends.
-        timeout_s: seconds after which all are asked to stop, as by SIGTERM; None: never.
-        explains: whether to print at once why an attempt failed; else only the result tells.
-        host: where the processes run; None: on this machine.
-    """
+    """Runs one launch; `run` may be called once."""
 
     def __init__(
         self,
         settings: Settings,
-        line: Sequence[str],
+        line: Sequence[str],  # program and arguments of each process
         *,
-        log_dir: Path,
-        devices_per_process: int | None = None,
-        servers: Sequence[Task] = (),
-        timeout_s: float | None = None,
-        explains: bool = True,
-        host: Host | None = None,
+        log_dir: Path,  # exists
+        devices_per_process: int | None = None,  # virtual CPU devices; None: JAX's devices
+        servers: Sequence[Task] = (),  # run `jdist serve` next to the program, until it ends
+        timeout_s: float | None = None,  # then all are asked to stop, as by SIGTERM
+        explains: bool = True,  # prints the cause of a failed attempt at once
+        host: Host | None = None,  # None: this machine
     ) -> None:
         self._host = LocalHost() if host is None else host
         self._settings, self._line, self._log_dir = settings, line, log_dir
@@ -319,20 +300,15 @@ def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[b
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[int, int]]:
-    """Opens a pipe on which SIGINT, SIGTERM and SIGHUP arrive as their numbers; none do outside the main thread.
-
-    The interpreter itself writes the number, whichever thread takes the signal: a handler in Python would wait for the
-    main thread, which waits for the pipe.
-
-    Yields:
-        The end to read from, and the descriptor for the numbers of other signals, -1 for none.
-    """
+    """Opens a pipe for SIGINT, SIGTERM and SIGHUP; yields `(reader, descriptor of others)`."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGINT, signal.SIGTERM] if in_main else []
     if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup has turned it off
         numbers.append(signal.SIGHUP)
+    # The interpreter writes the number, whichever thread takes the signal: a Python handler would
+    # wait for the main thread, which waits for the pipe. No signals arrive outside of that thread.
     woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
     before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
     try:

@@ -279,10 +279,9 @@ def _check_optional_count(name: str, value: Any) -> int | None:
 
 
 def _name_step(exc: Exception, step: Any, run: Run) -> str:
-    """Says at which step an error came, one step alone: that of a NaN is named by the error, some calls later.
-
-    A plain `step` has been distributed for this run, so the error can name the run's step in place of the call's.
-    """
+    """Says at which step of the run an error came."""
+    # A NaN is found some calls later: its error names its own step. A plain `step` was distributed
+    # for this run, so the error can name the run's step instead of the call's.
     if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
         return f"jdist.fit was at step {run.step:,}."
     if isinstance(step, Distributed | Task):

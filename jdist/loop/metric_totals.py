@@ -28,26 +28,18 @@ _EXCHANGE_S = 600.0
 
 
 class MetricTotals:
-    """The results of a step's calls for metrics, added up by epoch.
+    """The results of a step's calls for metrics, added up by epoch."""
 
-    A scalar is averaged, each step weighted by its batch: the sum of its mask, else its rows. It is left out where a parameter
-    server's workers read the batches, as their rows are not known here. The contributions of a `jdist.metrics.Metric` are added
-    up by that metric.
-
-    Args:
-        metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
-            metric, such as a `jdist.metrics.collect`, whose contribution is all that a step returns; a step that returns
-            scalars by name has these.
-        steps_per_call: how many steps a call makes; above 1 results lead with that axis.
-        skips: whether the training, and so the means, leaves out steps that are not finite.
-
-    Raises:
-        StepError: `metrics` is neither.
-    """
+    # A scalar is averaged, each step weighted by its batch: the sum of its mask, else its rows. It
+    # is left out where a parameter server's workers read the batches, as their rows are not known
+    # here. A `jdist.metrics.Metric` adds up its own contributions.
 
     def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1, skips: bool = False):
+        # One metric, such as a `jdist.metrics.collect`, takes all results of a step, unless they
+        # are scalars by name. Metrics by name may be missing from the results.
         self._whole = metrics if isinstance(metrics, Metric) else None
         self._metrics = _check_metrics(metrics)
+        # `skips`: means leave out steps that are not finite, as the training does.
         self._steps_per_call, self._skips = steps_per_call, skips
         self._waiting: list[tuple[Any, Any, Sequence[int], Any]] = []
         self._left_out = 0  # steps, as counted after the newest call that was read
@@ -60,17 +52,9 @@ class MetricTotals:
         self._left_out = _read_flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
 
     def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,), left_out: Any = None) -> None:
-        """Adds the results of a call, which are read later.
-
-        Args:
-            measured: scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above 1.
-            batch: the argument of the call.
-            epochs: the epoch of each of its steps.
-            left_out: `Distributed.count_left_out` after this call; None: no step was left out.
-
-        Raises:
-            StepError: `measured` is no dict of scalars and contributions by name.
-        """
+        """Adds the results of a call, which are read later."""
+        # Scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above
+        # 1. `left_out` is `Distributed.count_left_out` after this call; None: no step was left out.
         self._waiting.append((self.note(measured), _weights(batch, self._steps_per_call), epochs, left_out))
         if len(self._waiting) > 2 * _READ_AHEAD:
             self._read(_READ_AHEAD)
@@ -85,11 +69,7 @@ class MetricTotals:
         return measured
 
     def names(self, measured: Any, *, by: str) -> frozenset[str] | None:
-        """Lists the names of a step's results, or of their shapes; None: one metric stands for all. `by` names the step.
-
-        Raises:
-            StepError: `measured` is no dict of scalars and contributions by name.
-        """
+        """Lists the names of a step's results or shapes; None: one metric stands for all."""
         if self._whole is not None and self._is_of(self._whole, measured):
             return None
         self._check(measured, by)
@@ -105,10 +85,8 @@ class MetricTotals:
         return _flatten_results({name: self._result(name, value) for name, value in values.items()})
 
     def take(self, epoch: int = 0, cluster: Runtime | None = None) -> tuple[Measured, float]:
-        """Takes an epoch out: its means and results by name, the loss first, and the weight of all its steps.
-
-        `cluster` are the processes that share the rows of each batch; all have to ask.
-        """
+        """Takes an epoch out: its results by name, the loss first, and its total weight."""
+        # `cluster` has the processes that share the rows of each batch; all of them must ask.
         self._read(0)
         totals = self._epochs.pop(epoch, None) or _Totals()
         weight, sums = totals.together(cluster)
@@ -295,14 +273,12 @@ def _weights(batch: PyTree, steps_per_call: int) -> Any:
 
 
 def _flatten_results(results: Measured) -> Measured:
-    """Names the results of a collection of metrics by their own names, and puts the loss first.
-
-    JAX hands dicts back sorted by name.
-    """
+    """Names the results of a collection of metrics by their own names, and puts the loss first."""
     flat: Measured = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
             flat |= {inner if name == _WHOLE else f"{name}/{inner}": each for inner, each in value.items()}
         else:
             flat[name] = value
+    # JAX returns dicts sorted by name.
     return dict(sorted(flat.items(), key=lambda item: item[0] != "loss"))

@@ -21,10 +21,9 @@ PyTree = Any
 def names_of(
     step: Distributed, state: PyTree, feed: Feed, metrics: Metrics, *, depth: int = 3
 ) -> frozenset[str] | None:
-    """Lists the names of a step's metrics, and warns of what its trace shows; None where only a call shows them.
-
-    `depth` is how many calls below the user's own this one is, for the place that warnings name.
-    """
+    """Lists the names of a step's metrics; None where only a call shows them."""
+    # Warns of problems in the trace. `depth` counts the calls up to the user's own, for the
+    # location of warnings.
     preview = step.preview(state, feed.batches.element_spec)
     if preview is None:
         return None

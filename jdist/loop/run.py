@@ -39,30 +39,7 @@ PyTree = Any
 
 
 class Run:
-    """A run of `jdist.fit` or `jdist run`.
-
-    Args:
-        strategy: where it trains.
-        train_step: makes the steps.
-        feed: the batches.
-        metrics: as for `MetricTotals`.
-        callbacks: called as the run goes on, in this order.
-        steps: how many steps to make; None: as many as `passes` have.
-        passes: how often to go through the data; None: as often as `steps` takes, or until the data ends.
-        log_every: how many steps lie between logged rows.
-        evaluate: evaluates a state; None: there is no data for it.
-        eval_every: evaluates at the multiples of these steps; empty: at the end of each epoch.
-        measures_epochs: whether each epoch's means and metrics are computed, and logged in a row.
-        length: the argument that the number of steps comes from, for errors.
-        begun: when the run began, in seconds of `time.monotonic`; None: now.
-
-    Attributes:
-        state: the newest state.
-        step: steps done.
-        first: the step at which `train` began or went on; None before.
-        epoch: epochs ended.
-        history: what was measured.
-    """
+    """A run of `jdist.fit` or `jdist run`."""
 
     def __init__(
         self,
@@ -70,16 +47,16 @@ class Run:
         strategy: Strategy,
         train_step: Distributed,
         feed: Feed,
-        metrics: Metrics,
-        callbacks: Sequence[Callback],
-        steps: int | None,
-        passes: int | None = None,
+        metrics: Metrics,  # as for `MetricTotals`
+        callbacks: Sequence[Callback],  # called in this order
+        steps: int | None,  # None: as many as `passes` have
+        passes: int | None = None,  # over the data; None: as `steps` needs, or until the data ends
         log_every: int,
-        evaluate: Evaluation | None,
-        eval_every: Sequence[int],
-        measures_epochs: bool = True,
-        length: str = "`steps`",
-        begun: float | None = None,
+        evaluate: Evaluation | None,  # None: no evaluation data
+        eval_every: Sequence[int],  # multiples of these steps; empty: the end of each epoch
+        measures_epochs: bool = True,  # logs a row of means and metrics for each epoch
+        length: str = "`steps`",  # the argument that sets the number of steps, for errors
+        begun: float | None = None,  # seconds of `time.monotonic`; None: now
     ):
         self._strategy = strategy
         self._cluster = strategy.cluster
@@ -106,7 +83,9 @@ class Run:
             event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in get_args(Event)
         }
         self.state: PyTree = None
+        # Steps done and epochs ended.
         self.step = self.epoch = self._before = 0
+        # The step at which `train` began or resumed.
         self.first: int | None = None
         self._evaluated: int | None = None
         self.history = History()
@@ -116,14 +95,8 @@ class Run:
         self._begun = time.monotonic() if begun is None else begun
 
     def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
-        """Trains to the end, from a state or from where an earlier process left off, as a callback finds out.
-
-        Args:
-            state: laid out by the strategy, or on the host; it is consumed.
-            stop: says when this process, or another of its job, was asked to stop.
-            verify: as for `jdist.fit`.
-            depth: how many calls below the user's own this one is, for the place that warnings name.
-        """
+        """Trains to the end, from a state (consumed) or from an earlier process's checkpoint."""
+        # `depth` counts the calls up to the user's own, for the location of warnings.
         self._stop = stop
         with contextlib.ExitStack() as ends:
             ends.enter_context(quick_turns())
@@ -172,13 +145,12 @@ class Run:
         self._end(interrupted=stop.reason is not None)
 
     def _until_stopped(self, stop: Preemption) -> Iterator[PyTree]:
-        """Yields the batches of a pass; behind a signal to stop nothing is lost where they end in an error.
-
-        A terminal sends Ctrl-C to every process, those that read data as well, and they are gone before this one has stopped.
-        """
+        """Yields the batches of a pass; after a signal to stop, a data error is a warning."""
         try:
             yield from self._costs.waits(self._feed.one_pass())
         except Exception as exc:
+            # A terminal sends Ctrl-C to every process, also to readers of data, which end before
+            # this one.
             if not stop.stops_after(self.step):
                 raise
             # No one needs the batch: said, as it may be another error than that of a process which was told to end.

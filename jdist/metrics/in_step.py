@@ -17,30 +17,19 @@ PyTree = Any
 
 
 def all_rows(rows: PyTree) -> PyTree:
-    """Gathers the rows of all replicas and microbatches, a pytree of arrays [rows], as a sum.
-
-    Each replica adds its rows to zeros at a place of their own, which is exact.
-    """
+    """Gathers the rows of all replicas and microbatches, a pytree of arrays [rows], as a sum."""
     number, count = collectives.replica_id(), collectives.num_replicas()
 
     def placed(x: jax.Array) -> jax.Array:
         x = countable(x)
         return jax.lax.dynamic_update_slice(jnp.zeros(count * x.size, x.dtype), x, (number * x.size,))
 
+    # Each replica adds its rows to zeros at its own place, which is exact.
     return collectives.all_reduce(jax.tree.map(placed, rows), "sum")
 
 
 def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Computes the weight of each element: int32 of a mask of bools or integers, which is exact, else floating point.
-
-    Args:
-        call: the caller, for errors.
-        mask: bools or weights; None: each element counts once.
-        shape: of the elements; the mask's is the beginning of it.
-
-    Raises:
-        StepError: the mask does not fit, or there are too many elements to be counted in 32 bits.
-    """
+    """Computes the weight of each element of `shape`; the mask's shape is the beginning of it."""
     size, count = math.prod(shape), collectives.num_replicas()
     if size * count >= 2**31:
         raise StepError(
@@ -55,6 +44,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
             f"{call}: `mask` has shape {mask.shape}, what it weighs has shape {shape}; the mask's shape must be the beginning "
             "of that, usually [rows]."
         )
+    # Weights of bools and integers are int32, which is exact.
     is_exact = not jnp.issubdtype(mask.dtype, jnp.floating)
     mask = mask.astype(jnp.int32 if is_exact else promote_types(mask.dtype, jnp.float32))
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)
@@ -80,11 +70,7 @@ def class_labels(call: str, x: Any, name: str = "`labels`") -> jax.Array:
 
 
 def class_scores(call: str, scores: Any, labels: jax.Array) -> jax.Array:
-    """Checks scores [..., classes] for labels [...].
-
-    Raises:
-        StepError: they have another shape, or fewer than two classes.
-    """
+    """Checks scores [..., classes] for labels [...]."""
     scores = real_numbers(call, "`predictions`", scores)
     if scores.shape[:-1] != labels.shape or scores.ndim != labels.ndim + 1:
         raise StepError(
@@ -100,11 +86,7 @@ def class_scores(call: str, scores: Any, labels: jax.Array) -> jax.Array:
 
 
 def class_ids(call: str, predictions: Any, labels: jax.Array) -> jax.Array:
-    """Finds the predicted classes, int32 of the labels' shape, of class numbers or of logits.
-
-    Raises:
-        StepError: the predictions are neither.
-    """
+    """Finds the predicted classes, int32 of the labels' shape, of class numbers or of logits."""
     predictions = real_numbers(call, "`predictions`", predictions)
     if predictions.shape != labels.shape:
         return class_scores(call, predictions, labels).argmax(-1).astype(jnp.int32)

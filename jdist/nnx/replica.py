@@ -100,10 +100,8 @@ def _is_alone(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool
 def _by_parts(
     in_parts: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: int, has_aux: bool
 ) -> tuple[Any, Any]:
-    """Differentiates as `nnx.value_and_grad`, by this replica's parts of the module's parameters.
-
-    What else the module holds is changed in place, as there; gradients of parameters in parts are parts.
-    """
+    """Differentiates as `nnx.value_and_grad` does, by this replica's parts of the parameters."""
+    # Gradients of parameters in parts are parts.
     graphdef, params, rest = nnx.split(args[place], nnx.Param, ...)
 
     def of_params(params: Any) -> Any:
@@ -115,6 +113,7 @@ def _by_parts(
 
     differentiate = functools.partial(jax.value_and_grad, has_aux=True)
     (loss, (aux, new)), grads = in_parts.take(differentiate, of_params, (params,), {}, {0})
+    # The rest of the module changes in place, as in `nnx.value_and_grad`.
     nnx.update(args[place], new)
     return ((loss, aux) if has_aux else loss), grads
 
@@ -153,12 +152,8 @@ def holds_objects(value: Any) -> bool:
 
 
 def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., Any]:
-    """Makes of a step over objects one over their state: `(static, variables, *others) -> (variables, *results)`.
-
-    Args:
-        step: the user's step.
-        metric_ops: of the metrics' classes that are not nnx's own.
-    """
+    """Wraps a step over objects as `(static, variables, *others) -> (variables, *results)`."""
+    # `metric_ops` are those of the metrics' classes that are not nnx's own.
 
     @functools.wraps(step)
     def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:

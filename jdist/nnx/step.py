@@ -226,22 +226,15 @@ class NNXStep(Distributed):
 
 
 class ObjectsStep(Distributed):
-    """An nnx step over certain objects as a step over their pure state; `NNXStep.over` makes it.
+    """An nnx step over its objects as a step over their pure state; `NNXStep.over` makes it."""
 
-    After each call the objects have the new state.
-
-    Args:
-        step: the step.
-        objects: as they were given, a tuple or one.
-        arguments: those of the step before the batch.
-
-    Attributes:
-        state: the objects' state, with what the step carries beside it.
-    """
+    # After each call the objects have the new state.
 
     def __init__(self, step: NNXStep, objects: PyTree, arguments: tuple[Any, ...]):
+        # The user's objects, a tuple or one; the arguments before the batch.
         self._step, self._user_objects, self._objects = step, objects, arguments
         self._static, state, _, _ = split((*arguments, None))
+        # With the values that the step carries next to it.
         self.state: PyTree = with_user_state(step._around, state)
         self.strategy, self.options, self.__name__ = step.strategy, step.options, step.__name__
 

@@ -114,10 +114,8 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
 
 
 def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy: bool = False) -> list[jax.Array]:
-    """Combines arrays over all replicas and microbatches, by an equation of the step that can be found again.
-
-    With `by_strategy` sums and means are made by the strategy's own all-reduce, if that is exact.
-    """
+    """Combines arrays over all replicas and microbatches, by an equation that can be found."""
+    # With `by_strategy` the strategy's own all-reduce makes sums and means, if it is exact.
     axes, trace = replica_axes(), context.current_trace()
     k = 1 if trace is None else trace.num_microbatches
     mesh_size = 1 if axes is None else axes_size(axes)

@@ -204,17 +204,14 @@ def combine_gradients(
     value: jax.Array,
     grads: PyTree,
     op: GradientOp,
+    # storage of the arrays that have parts as gradients, by path
     forms: Mapping[str, Any] = MappingProxyType({}),
+    # gradients by values of this replica alone: each stays its own, its rows' part of the loss
     by_rows: Collection[str] = (),
-    maxima: Collection[str] = (),
+    maxima: Collection[str] = (),  # not gradients: the largest value over the replicas
 ) -> tuple[jax.Array, PyTree]:
-    """Reduces one replica's loss and gradient over the replicas.
-
-    Both come multiplied by the loss scale, if there is one, and leave without it. Leaves without a gradient (`float0`, integer
-    parameters) pass through. `forms` tell how arrays are stored whose gradients are parts, by path. The gradients `by_rows`,
-    by what only this replica has, stay its own: what its rows add to the combined loss. Of `maxima`, which are no gradients,
-    the largest remain, as they are.
-    """
+    """Reduces one replica's loss and gradient over the replicas, and removes the loss scale."""
+    # Leaves without a gradient (`float0`, integer parameters) pass through.
     trace = context.current_trace()
     largest = combine(Collective("value", "max"), [x for path, x in _paths(grads) if path in maxima]) if maxima else []
     if trace is not None and trace.loss_scale is not None:
@@ -246,11 +243,7 @@ def combine_gradients(
 
 
 def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -> tuple[jax.Array, list[jax.Array]]:
-    """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
-
-    Raises:
-        StepError: the algorithm keeps something from step to step, which is not possible here.
-    """
+    """Reduces a replica's loss and gradient by the strategy's own algorithm; the loss is exact."""
     axes, trace = replica_axes(), context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     mean_or_sum = Collective("gradient", op)
@@ -298,10 +291,9 @@ def _own_part(x: jax.Array) -> jax.Array:
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Whether no element of a floating-point array is NaN or infinite; bool scalar.
-
-    Zero times a finite number is zero, and NaN otherwise: on CPU a sum takes half the time of `isfinite(x).all()`.
-    """
+    """Whether no element of a floating-point array is NaN or infinite; bool scalar."""
+    # Zero times a finite number is zero, and NaN otherwise: on CPU a sum takes half the time of
+    # `isfinite(x).all()`.
     return ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))
 
 

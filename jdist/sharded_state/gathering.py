@@ -35,10 +35,7 @@ Differentiate = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def gathering(pure: Pure, by_path: FormsByPath, gathers: list[Gather]) -> Pure:
-    """Makes a step that takes gradients of parts; its further arguments are followed by the parts, which it does not read.
-
-    What it gathers is noted in `gathers`.
-    """
+    """Makes a step that takes gradients of parts, and notes its gathers in `gathers`."""
 
     def in_parts(state: PyTree, batches: PyTree, others: Any) -> Any:
         trace = current_trace()
@@ -46,6 +43,7 @@ def gathering(pure: Pure, by_path: FormsByPath, gathers: list[Gather]) -> Pure:
         gathers.clear()
         names = {id(x): path for path, x in zip(paths_of(state), jax.tree.leaves(state), strict=True)}
         with tracing(dataclasses.replace(trace, in_parts=GradientsOfParts(by_path, gathers, names))):
+            # The parts follow the further arguments; the step does not read them.
             return pure(state, batches, others[0])
 
     return in_parts
@@ -53,18 +51,13 @@ def gathering(pure: Pure, by_path: FormsByPath, gathers: list[Gather]) -> Pure:
 
 @dataclass(frozen=True)
 class GradientsOfParts:
-    """What `jdist.value_and_grad` does where parameters are in parts.
+    """The gradients of `jdist.value_and_grad` where parameters are in parts."""
 
-    Attributes:
-        by_path: how arrays are cut.
-        gathers: where to note what is gathered.
-        names: the paths of the state's leaves, by the `id` of what stands for them in this trace.
-        whole: the `id` of what stands for further arrays that are in no parts.
-    """
-
-    by_path: FormsByPath
-    gathers: list[Gather] = field(hash=False, compare=False)
+    by_path: FormsByPath  # how arrays are cut
+    gathers: list[Gather] = field(hash=False, compare=False)  # gathers are noted here
+    # paths of the state's leaves, by the `id` of their tracers
     names: dict[int, str] = field(hash=False, compare=False)
+    # `id`s of the tracers of further arrays, which are not in parts
     whole: frozenset[int] = frozenset()
 
     def leaving(self, arrays: Iterable[Any]) -> GradientsOfParts:
@@ -105,12 +98,9 @@ class GradientsOfParts:
         kwargs: dict[str, PyTree],
         argnums: Sequence[int],
     ) -> Any:
-        """Differentiates a function of whole arrays by this replica's parts of them.
-
-        Returns:
-            What `differentiate(fun)(*args, **kwargs)` returns, but that gradients of arrays in parts are parts, summed over
-            the replicas among which they are spread.
-        """
+        """Differentiates a function of full arrays by this replica's parts of them."""
+        # Gradients of arrays in parts are parts, summed over the replicas among which they are
+        # spread.
         forms: dict[int, Form] = {}  # by place among all leaves
         names: dict[int, str] = {}
         by = set[int]()
@@ -161,26 +151,17 @@ class GradientsOfParts:
 def on_parts(
     layout: Layout,
     fun: Callable[..., Any],
+    # of the leaves given in parts, by place among all leaves of the arguments
     forms: Mapping[int, Form],
-    names: Mapping[int, str],
-    gathers: list[Gather],
-    why: str = "where the loss uses it",
+    names: Mapping[int, str],  # of the same leaves
+    gathers: list[Gather],  # gathers are noted here
+    why: str = "where the loss uses it",  # where a gather happens, in words
     *,
+    # leaves by which gradients are taken, by place among all leaves
     differentiated: Collection[int] = (),
-    gathers_again: bool = True,
+    gathers_again: bool = True,  # in the backward pass
 ) -> Callable[..., Any]:
-    """Makes of a function of whole arrays one of this replica's parts of some of them.
-
-    Args:
-        layout: how arrays are cut.
-        fun: of trees of arrays.
-        forms: of the leaves of its arguments that are given in parts, by place among all leaves.
-        names: of the same leaves.
-        gathers: where to note what is gathered.
-        why: where that is, in words.
-        differentiated: of which leaves of its arguments gradients are taken, by place among all leaves.
-        gathers_again: whether its backward pass is to gather again.
-    """
+    """Wraps a function of full arrays as one of this replica's parts of some of them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))

@@ -31,19 +31,12 @@ _TOGETHER = 32 << 20  # bytes; smaller arrays are gathered at a time
 
 @dataclass(frozen=True)
 class Part:
-    """This replica's part of an array.
-
-    Attributes:
-        value: the part.
-        form: how the array is stored.
-        dtype: what the array is cast to once it is gathered; the cast then comes first, as that is less to gather.
-        name: its path in the state.
-    """
+    """This replica's part of an array."""
 
     value: jax.Array
-    form: Form
-    dtype: Any
-    name: str
+    form: Form  # how the array is stored
+    dtype: Any  # cast before the gather, as that is less to gather
+    name: str  # its path in the state
 
     @property
     def num_bytes(self) -> int:
@@ -52,31 +45,24 @@ class Part:
 
 
 class EvaluationOnParts:
-    """An evaluation of a traced function of whole arrays on parts of some of them.
+    """An evaluation of a traced function of full arrays on parts of some of them."""
 
-    What depends on parts alone is computed where it is used, each time. The rest is computed in stretches, which end before an
-    equation with a body of its own (a scan, a `jax.checkpoint`) and before more is gathered than `_TOGETHER`. The backward pass
-    makes the gathers of a stretch again, once it has the gradient of what the stretch returns; those of the forward pass wait
-    until the stretch before begins. Else a compiler may begin all of them at once.
-
-    Args:
-        layout: how arrays are cut.
-        closed: the function.
-        gathers: where to note what is gathered.
-        why: where that is, in words.
-        differentiated: of each argument whether a gradient is taken by it, or by what it was computed from; None: of all.
-        gathers_again: whether the backward pass is to gather again; False inside a `jax.checkpoint` of the user's, which
-            says itself what is kept.
-    """
+    # Values of parts alone are computed at each use. The rest is computed in stretches, which end
+    # before an equation with a body of its own (a scan, a `jax.checkpoint`) and before more than
+    # `_TOGETHER` is gathered. The backward pass gathers again for a stretch once it has the
+    # gradient of the stretch's results; gathers of the forward pass wait until the previous stretch
+    # begins. Otherwise a compiler may start all of them at once.
 
     def __init__(
         self,
         layout: Layout,
         closed: Any,
-        gathers: list[Gather],
-        why: str = "where the loss uses it",
+        gathers: list[Gather],  # gathers are noted here
+        why: str = "where the loss uses it",  # where a gather happens, in words
         *,
+        # by argument: whether gradients are taken by it, or by its source; None: all
         differentiated: Sequence[bool] | None = None,
+        # False inside a user's `jax.checkpoint`, which decides itself which values to keep
         gathers_again: bool = True,
     ):
         self.layout, self.closed, self.gathers_again = layout, _entered(closed), gathers_again
@@ -352,13 +338,7 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def _gathering_again(
     run: Callable[..., list[Any]], values: list[Any], by: Sequence[int], parts: Sequence[int]
 ) -> list[Any]:
-    """Computes a function of values, differentiated by some of them; its backward pass gathers again what some are parts of.
-
-    `jax.checkpoint` makes the gathers part of the backward pass. That the compiler does not take the results of the first ones
-    for them, they are made to wait for what was kept last and for the gradient. `prevent_cse` would have everything
-    wait that is kept, which the compiler then could no longer compute again where that takes less memory: of a transformer
-    without a checkpoint of its own 4.6 GB in place of 3.2.
-    """
+    """Computes a differentiated function; its backward pass gathers the arrays of `parts` again."""
     places: list[int] = []
 
     # All values are arguments: what the function closes over could be of a trace that is over once the backward pass is made.
@@ -368,6 +348,11 @@ def _gathering_again(
             return run(*(known.get(i, x) for i, x in enumerate(values)))
 
         differentiated = [values[i] for i in by]
+        # `jax.checkpoint` makes the gathers part of the backward pass. They wait for the last saved
+        # value and for the gradient, or the compiler would reuse the results of the first gathers.
+        # `prevent_cse` would make all saved values wait: the compiler could no longer recompute
+        # them where that takes less memory (4.6 GB instead of 3.2 for a transformer without a
+        # checkpoint of its own).
         results, backward = jax.vjp(jax.checkpoint(of_inexact, policy=_is_kept, prevent_cse=False), *differentiated)
         kept = jax.tree.leaves(backward)
         own = [values[i] for i in parts]

@@ -60,12 +60,7 @@ def _laid_out(layout: Layout, x: Any, form: Form) -> Any:
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
-    """Lays out a state for a step: large leaves in parts, the rest whole, no buffer twice.
-
-    Raises:
-        DonatedStateError: a leaf was consumed by an earlier call.
-        StepError: a leaf is no array.
-    """
+    """Lays out a state for a step: large leaves in parts, the rest in full, no buffer twice."""
     check_not_donated(state)
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
@@ -123,11 +118,7 @@ def check(strategy: Strategy, state: PyTree) -> None:
 
 
 def compare_copies(strategy: Strategy, state: PyTree) -> None:
-    """Compares what several devices hold of the same array, or of the same part of one.
-
-    Raises:
-        ReplicaDivergenceError: copies differ; it names the arrays, their parts, and the replicas.
-    """
+    """Refuses copies of an array, or of the same part of one, that differ between devices."""
     mesh = strategy.mesh
     assert mesh is not None
     by_axes: dict[tuple[str, ...], dict[str, tuple[jax.Array, PartitionSpec]]] = {}

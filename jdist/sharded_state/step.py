@@ -59,20 +59,11 @@ def make_program(spec: ProgramSpec) -> Program:
 
 
 class _SplitStep:
-    """A step in its gradient part and its update part, for arguments of these shapes.
+    """A step in its gradient part and its update part, for arguments of these shapes."""
 
-    Attributes:
-        plan: the gradient part.
-        update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
-        results: what it returns, as shapes.
-        forms: of the state's leaves, as they are passed.
-        gathers_late: whether what is read of parts is gathered where it is used; else before all.
-        in_parts: numbers of those of which gradients are taken part by part.
-    """
-
-    plan: Plan
-    update: Any
-    results: Any
+    plan: Plan  # the gradient part
+    update: Any  # `(token, state, others, cuts, carried) -> (token, state, outputs)`
+    results: Any  # of the update, as shapes
 
     def __init__(self, spec: ProgramSpec, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree):
         self.spec, self.strategy, self.options = spec, spec.strategy, spec.options
@@ -86,6 +77,7 @@ class _SplitStep:
         self.forms = forms(self.strategy, state)
         self.by_path = FormsByPath(self.layout, self.paths, self.forms)
         parts = self.strategy.parts
+        # Leaves in parts are gathered where they are used; otherwise before the step.
         self.gathers_late = parts is not None and parts.of == "state" and parts.memory == "device"
         self.in_parts = tuple(i for i, form in enumerate(self.forms) if self.gathers_late and form.is_cut)
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
@@ -150,12 +142,9 @@ class _SplitStep:
         self.update = prepared(closed, jax.tree.leaves(arguments))
 
     def run(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """Runs one optimiser step, seen from outside of the replicas.
-
-        Returns:
-            `(token, state, outputs, hashes)`; the hashes are of what each replica wrote to leaves in parts without a
-            reduction, uint32 [replicas], by the leaf's path.
-        """
+        """Runs one optimiser step, outside of the replicas: `(token, state, outputs, hashes)`."""
+        # The hashes, uint32 [replicas] by path, are of the values that each replica wrote to leaves
+        # in parts without a reduction.
         cuts, carried, early, hashes = self.gradients(state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
         on_host = self.layout.on_host
@@ -210,11 +199,8 @@ class _SplitStep:
         return jax.tree.unflatten(treedef, laid_out)
 
     def gradients(self, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """Runs the gradient part on all replicas.
-
-        Returns:
-            `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
-        """
+        """Runs the gradient part on all replicas: `(cuts, carried, outputs, hashes of carried)`."""
+        # Large cuts and carried leaves are in parts.
         plan, layout = self.plan, self.layout
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
         read = {*plan.split.read, *self.in_parts}

@@ -27,17 +27,11 @@ IGNORES_MASK = (
 
 @dataclass(frozen=True)
 class Preview:
-    """The results and effects of a call, known before it is made.
+    """The results and effects of a call, known before it is made."""
 
-    Attributes:
-        results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
-        changes_state: whether the state that it returns is another than the one that it is given.
-        ignores_mask: whether anything of that depends on the rows of a batch, and nothing on its mask.
-    """
-
-    results: Mapping[str, PyTree]
+    results: Mapping[str, PyTree]  # by role, of `jax.ShapeDtypeStruct`s
     changes_state: bool
-    ignores_mask: bool
+    ignores_mask: bool  # the results depend on the rows of a batch, but not on its mask
 
     @classmethod
     def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
@@ -53,12 +47,7 @@ class Preview:
 
 
 class Distributed(abc.ABC):
-    """A step that `jdist.distribute` made.
-
-    Attributes:
-        strategy: the strategy it runs under.
-        options: the options of `jdist.distribute`.
-    """
+    """A step that `jdist.distribute` made."""
 
     strategy: Strategy
     options: StepOptions
@@ -99,14 +88,10 @@ class Distributed(abc.ABC):
         return None
 
     def count_left_out(self, state: PyTree) -> Any:
-        """Counts the steps left out until `state` was made, without waiting; None where nothing counts them.
-
-        Where a call makes several steps, and under a parameter server, the entries from the third on tell which steps of the
-        newest call were left out.
-
-        Args:
-            state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.
-        """
+        """Counts the steps left out up to `state`, without waiting; None if nothing counts them."""
+        # `state` is the result of the newest call or the argument of the next; later calls do not
+        # change the count. With several steps a call, and under a parameter server, the entries
+        # from the third on say which steps of the newest call were left out.
         return None
 
     @property
@@ -123,11 +108,7 @@ class Distributed(abc.ABC):
         return self, args
 
     def verify_next(self, how: Verify, *, pads: bool = False, tell: Callable[[str], Any] | None = None) -> None:
-        """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch.
-
-        Args:
-            how: what follows from a difference.
-            pads: whether a later batch will be filled up, so that the step is compared on such a one as well.
-            tell: is told of the parts that could not be compared.
-        """
+        """Compares the next call with one replica on the whole batch, if the replicas share a batch."""
+        # With `pads`, a later batch will be padded: the step is compared on a padded batch as well.
+        # `tell` receives the parts that could not be compared.
         return None

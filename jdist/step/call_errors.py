@@ -63,13 +63,8 @@ def explain(
 
 
 def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
-    """Raises a clearer error where a step names a mesh axis that is not bound; all other errors pass.
-
-    Args:
-        exc: what tracing the step raised.
-        name: of the strategy that the user made.
-        strategy: the one under which the step is traced; perhaps a worker's.
-    """
+    """Raises a clearer error where a step names a mesh axis that is not bound; other errors pass."""
+    # `name` is the user's strategy; `strategy` traces the step and may be a worker's.
     if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
         return
     if strategy.is_global_view:

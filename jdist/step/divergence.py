@@ -43,15 +43,11 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def hash_leaf(leaf: jax.Array) -> jax.Array:
-    """Hashes a leaf in 32 bits, which depend on each of its bits and on their places.
-
-    A plain sum misses two elements that changed places, so each word is first mixed with its position (by the finaliser
-    of MurmurHash3, public domain, which is one-to-one): one changed word always changes the sum.
-
-    Returns:
-        uint32 scalar.
-    """
+    """Hashes a leaf in 32 bits (uint32 scalar) that depend on each bit and its position."""
     words = _words(jnp.asarray(leaf))
+    # A plain sum misses two elements that swapped places, so each word is first mixed with its
+    # position, by the finaliser of MurmurHash3 (public domain). It is one-to-one: one changed word
+    # always changes the sum.
     position = jax.lax.iota(jnp.uint32, words.size)
     return _mix(words ^ _mix(position + jnp.uint32(0x9E3779B9))).sum(dtype=jnp.uint32)
 
@@ -72,17 +68,9 @@ def make_check(strategy: Strategy) -> Any:
 
 
 def compare(hashes: np.ndarray, paths: list[str], holders: np.ndarray | None = None) -> None:
-    """Compares what several replicas hold of the same arrays.
-
-    Args:
-        hashes: uint32 [copies, arrays].
-        paths: of the arrays.
-        holders: the replica that holds each copy, int [copies, arrays]; None: it is the copy's index. Copies that are all of
-            one replica are on its devices.
-
-    Raises:
-        ReplicaDivergenceError: copies of an array differ; it names the arrays and the replicas.
-    """
+    """Refuses differing copies of the same arrays; `hashes` is uint32 [copies, arrays]."""
+    # `holders`, int [copies, arrays], is the replica that holds each copy; None: the copy's index.
+    # If one replica holds all copies, they are on its devices.
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
     if not differing.size:
         return
@@ -126,28 +114,15 @@ def _who_differs(hashes: list[int], holders: list[int], n: int) -> tuple[tuple[i
 
 def check_averages_combined(
     closed: Any,
-    old: Sequence[Any],
-    new: Sequence[Any],
-    batch: Sequence[Any],
-    state: PyTree,
-    sizes: tuple[int, int],
+    old: Sequence[Any],  # the arguments that hold the state's leaves
+    new: Sequence[Any],  # the results that hold the new state's leaves
+    batch: Sequence[Any],  # the arguments that hold a replica's rows
+    state: PyTree,  # the new state, arrays or shapes
+    sizes: tuple[int, int],  # number of replicas, and of microbatches of each
 ) -> None:
-    """Refuses a step whose replicas would keep moving averages of their own rows, where the state is one for all.
-
-    What else differs is found by comparing the replicas after a step; a moving average is known for what it is from the
-    traced step, before anything is compiled.
-
-    Args:
-        closed: the traced step.
-        old: its arguments that are the state's leaves.
-        new: its results that are the new state's leaves.
-        batch: its arguments that are a replica's rows.
-        state: the new state, arrays or shapes.
-        sizes: the number of replicas, and of microbatches of each.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves, and how to bring them together.
-    """
+    """Refuses a replicated state with moving averages that each replica computes from its own rows."""
+    # Other differences are found by comparing the replicas after a step. The trace of a step shows
+    # a moving average before anything is compiled.
     # With its own collectives a step may combine values in a way that the check cannot see.
     by_hand = [v for eqn in graph.body_of(closed).eqns if _is_by_hand(eqn) for v in eqn.outvars]
     varying = variation.varying(closed, batch) - variation.of_one_microbatch(closed, by_hand)

@@ -28,12 +28,7 @@ Function = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree
 
 
 class Program:
-    """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays.
-
-    Args:
-        function: the same, for batches whose rows are on the first axis; traced and compiled at the first call.
-        spec: what the program is made of.
-    """
+    """A compiled `(token, state, batches, others) -> (token, state, outputs)` over global arrays."""
 
     def __init__(self, function: Function, spec: ProgramSpec):
         axes, options = spec.call.batch_axes, spec.options
@@ -44,6 +39,7 @@ class Program:
             check_rows(batches, spec.strategy, options)
             return function(token, state, batches, others)
 
+        # Traced and compiled at the first call.
         self._jitted = jax.jit(checked, donate_argnums=(1,) if options.donates_state else ())
         self._strategy = spec.strategy
 
@@ -63,12 +59,11 @@ class Program:
             return self._jitted.trace(*arguments)
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
-        """Runs the step and appends `(token, state, outputs)` to `box`.
-
-        The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning
-        to the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
-        """
+        """Runs the step and appends `(token, state, outputs)` to `box`."""
         with mesh_of_program(self._strategy):
+            # The call donates the old state's buffers. `extend(map(...))` calls and stores without
+            # a return to the interpreter, which looks at signals only between instructions: after
+            # an interrupt the results are in the box.
             box.extend(map(self._jitted, (token,), (state,), (batches,), (others,)))
 
 
@@ -199,16 +194,11 @@ def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Tra
 
 @dataclass(frozen=True)
 class Backend:
-    """The layout of states and the compilation of steps for a kind of strategy.
+    """The layout of states and the compilation of steps for a kind of strategy."""
 
-    Attributes:
-        adopt_state: `(strategy, state) -> state` in the strategy's layout.
-        make_program: `(spec) -> Program`.
-        compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
-    """
-
-    adopt_state: Callable[[Strategy, PyTree], PyTree]
+    adopt_state: Callable[[Strategy, PyTree], PyTree]  # to the strategy's layout
     make_program: Callable[[ProgramSpec], Program]
+    # takes the program's results; raises where replicas differ
     compare_replicas: Callable[[Strategy, PyTree, Any], None]
 
 

@@ -309,12 +309,7 @@ class DistributedStep(Distributed):
         return result, num_updates, token
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, PyTree, Traced, PyTree, Any]:
-        """Starts one call.
-
-        Returns:
-            The program's results, the newest state, what is known of the results, the batches as they were passed, and
-            the axes of their rows.
-        """
+        """Starts a call: `(results, newest state, traced, batches as passed, axes of their rows)`."""
         self._take_results()
         newest = self._newest
         if self._plain_call is not None and len(args) == 2 and not kwargs:

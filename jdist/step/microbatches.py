@@ -31,19 +31,12 @@ Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A step that was split for `k` microbatches.
-
-    Attributes:
-        strategy: what it runs under.
-        k: the number of microbatches.
-        split: the step's phases and its update part, as one microbatch sees them.
-        kinds: how each output comes together from the replicas.
-    """
+    """A step that was split for `k` microbatches."""
 
     strategy: Strategy
     k: int
-    split: Split
-    kinds: list[OutputKind]
+    split: Split  # as one microbatch sees the step
+    kinds: list[OutputKind]  # how each output is combined over the replicas
 
     def check(self, spec: ProgramSpec) -> None:
         """Refuses moving averages of each replica's own rows, and warns of what `notice` finds."""
@@ -56,25 +49,15 @@ class Plan:
 
 
 class PhaseResults(NamedTuple):
-    """The results of the phases, over all microbatches and replicas.
+    """The results of the phases, over all microbatches and replicas."""
 
-    Attributes:
-        combined: the combined arrays of all cuts.
-        carried: the leaves of the state that phases wrote.
-        outputs: those outputs that do not wait for the update, None in place of the rest.
-    """
-
-    combined: list[jax.Array]
-    carried: list[jax.Array]
-    outputs: list[jax.Array | None]
+    combined: list[jax.Array]  # the results of all cuts
+    carried: list[jax.Array]  # the state leaves that phases wrote
+    outputs: list[jax.Array | None]  # None for outputs that wait for the update
 
 
 def microbatched(spec: ProgramSpec) -> RunFn:
-    """Makes one step of `options.accumulate` microbatches: its results are those of as many times more replicas.
-
-    Per-replica outputs lead with an axis of microbatches. Tracing the function raises BoundaryError where the step cannot be
-    split, ReplicaDivergenceError where replicas would keep moving averages of their own.
-    """
+    """Builds a step of `options.accumulate` microbatches, equal to one on as many more replicas."""
     strategy = spec.strategy
 
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
@@ -108,12 +91,7 @@ def make_plan(
     parts: Sequence[int] = (),
     otherwise: str = "leave `accumulate` at 1",
 ) -> Plan:
-    """Splits a step for `k` microbatches; the arguments are those of `jaxpr.split.split`.
-
-    Raises:
-        BoundaryError: the step cannot be split.
-        StepError: a metric is a count that nothing adds up.
-    """
+    """Splits a step for `k` microbatches, see `jaxpr.split.split`."""
     kinds: list[OutputKind] = []
 
     def without_kinds(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
@@ -137,10 +115,8 @@ def make_plan(
 
 
 def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
-    """Cuts a batch into `k` microbatches, stacked.
-
-    Microbatch `m` of replica `r` has the rows that replica `r * k + m` of `k` times as many would have.
-    """
+    """Cuts a batch into `k` microbatches, stacked."""
+    # Microbatch `m` of replica `r` has the rows of replica `r * k + m` among `k` times as many.
 
     def cut(x: jax.Array) -> jax.Array:
         parts = x.reshape(k, x.shape[0] // k, *x.shape[1:])
@@ -154,15 +130,8 @@ def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
 
 
 def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine) -> PhaseResults:
-    """Runs the phases over all microbatches and combines what the replicas computed; called under a trace.
-
-    Args:
-        plan: the step.
-        state: leaves that no phase reads may hold anything of their shape.
-        batches: one replica's rows.
-        others: further arguments.
-        combine: brings a cut's arrays together from the replicas.
-    """
+    """Runs the phases over all microbatches and combines the replicas' results, under a trace."""
+    # State leaves that no phase reads may hold any values of their shape.
     step, micro = plan.split, microbatches(plan.strategy, batches, plan.k)
     old = jax.tree.leaves(state)
     combined: list[jax.Array] = []
@@ -238,18 +207,8 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
 def _over_microbatches(
     plan: Plan, phase: Phase, prepared: list[jax.Array], initial: dict[int, jax.Array], micro: PyTree
 ) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
-    """Runs one phase on one replica, over its stacked microbatches.
-
-    Args:
-        plan: the step.
-        phase: one of its phases.
-        prepared: what all microbatches share.
-        initial: the old values of the leaves that microbatches add to, by place.
-        micro: the microbatches.
-
-    Returns:
-        The operands of each cut over all microbatches; the carried leaves and the outputs, by place.
-    """
+    """Runs a phase over one replica's microbatches: cut operands, carried leaves, outputs."""
+    # `initial` has the old values of the leaves that microbatches add to, by place.
     k = plan.k
     ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
     ways.extend("sum" if n in initial else "mean" for n in phase.carried)

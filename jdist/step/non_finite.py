@@ -71,17 +71,8 @@ def step_done(token: jax.Array) -> jax.Array:
 
 
 def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
-    """Decides whether to go on with the new state.
-
-    Args:
-        token: int32[2], of one step.
-        finite: the flags; bool scalars, at least one.
-        base: the code before that of the first flag.
-        policy: "raise" or "skip".
-
-    Returns:
-        `(new token, decision)`; the decision is a bool scalar.
-    """
+    """Decides whether to keep the new state; returns `(new token, bool scalar)`."""
+    # The code of the first flag is `base + 1`.
     code, count = token[VERDICT], token[STEPS]
     bad = ~jnp.stack(finite)
     now = jnp.where(bad.any(), base + jnp.argmax(bad).astype(jnp.int32) + 1, 0)
@@ -94,35 +85,17 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
 
 
 def guarded(
+    # `(state, *rest) -> (state, outputs, flags)`
     run: Callable[..., tuple[PyTree, PyTree, FiniteFlags]],
-    token: jax.Array,
+    token: jax.Array,  # int32[2], of one step
     state: PyTree,
     rest: tuple[PyTree, ...],
     policy: NonFinite,
-    flag_names: list[str],
-    axes: tuple[str, ...] = (),
+    flag_names: list[str],  # extended by the names that the token's codes stand for
+    axes: tuple[str, ...] = (),  # the replica axes, where they are bound
     loss_scaling: LossScaling | None = None,
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Runs a step and keeps the old state where a gradient is not finite.
-
-    The flags come from the all-reduced gradients, before the update, so that the choice between old and new fuses with
-    the update. A step whose gradients cannot be seen is judged by what it made of its state.
-
-    The step is traced first, and each part of the new state replaced by the chosen one as soon as it is computed: what
-    is computed from it in turn (parameters from a momentum) then reads the chosen one. Choosing at the end needs the
-    momentum before and after at the same time, for which XLA copies it.
-
-    Args:
-        run: the step, `(state, *rest) -> (state, outputs, flags)`.
-        token: int32[2], of one step.
-        state: the state before the step.
-        rest: the step's other arguments.
-        policy: "raise", "skip" or "apply".
-        flag_names: takes in the names that the token's codes stand for.
-        axes: the mesh axes that replicas are spread over, where they are bound.
-        loss_scaling: moves the loss scale in the state. A smaller scale may mend what is not finite, so "raise" takes notice
-            at the smallest alone; the step is left out all the same.
-    """
+    """Runs a step and keeps the old state where a gradient is not finite."""
     if policy == "apply":
         new, outputs, _ = run(state, *rest)
         return step_done(token), new, outputs
@@ -131,6 +104,9 @@ def guarded(
     def traced(state: PyTree, rest: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, list[jax.Array]]:
         new, outputs, flags = run(state, *rest)
         if flags.hidden or not flags.finite:
+            # The flags are those of the all-reduced gradients, before the update, so that the
+            # choice between old and new fuses with the update. If the gradients cannot be seen, the
+            # new state is checked.
             flags = _flags_of_state(state, new, flags, axes)
         names[:] = flags.names
         return new, outputs, flags.finite
@@ -147,6 +123,9 @@ def guarded(
     places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
     if not names or graph.effects_of(closed):  # in stages, prints and the like would come in another order
         places = {}
+    # Each leaf of the new state is replaced by the chosen one as soon as it is computed, so that
+    # values computed from it (parameters from a momentum) read the chosen one. Choosing at the end
+    # needs the momentum before and after at the same time, for which XLA copies it.
     keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
     for number, stage in enumerate(graph.stages(closed, places)):
         known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
@@ -176,11 +155,13 @@ def _decide(
     now: LossScale | None,
     loss_scaling: LossScaling | None,
 ) -> tuple[jax.Array, jax.Array, LossScale | None]:
-    """Decides as `decide`, and moves the loss scale, the third result."""
+    """Decides as `decide` does, and moves the loss scale, the third result."""
     if loss_scaling is None or now is None:
         return *decide(token, finite, base, policy), now
     fits = jnp.stack(finite).all()
     if policy == "raise":
+        # A smaller scale may remove the overflow, so "raise" reports it at the smallest scale only;
+        # the step is left out all the same.
         finite = [flag | (now.scale > SMALLEST) for flag in finite]
     token, goes_on = decide(token, finite, base, policy)
     moves = goes_on if policy == "raise" else True  # once an error waits for the host, nothing changes
@@ -189,16 +170,15 @@ def _decide(
 
 
 def _flags_of_state(old: PyTree, new: PyTree, flags: FiniteFlags, axes: tuple[str, ...]) -> FiniteFlags:
-    """Adds a flag for each leaf of the state that the step changed: what was not finite before may stay so.
-
-    Replicas agree on them, so that none keeps a state that another leaves, also where the leaves themselves differ.
-    """
+    """Adds a flag for each floating-point state leaf that the step changed."""
     changed = [
         (f"state leaf {jax.tree_util.keystr(path) or 'itself'}", a, b)
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
         if jnp.issubdtype(b.dtype, jnp.inexact) and a is not b
     ]
     names = [*flags.names, *(name for name, _, _ in changed)]
+    # Elements that were not finite before may stay so. Replicas agree on the flags, even where
+    # their leaves differ, so that all of them keep the same state.
     own = [jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed]
     if own and axes:
         own = list(jax.lax.pmin(jnp.stack(own).astype(jnp.int32), axes) > 0)

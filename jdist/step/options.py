@@ -173,11 +173,7 @@ def spelling_keywords(function: F) -> F:
 
 
 def make_options(**options: Any) -> StepOptions:
-    """Makes `StepOptions` of keyword arguments; lists become tuples, a lone string a tuple of one.
-
-    Raises:
-        StepError: an unknown option, or a value that is not allowed.
-    """
+    """Makes `StepOptions` of keyword arguments; lists become tuples, a lone string a tuple of one."""
     known = StepOptions.__dataclass_fields__
     for name in options:
         if name not in known:

@@ -63,11 +63,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
 
 
 def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> CreatedState:
-    """Traces a function that makes a state.
-
-    Arrays that it only hands back stay out of the program, and those that it computes with are inputs of it: XLA folds
-    constants, which took 45 s for 500 MB.
-    """
+    """Traces a function that makes a state."""
     if not callable(fn):
         raise StepError(
             f"strategy.init needs a function that makes the state, it got a {type(fn).__name__}. Write "
@@ -90,6 +86,8 @@ def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ..
         treedefs.append(jax.tree.structure(state))
         made = jax.tree.leaves(state)
         existing.update((i, leaf) for i, leaf in enumerate(made) if not isinstance(leaf, jax.core.Tracer))
+        # Arrays that the function only returns stay out of the program, and the arrays that it
+        # reads are inputs: XLA folds constants, which took 45 s for 500 MB.
         return [_strong(leaf) for i, leaf in enumerate(made) if i not in existing]
 
     sharding = strategy.replicated_sharding
@@ -132,13 +130,7 @@ def copied(x: Any, sharding: Sharding | None) -> jax.Array:
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
-    """Lays out a state for a step: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
-
-    Raises:
-        DonatedStateError: a leaf was consumed by an earlier call.
-        StepError: a leaf is no array.
-        DeviceError: the strategy's devices are not here.
-    """
+    """Lays out a state for a step: strongly typed arrays, no buffer shared, residuals by replica."""
     strategy.need_devices("a step")
     check_not_donated(state)
     check_no_parts(strategy, state)
@@ -222,11 +214,7 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
 
 
 def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[str], list[jax.Array]] | None:
-    """Hashes each replica's copy of every replicated leaf.
-
-    Returns:
-        `(hashes [replicas, leaves], the leaves' paths, the leaves)`; None where there is nothing to compare.
-    """
+    """Hashes the replicated leaves: `([replicas, leaves], paths, leaves)`; None: nothing to compare."""
     if strategy.num_replicas == 1:
         return None
     sharding = strategy.replicated_sharding
@@ -309,13 +297,12 @@ def share_of(strategy: Strategy) -> ProcessShard:
 
 
 class DonationGuard:
-    """A guard for arguments that share a buffer with the state that their call donates: it copies them.
-
-    JAX refuses such a call on one device, and ends the process on several. An array that shares no buffer with a state
-    shares none with the states that come of it, so each is looked at once for as long as it is passed in.
-    """
+    """A guard that copies arguments which share a buffer with the state that their call donates."""
 
     def __init__(self) -> None:
+        # JAX refuses such a call on one device, and ends the process on several. An array that
+        # shares no buffer with a state shares none with later states, so one check is enough for as
+        # long as it is passed in.
         self._known: dict[int, weakref.ref[jax.Array]] = {}
 
     def forget(self) -> None:

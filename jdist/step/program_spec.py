@@ -23,16 +23,11 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class FiniteFlags:
-    """The flags of one step: whether its gradients are finite.
+    """The flags of one step: whether its gradients are finite."""
 
-    Attributes:
-        names: of each gradient and loss at the step's own level.
-        finite: whether each is finite; bool scalars.
-        hidden: whether there were gradients at an inner level (in a `lax.scan`), whose flags cannot be seen.
-    """
-
-    names: list[str]
-    finite: list[jax.Array]
+    names: list[str]  # of each gradient and loss at the step's own level
+    finite: list[jax.Array]  # bool scalars
+    # some gradients are at an inner level (in a `lax.scan`), where flags cannot be seen
     hidden: bool
 
     @classmethod
@@ -51,25 +46,16 @@ Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[OutputKind]]]
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """The parts of a program.
-
-    Attributes:
-        step: the user's step.
-        strategy: what it runs under.
-        options: the decorator's options.
-        call: how the arguments of a call are laid out.
-        traced: filled in while tracing.
-        flag_names: names of the values that the step's programs check; a token's code is an index into it, from 1.
-        name: the step's, under which a state keeps its residuals.
-    """
+    """The parts of a program."""
 
     step: Step
     strategy: Strategy
     options: StepOptions
     call: Call
-    traced: Traced
+    traced: Traced  # filled in while tracing
+    # the values that the programs check; a token's code is an index into it, from 1
     flag_names: list[str]
-    name: str
+    name: str  # the step's, under which a state keeps its residuals
 
     @property
     def compares_replicas(self) -> bool:

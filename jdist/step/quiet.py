@@ -60,11 +60,10 @@ def quiet(closed: Any) -> Any:
 
 
 def shaken(closed: Any, multiplies: float) -> Any:
-    """Rewrites a jaxpr with errors of rounding in all that is summed, others at each run, and in nothing that is exact.
-
-    Each sum errs as its own dtype rounds; products of matrices at least by `multiplies`. A bias of zero has a gradient
-    that may be zero but for the order of its terms, so these err as well as the result.
-    """
+    """Adds rounding errors to every sum of a jaxpr, different at each run; exact equations stay."""
+    # Each sum errs as its own dtype rounds, products of matrices at least by `multiplies`. The
+    # gradient of a zero bias may be zero except for the order of its terms, so the terms err as
+    # well.
     return _rewritten(closed, lambda eqn: _shaken(eqn, multiplies), {})
 
 

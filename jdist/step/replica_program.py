@@ -27,11 +27,7 @@ PyTree = Any
 
 
 def replica_program(spec: ProgramSpec) -> StepFn:
-    """Makes the function that every replica runs.
-
-    Returns:
-        `(token, state, batches, others) -> (token, state, outputs)`, `outputs` without the state, one by return role.
-    """
+    """Builds `(token, state, batches, others) -> (token, state, outputs)`, which every replica runs."""
     run = on_whole_batch(spec) if spec.options.accumulate == 1 else microbatched(spec)
     step = finite_guarded(spec, state_checked(spec, run))
     if spec.options.steps_per_call > 1:
@@ -108,14 +104,12 @@ def state_checked(spec: ProgramSpec, run: RunFn) -> RunFn:
 
 
 def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
-    """Wraps a program so that it can be traced for the shapes of this step's residuals, with a state that has none yet.
-
-    Such a state goes through one unguarded step, which is traced and never run.
-    """
+    """Wraps a program so that a state without residuals can be traced for their shapes."""
 
     def either(token: jax.Array, state: PyTree, batches: PyTree, others: Others) -> Any:
         if spec.name in residuals_of(state):
             return step(token, state, batches, others)
+        # Traced and never run: one unguarded step.
         first = batches if spec.options.steps_per_call == 1 else jax.tree.map(lambda x: x[0], batches)
         state, outputs, _ = run(state, first, others)
         return token, state, outputs
@@ -130,18 +124,7 @@ def _of_replica(closed: Any, arguments: Any) -> list[Any]:
 
 
 def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[OutputKind], rows: int | None) -> list[bool]:
-    """Finds the outputs of a traced step that are metrics and differ from replica to replica.
-
-    Args:
-        closed: the step, `(state, batches, others) -> (state, outputs, flags)`.
-        shapes: what it returns.
-        arguments: its arguments.
-        kinds: of the outputs' leaves.
-        rows: the number of rows of the batch; None: it does not matter.
-
-    Raises:
-        StepError: one of them has no mean.
-    """
+    """Finds the outputs of a traced step that are metrics and differ between the replicas."""
     new_state, outputs, _ = shapes
     jaxpr = graph.body_of(closed)
     varying = variation.varying(closed, _of_replica(closed, arguments))

@@ -26,40 +26,25 @@ Step = Callable[..., Any]
 
 
 class Others(NamedTuple):
-    """The arrays of a call that are neither states nor batches.
+    """The arrays of a call that are neither states nor batches."""
 
-    Attributes:
-        replicated: arguments by position.
-        named: arguments by keyword.
-        loss_scale: what the loss is multiplied by, where no state carries it: at a parameter server's worker.
-    """
-
-    replicated: tuple[PyTree, ...]
-    named: dict[str, PyTree]
-    loss_scale: Any = None
+    replicated: tuple[PyTree, ...]  # by position
+    named: dict[str, PyTree]  # by keyword
+    loss_scale: Any = None  # set on a parameter server's worker, where no state carries it
 
 
 @dataclass(frozen=True)
 class Call:
-    """The part of a call that is known before any array: equal ones share a compiled program.
+    """The part of a call that is known before any array: equal ones share a compiled program."""
 
-    Attributes:
-        roles: role of each positional argument.
-        static: values of the static positional arguments, in order.
-        static_kwargs: static keyword arguments.
-        static_types: types of both, as 1, 1.0 and True are equal.
-        batch_names: keyword arguments that are batches; they come after those by position.
-        batch_axes: of each leaf of the batches, the axis that its rows are on; empty: the first of all.
-        parts: which parts of the state that is handed to `apply` the step takes; None: all of it, as it is.
-    """
-
-    roles: tuple[str, ...]
-    static: tuple[Hashable, ...] = ()
+    roles: tuple[str, ...]  # of each positional argument
+    static: tuple[Hashable, ...] = ()  # values of the static positional arguments, in order
     static_kwargs: tuple[tuple[str, Hashable], ...] = ()
-    static_types: tuple[type, ...] = ()
+    static_types: tuple[type, ...] = ()  # of both: 1, 1.0 and True are equal
+    # keyword arguments that are batches; they follow the positional ones
     batch_names: tuple[str, ...] = ()
-    batch_axes: tuple[int, ...] = ()
-    parts: tuple[int, ...] | None = None
+    batch_axes: tuple[int, ...] = ()  # axis of the rows, by leaf of the batches; empty: 0
+    parts: tuple[int, ...] | None = None  # parts of the state that the step takes; None: all of it
 
     def apply(self, step: Step, state: PyTree, batches: PyTree, others: Others) -> Any:
         """Calls `step` with every argument in its place; the batches come with their rows first."""
@@ -77,14 +62,7 @@ class Call:
 
 
 def join_states(states: Sequence[PyTree]) -> PyTree:
-    """Joins the states that a step takes or returns: several as a tuple, the only one itself.
-
-    What a step keeps beside its state (a loss scale, residuals) is there once, round all of them together; a caller has it
-    round the first.
-
-    Raises:
-        StepError: two of them come with such things.
-    """
+    """Joins the states that a step takes or returns: several as a tuple, a single one unchanged."""
     if len(states) == 1:
         return states[0]
     around = [state for state in states if isinstance(state, StepState)]
@@ -93,6 +71,7 @@ def join_states(states: Sequence[PyTree]) -> PyTree:
             f"{len(around)} of the states come as a `jdist.StepState`, each with what a step of its own carries beside it; a "
             "step carries one for all its states. Pass `.user` of all but one."
         )
+    # Loss scale and residuals exist once, around all states together; a caller has them around one.
     joined = tuple(map(user_state, states))
     return with_user_state(around[0], joined) if around else joined
 
@@ -151,12 +130,7 @@ def unwrap_per_replica(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
 
 
 class Signature:
-    """A step's parameters and their roles.
-
-    Raises:
-        StepError: a name in `static_argnames` is no parameter of the step, or a parameter named `state` or `batch` does
-            not have that role.
-    """
+    """A step's parameters and their roles."""
 
     def __init__(self, step: Step, options: StepOptions, strategy: Strategy | None = None):
         parameters = inspect.signature(step).parameters.values()
@@ -195,16 +169,7 @@ class Signature:
             raise StepError(self._refusal)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
-        """Sorts the arguments of one call.
-
-        Returns:
-            `(call, state, batches, others)`; several states are one tuple.
-
-        Raises:
-            StepError: a state or batch is missing, a static argument cannot be hashed, or an argument that has no role
-                looks like a batch.
-            BatchError: a leaf of a batch has no such axis as `batch_axis` says.
-        """
+        """Sorts a call's arguments into `(call, state, batches, others)`; several states are a tuple."""
         if self._refusal:
             raise StepError(self._refusal)
         kwargs, static_names, names = dict(kwargs), self.options.static_argnames, self.positional
@@ -298,33 +263,23 @@ class Signature:
 
 def check_no_batch(
     name: str,
-    values: Mapping[str, PyTree],
-    batches: PyTree,
+    values: Mapping[str, PyTree],  # by the argument's name in the message
+    batches: PyTree,  # the declared batches
     batch_axes: tuple[int, ...],
     options: StepOptions,
     strategy: Strategy | None,
     remedy: str,
 ) -> None:
-    """Refuses arguments without a declared role that look like batches: every replica would get all rows of them.
-
-    An argument looks like a batch if `distribute_dataset` has made it, which its sharding shows, or if each of its arrays has
-    as many rows as the batch. With one row a replica such an argument would broadcast against the replica's rows, and the
-    mistake would go unnoticed. Shapes are checked under every strategy, so that a step which runs on one device runs on many.
-
-    Args:
-        name: the step's.
-        values: the arguments, by what they are called in the message.
-        batches: the declared ones.
-        batch_axes: the axis of the rows of each of their leaves, as in `Call`.
-        options: the decorator's options.
-        strategy: what the step runs under.
-        remedy: what to write instead.
-    """
+    """Refuses batch-like arguments without a role: each replica would get all their rows."""
     lead = options.num_step_axes
+    # Shapes are checked under every strategy, so that a step that runs on one device runs on many.
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]
     shape = next((shape[: lead + 1] for shape in leaves if len(shape) > lead), None)
     for what, value in values.items():
         arrays = [x for x in jax.tree.leaves(value, is_leaf=is_sharded_leaf) if isinstance(x, _ARRAYS) and x.shape]
+        # `distribute_dataset` made it, as its sharding shows, or each array has as many rows as the
+        # batch. With one row a replica it would broadcast against the replica's rows without an
+        # error.
         of_dataset = [x for x in arrays if strategy is not None and _lies_by_rows(x, strategy)]
         by_shape = shape is not None and shape[-1] > 1 and all(_has_rows(x, shape) for x in arrays)
         if not of_dataset and not (arrays and by_shape):

@@ -19,14 +19,7 @@ PyTree = Any
 
 
 def check_same_state(before: PyTree, after: PyTree) -> PyTree:
-    """Refuses a state that a step returned with another tree, shape or dtype than it received, or that is no state.
-
-    Returns:
-        `after`, with weakly typed leaves (Python numbers) given the dtype of `before`.
-
-    Raises:
-        StepError: names the leaves, before and after.
-    """
+    """Refuses a returned state with a different tree, shape or dtype; returns it strongly typed."""
     check_state(after, "the state that the step returned")
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise StepError(
@@ -154,18 +147,7 @@ def summary(tree: PyTree) -> str:
 
 
 def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: int = 1, lead: int = 0) -> None:
-    """Refuses a batch whose rows disagree between leaves or do not divide among the replicas.
-
-    Args:
-        batches: pytree of arrays [rows, ...], or [steps, rows, ...] with `lead=1`.
-        parts: among how many the rows are divided.
-        explanation: who these are, for the message.
-        accumulate: the number of microbatches of each.
-        lead: number of axes before the rows.
-
-    Raises:
-        BatchError: with the numbers and the remedy; or a leaf holds no numbers.
-    """
+    """Refuses a batch if its leaves disagree on rows, or if they do not divide into `parts`."""
     rows: int | None = None
     first = ""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batches):

@@ -69,11 +69,9 @@ def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 def verify_first(
     step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, pads: bool = False
 ) -> Verification:
-    """Verifies a step before its first call, and warns where it differs.
-
-    `strict` raises a VerificationError instead, also where nothing could be compared. `pads` says that a later batch will be
-    filled up, so that the step is verified on such a one as well.
-    """
+    """Verifies a step before its first call and warns where it differs; `strict` raises instead."""
+    # `strict` also raises if nothing could be compared. With `pads`, a later batch will be padded:
+    # the step is verified on a padded batch as well.
     try:
         verification = _verified(step, args, kwargs, pads=pads)
     except Exception as exc:  # noqa: BLE001 - the call that follows raises it again

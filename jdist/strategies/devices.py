@@ -19,11 +19,7 @@ _NAME = re.compile(r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:(?:physi
 
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
-    """Finds the devices of a list of jax devices and names; None: all local devices of the default backend.
-
-    Raises:
-        DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
-    """
+    """Finds the devices of a list of jax devices and names; None: all local ones of the backend."""
     cuda.pass_over_plugin()
     if devices is None:
         try:
@@ -58,12 +54,7 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
 
 
 def devices_or_topology(devices: Iterable[Any] | None, topology: str | None) -> tuple[Device, ...]:
-    """Finds the devices that a strategy's arguments name: those here, or those of a topology that need not be here.
-
-    Raises:
-        DeviceError: as `find_devices` and `topology_devices`.
-        StrategyError: both are given.
-    """
+    """Finds the devices of a strategy's arguments: local devices, or those of a topology."""
     if topology is None:
         return find_devices(devices)
     if devices is not None:
@@ -72,11 +63,7 @@ def devices_or_topology(devices: Iterable[Any] | None, topology: str | None) -> 
 
 
 def find_device(device: Any) -> Device:
-    """Finds the device of a name; returns a jax device as it is.
-
-    Raises:
-        DeviceError: no such device; lists those there are.
-    """
+    """Finds the device of a name; returns a jax device unchanged."""
     if isinstance(device, jax.Device):
         return device
     match = _NAME.fullmatch(device.lower()) if isinstance(device, str) else None

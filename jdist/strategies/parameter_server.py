@@ -141,15 +141,7 @@ def parameter_server(
 
 
 def check_parameter_server(**arguments: Unpack[PsKeywords]) -> None:
-    """Refuses arguments as `parameter_server` does; starts nothing, and looks for no server.
-
-    Args:
-        **arguments: those of `parameter_server`.
-
-    Raises:
-        StrategyError: as `parameter_server`.
-        ClusterConfigError: as `parameter_server`.
-    """
+    """Refuses arguments as `parameter_server` does; starts nothing, and looks for no server."""
     PsArguments(**arguments).resolve()
 
 

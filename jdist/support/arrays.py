@@ -31,16 +31,7 @@ def promote_types(a: Any, b: Any) -> np.dtype:
 
 
 def check_not_donated(tree: Any, what: str = "the state passed in", remedy: str = _GO_ON) -> None:
-    """Refuses a tree with arrays whose buffers an earlier call has consumed.
-
-    Args:
-        tree: any pytree.
-        what: what it is, for the message.
-        remedy: what to do instead, for the message.
-
-    Raises:
-        DonatedStateError: names the first such leaf.
-    """
+    """Refuses a tree with arrays that an earlier call has consumed."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise DonatedStateError(
@@ -50,16 +41,7 @@ def check_not_donated(tree: Any, what: str = "the state passed in", remedy: str 
 
 
 def check_arguments_not_donated(call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments with arrays whose buffers an earlier call has consumed.
-
-    Args:
-        call: what is called, for the message.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Raises:
-        DonatedStateError: names the argument and the leaf.
-    """
+    """Refuses arguments of `call` with arrays that an earlier call has consumed."""
     named = [(f"argument {i}", value) for i, value in enumerate(args, start=1)]
     check_values_not_donated(call, [*named, *((f"keyword argument `{key}`", value) for key, value in kwargs.items())])
 
@@ -76,15 +58,10 @@ def is_key(x: Any) -> bool:
 
 
 def put(x: Any, sharding: Sharding | None) -> jax.Array:
-    """Puts an array into a sharding; every process has all of it, and keeps the part of its own devices.
-
-    Args:
-        x: NumPy array, number, key array or `jax.Array`, the same on every process; or an array that is spread over
-            the processes already.
-        sharding: the sharding; None: JAX's default device.
-    """
+    """Puts an array into a sharding; every process has all of it, and keeps its devices' part."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
+    # It is spread over the processes already.
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x if x.sharding == sharding else resharded(sharding)(x)
     if is_key(x):
@@ -102,14 +79,8 @@ def resharded(sharding: Sharding) -> Callable[[Any], Any]:
 
 
 def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.Array:
-    """Puts an array of which every process has the rows of its own devices, in order.
-
-    Args:
-        x: this process's rows, a NumPy array or keys.
-        sharding: spreads the rows over the processes' devices.
-        num_rows: number of rows of all processes together.
-        axis: the axis of the rows.
-    """
+    """Puts an array from each process's rows, those of its own devices, in order."""
+    # `num_rows` counts the rows of all processes together.
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if is_key(x):
@@ -120,13 +91,11 @@ def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.A
 
 
 def to_host(x: Any) -> Any:
-    """Copies an array to a NumPy array; a typed PRNG key stays a key array.
-
-    If the array is spread over several processes, all of them have to call it: its parts are gathered.
-    """
+    """Copies an array to a NumPy array; a typed PRNG key stays a key array."""
     if is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(to_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        # Its parts are gathered, so all processes must call this.
         if not x.is_fully_replicated:
             return np.array(multihost_utils.process_allgather(x, tiled=True))
         x = x.addressable_data(0)
@@ -134,15 +103,11 @@ def to_host(x: Any) -> Any:
 
 
 def take_rows(x: jax.Array, real: np.ndarray | None) -> jax.Array:
-    """Takes the real rows of an array; every process gets those of all.
-
-    Args:
-        x: [rows, ...].
-        real: bool [rows]; None: all are real.
-    """
+    """Takes the rows of an array where `real`, bool [rows], is true; None: all rows."""
     sharding = x.sharding
     if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding):
         return x if real is None or real.all() else x[real]
+    # Every process gets the rows of all.
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     x = resharded(whole)(x)
     return x if real is None or real.all() else _row_taker(whole)(x, put(np.flatnonzero(real), whole))

@@ -30,11 +30,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def hide_own_frames(exc: BaseException) -> None:
-    """Removes jdist's frames from the tracebacks of an exception and of those that led to it; causes and notes stay.
-
-    Call it in an `except` block through which the exception leaves jdist. An exception of jdist's code that is no
-    `JDistError` gets a note that tells how to show the frames.
-    """
+    """Removes jdist's frames from an exception's tracebacks and its causes'; notes stay."""
+    # Call it in an `except` block through which the exception leaves jdist. An exception of jdist's
+    # code that is not a `JDistError` gets a note that says how to show the frames.
     # JDIST_TRACEBACK makes commands show tracebacks at all, jdist's frames included.
     mode = os.environ.get(VARIABLE, "off" if os.environ.get("JDIST_TRACEBACK") else "on")
     if mode == "off":

@@ -84,11 +84,7 @@ def whole_number(value: Any, *, name: str, least: int) -> int:
 
 
 def check_source(source: Any) -> None:
-    """Refuses what cannot be a source, or is one by accident only.
-
-    Raises:
-        DatasetError: it is not iterable, is a dict or one array, or is a random-access source without batches.
-    """
+    """Refuses an object that is not a source, such as a dict, an array or no iterable."""
     if isinstance(source, RandomAccessSource):
         if source.num_steps is not None and source.num_steps < 1:
             raise DatasetError(
@@ -169,11 +165,7 @@ def write_state(source: Resumable, step: int) -> dict[str, Any]:
 
 
 def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
-    """Reads a position that `write_state` wrote: how many batches were handed out when it was saved.
-
-    Raises:
-        DatasetError: it is no such dict, or was saved for other data, another order or another global batch.
-    """
+    """Reads the number of batches handed out from a saved position; refuses that of other data."""
     check_saved(state)
     check_fingerprint(state["fingerprint"], source.fingerprint)
     step = whole_number(state["step"], name="step", least=0)

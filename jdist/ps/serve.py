@@ -169,7 +169,7 @@ def _reach(security: Security) -> Method:
             raise WireError(f"`addresses` must be a list of at most {_MOST_ADDRESSES}")
         for address in addresses:
             _check_form("an address", str(address))
-        diagnoses = reach_all([str(a) for a in addresses], security, _REACH_S)
+        diagnoses = reach_all([str(a) for a in addresses], security, _REACH_S, sends_programs=False)
         return {"found": [None if d is None else [d.text, d.lasts] for d in diagnoses]}, []
 
     return Method(run)

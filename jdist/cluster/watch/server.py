@@ -13,6 +13,7 @@ from jdist.cluster.address import join
 from jdist.cluster.watch import membership
 from jdist.cluster.watch.membership import Membership, Transition
 from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, Message, WakeupPipe
+from jdist.support.versions import difference, versions
 
 _log = logging.getLogger(__name__)
 _HELLO_S = 5.0  # after which a connection without a hello is closed
@@ -127,18 +128,23 @@ class WatchServer:
 
     def _greet(self, peer: _Peer, hello: Message) -> bool:
         """Takes in a process, or refuses it with the reason; returns whether it took it in."""
-        misnumbered = False
+        lasts, differ = False, difference(versions(), hello.get("versions"), same_step=True)
         if hello["type"] != "hello":
             why = "it did not say hello first"
         elif not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self._token):
             why = "its JDIST_TOKEN is not that of process 0"
         else:
-            why, misnumbered = membership.refusal(self._state, hello), hello.get("count") != self._state.count
+            why, lasts = membership.refusal(self._state, hello), hello.get("count") != self._state.count
+        is_unfit = why is None and differ is not None
+        if why is None and differ is not None:
+            why, lasts = f"{differ.text}. Install the same versions on all hosts", True
         if why is not None:
             self._broken.append(peer)
             if hello["type"] == "hello":
-                self._state = membership.note_refused(self._state, peer.address, why, misnumbered=misnumbered)
+                self._state = membership.note_refused(self._state, peer.address, why, lasts=lasts)
             self._send(peer, {"type": "refused", "reason": why})
+            if is_unfit:  # it is one that the others wait for
+                self._advance(membership.give_up(self._state))
             return False
         peer.process = int(hello["process"])
         peer.most_bytes = MOST_BYTES

@@ -30,6 +30,7 @@ class _Peer(Connection):
         self.address = address
         self.since_s = time.monotonic()
         self.process: int | None = None
+        self.end: object = "it sent no hello"
 
 
 class WatchServer:
@@ -47,6 +48,7 @@ class WatchServer:
         self._peers: dict[int, _Peer] = {}  # by process
         self._strangers: list[_Peer] = []  # the oldest first
         self._broken: list[_Peer] = []
+        self._num_turned_away = 0  # connections without a hello that was accepted
         self._changed = threading.Condition()
         self._ended, self._wakeup = False, WakeupPipe()
         self._selector = selectors.DefaultSelector()
@@ -101,7 +103,7 @@ class WatchServer:
         try:
             connection, address = self._server.accept()
         except OSError as exc:  # the other end has gone again, or too many files are open
-            _log.debug("a connection was not taken: %s", exc)
+            self._note_stranger("an unknown address", exc)
             return
         peer = _Peer(connection, join(address[0], address[1]), self._state.count)
         self._strangers.append(peer)
@@ -123,7 +125,7 @@ class WatchServer:
                     elif not self._greet(peer, message):
                         return
         except (OSError, BadMessage) as exc:
-            _log.debug("%s: %s", peer.address, exc)
+            peer.end = exc
             self._broken.append(peer)
 
     def _greet(self, peer: _Peer, hello: Message) -> bool:
@@ -139,6 +141,7 @@ class WatchServer:
         if why is None and differ is not None:
             why, lasts = f"{differ.text}. Install the same versions on all hosts", True
         if why is not None:
+            peer.end = why
             self._broken.append(peer)
             if hello["type"] == "hello":
                 self._state = membership.note_refused(self._state, peer.address, why, lasts=lasts)
@@ -168,13 +171,20 @@ class WatchServer:
             peer.send(message)
             self._select(peer)
         except OSError as exc:
-            _log.debug("%s: %s", peer.address, exc)
+            peer.end = exc
             self._broken.append(peer)
 
     def _select(self, peer: _Peer) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
         if self._selector.get_key(peer.connection).events != events:
             self._selector.modify(peer.connection, events, peer)
+
+    def _note_stranger(self, address: str, why: object) -> None:
+        """Logs the first stranger, and further ones at powers of ten: a scanner may come thousands of times."""
+        self._num_turned_away += 1
+        if str(self._num_turned_away).strip("0") == "1":
+            text = "the watch turned away a connection from %s (%s); %d since the start"
+            _log.warning(text, address, why, self._num_turned_away)
 
     def _disconnect(self, peer: _Peer) -> None:
         if peer.connection.fileno() < 0:
@@ -183,6 +193,7 @@ class WatchServer:
         peer.close()
         if peer in self._strangers:
             self._strangers.remove(peer)
+            self._note_stranger(peer.address, peer.end)
         process = peer.process
         if process is not None:
             with self._changed:

@@ -266,6 +266,21 @@ def test_strangers_are_sent_away_and_the_job_goes_on(job, said):
     assert made.start().watches[0].addresses == ("n0:1", "n1:1")
 
 
+def test_strangers_are_logged_by_address_at_growing_intervals(job, caplog):
+    made, address = job(2), ""
+    for _ in range(101):
+        with made.stranger() as connection:
+            address = address or "{}:{}".format(*connection.getsockname())
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+    made.start()
+    lines = [each.getMessage() for each in caplog.records if each.name == watch_server.__name__]
+    assert len(lines) == 3
+    assert f"connection from {address} (" in lines[0]
+    assert [int(line.split()[-4]) for line in lines] == [1, 10, 100]
+
+
 def test_who_says_nothing_is_sent_away(job, monkeypatch):
     monkeypatch.setattr(watch_server, "_HELLO_S", 0.1)
     made = job(2, silence_s=SILENCE_S)

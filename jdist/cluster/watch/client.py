@@ -204,7 +204,8 @@ class Watch:
             elif isinstance(exc, BadMessage) and not self.addresses:
                 where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterError(
-                    f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
+                    f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?",
+                    at_fault=f"the program at {where}",
                 )
             else:
                 lost = self._loss(0, _BROKEN)
@@ -258,7 +259,8 @@ class Watch:
                 self._no_start = ClusterTimeoutError(
                     f"what listens at {where} has not answered for {self._silence_s:g} s: another program has the port of "
                     "jdist's process 0, or process 0 stands still. Look which program it is there; for another port set "
-                    "JDIST_WATCH_PORT on all processes."
+                    "JDIST_WATCH_PORT on all processes.",
+                    at_fault=f"the program at {where}",
                 )
                 return None
             if now_s - heard_s > self._silence_s:
@@ -299,7 +301,9 @@ class Watch:
                     self.addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
                     refusal = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
-                    self._no_start = ClusterError(refusal)
+                    own = f"this process, {self.identity.process}"
+                    at_fault = "the process named above" if message.get("ended") is True else own
+                    self._no_start = ClusterError(refusal, at_fault=at_fault)
                 case {"type": "absent", "processes": list(absent), "refused": list(refused)}:
                     names = ", ".join(map(self.identity.label, absent))
                     came = f" But {'; '.join(map(str, refused))}." if refused else ""
@@ -308,7 +312,9 @@ class Watch:
                         f"not all of the {len(self.identity.addresses)} processes came{'' if lasts else ' in time'}; "
                         f"missing: {names}.{came}{'' if lasts else _IF_LATE}"
                     )
-                    self._no_start = ClusterError(text) if lasts else ClusterTimeoutError(text)
+                    at_fault = "the process that was refused, named above" if refused else None
+                    late = ClusterTimeoutError(text, at_fault=at_fault)
+                    self._no_start = ClusterError(text, at_fault=at_fault) if lasts else late
                 case {"type": "values", "key": str(), "values": list()} | {
                     "type": "void",
                     "key": str(),

@@ -145,7 +145,8 @@ class WatchServer:
             self._broken.append(peer)
             if hello["type"] == "hello":
                 self._state = membership.note_refused(self._state, peer.address, why, lasts=lasts)
-            self._send(peer, {"type": "refused", "reason": why})
+            ended = self._state.given_up or self._state.lost is not None
+            self._send(peer, {"type": "refused", "reason": why, "ended": ended})
             if is_unfit:  # it is one that the others wait for
                 self._advance(membership.give_up(self._state))
             return False

@@ -159,7 +159,15 @@ class CheckpointError(JDistError, RuntimeError):
 
 
 class ClusterError(JDistError, RuntimeError):
-    """The processes of a job did not come together, or did not come to the same call."""
+    """The processes of a job did not come together, or did not come to the same call.
+
+    Attributes:
+        at_fault: the process or program to look at first; None if the message alone can tell.
+    """
+
+    def __init__(self, message: str = "", *, at_fault: str | None = None):
+        super().__init__(message)
+        self.at_fault = at_fault
 
 
 class PeerLostError(ClusterError):
@@ -182,7 +190,8 @@ class PeerLostError(ClusterError):
         super().__init__(
             f"process {process} ({address}) is lost: {cause}. {f'{self.if_it_takes_long} ' if places else ''}The last step "
             f"was {last_step}. Nothing is saved from here on; start all processes again, and they go on from the last "
-            "checkpoint."
+            "checkpoint.",
+            at_fault=f"process {process} ({address})",
         )
         self.process = process
         self.address = address

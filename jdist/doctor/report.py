@@ -77,7 +77,9 @@ def _value_and_findings(
         return check(*arguments)
     except Exception as exc:  # noqa: BLE001 # any error of a driver is a finding
         reason = str(exc).partition("\n")[0]
-        return None, [failed(name, f"{type(exc).__name__}: {reason}", "See the line above it.")]
+        return None, [
+            failed(name, f"{type(exc).__name__}: {reason}", together.at_fault(exc) or "See the line above it.")
+        ]
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:

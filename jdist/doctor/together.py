@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jdist.doctor.finding import Finding, failed, passed, warned
-from jdist.errors import JDistError
+from jdist.errors import ClusterError, JDistError
 
 if TYPE_CHECKING:
     from jdist.core.strategy import Strategy
@@ -26,12 +26,16 @@ def join(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
     try:
         strategy = jdist.multi_worker(communication=jdist.CommunicationOptions(start_timeout_s=timeout_s))
     except JDistError as exc:
-        remedy = (
-            "Run `jdist doctor` as every process of the job at the same time (`srun jdist doctor`), or say --alone."
-        )
-        return None, [failed("together", str(exc), remedy)]
+        every = "Run `jdist doctor` as every process of the job at the same time (`srun jdist doctor`), or say --alone."
+        return None, [failed("together", str(exc), at_fault(exc) or every)]
     count = strategy.cluster.num_processes
     return strategy, [passed("together", f"all {count} processes came")] if count > 1 else []
+
+
+def at_fault(exc: Exception) -> str | None:
+    """Returns the remedy that points at the process or program that an error blames, if it blames one."""
+    who = exc.at_fault if isinstance(exc, ClusterError) else None
+    return who and f"The cause is at {who}: mend it there, then run `jdist doctor` as every process again."
 
 
 def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
@@ -41,9 +45,10 @@ def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
         return []
     cluster.exchange("doctor: ready", None, timeout_s)
     times = cluster.exchange("doctor: clocks", time.time(), timeout_s)
-    apart_s = max(times) - min(times)
+    apart_s, median_s = max(times) - min(times), statistics.median(times)
     text = f"the clocks are at most {apart_s * 1e3:,.1f} ms apart, the exchange included"
     if apart_s > _CLOCKS_S:
+        text += "; from the median: " + ", ".join(f"process {i} {x - median_s:+.1f} s" for i, x in enumerate(times))
         return [warned("clocks", text, "Run a time service (chrony) on all machines.")]
     return [passed("clocks", text)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from jdist.data.adapters.recognize import adapted
 from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
 from jdist.experiment.sources import digest, folder_sources, task_sources
+from jdist.support.versions import installed
 
 PyTree = Any
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -37,7 +37,7 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "jdist": jdist.__version__,
         "jdist source": digest(folder_sources(Path(jdist.__file__).parent)),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: installed(package) for package in _PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "processor cores": os.cpu_count(),
@@ -47,13 +47,6 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
         "task source": digest(task_sources(make)),
         **{name: getattr(adapted(source), "fingerprint", "unknown") for name, source in sources.items()},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # put on the path without being installed
-        return "unknown"
 
 
 def _processor() -> str:

@@ -75,27 +75,9 @@ def serve(
     health_address: str | None = None,
     script: str | None = None,
 ) -> int:
-    """Serves until the coordinator says that it is over, or nobody has asked for anything for `grace_s`; or with its parent.
+    """Serves until the coordinator ends it, or nobody has called for `grace_s`; returns the exit code, 0 or 75.
 
-    Args:
-        role: "worker" or "ps".
-        address: "host:port" to listen on; port 0 takes a free one.
-        security: what callers must show, and what this worker shows to the parameter servers.
-        grace_s: seconds without a call after which it ends; not where it ends with its parent.
-        allow: custom calls that received functions may have.
-        with_parent: end when standard input is closed, or the parent process is gone; however long nobody calls.
-        insecure: listen beyond this machine although TLS or token is missing.
-        script: a worker's: the file in which dataset functions named "__main__:..." are looked up.
-        health_address: where to answer probes a second time, without TLS, and nothing else.
-
-    Returns:
-        The exit code: 0 when told to end, 75 when nobody asked for anything any more.
-
-    Raises:
-        PortInUseError: the port is taken.
-        LaunchError: the address is no address, or can be reached by others without TLS and token; another argument is not
-            allowed.
-        SystemExit: 143, after SIGTERM.
+    With `with_parent` it ends with its parent process instead. The flags of `jdist serve` document the arguments.
     """
     if not grace_s > 0:  # NaN is not, either
         raise LaunchError(f"--grace-s is {grace_s:g}; it must be a number of seconds above 0.")
@@ -107,12 +89,14 @@ def serve(
     parent = os.getppid()
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jdist.ps.program import trial
     from jdist.ps.server.malloc import keep_freed_memory
     from jdist.ps.server.replicated_shard import ReplicatedShard, slots
     from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
     from jdist.ps.transport.health import serve_health
     from jdist.ps.worker.server import WorkerServer
 
+    trial.start_as_fork()
     keep_freed_memory()
     failpoints.arm(0, os.environ)
     over, worker = threading.Event(), None
@@ -185,7 +169,7 @@ def _reach(security: Security) -> Method:
             raise WireError(f"`addresses` must be a list of at most {_MOST_ADDRESSES}")
         for address in addresses:
             _check_form("an address", str(address))
-        diagnoses = reach_all([str(a) for a in addresses], security, _REACH_S)
+        diagnoses = reach_all([str(a) for a in addresses], security, _REACH_S, sends_programs=False)
         return {"found": [None if d is None else [d.text, d.lasts] for d in diagnoses]}, []
 
     return Method(run)

@@ -14,9 +14,12 @@ import pytest
 
 import jdist
 from jdist.cluster import ClusterSpec
+from jdist.cluster.watch import client as watch_client
 from jdist.doctor import machine, network, together
 from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.doctor.report import examine, report
+from jdist.support.versions import versions
+from tests.cluster.watch.test_watch import Job, in_thread
 
 
 def spec(*addresses: str | None, index: int = 0) -> ClusterSpec:
@@ -124,6 +127,87 @@ class TestTogether:
         assert (wrong.status, "process 0: 8 x cpu; process 1: 4 x cpu" in wrong.text) == ("fail", True)
         _, other = together.devices(strategy([8, "H100"], [8, "A100"]), 1.0)
         assert other.status == "warn"
+
+
+def refused_here(made, monkeypatch):
+    return in_thread(lambda: made.watch(1, token="other"))()
+
+
+def of_another_size_here(made, monkeypatch):
+    return in_thread(lambda: made.watch(1, addresses=("n0:1", "n1:1", "n2:1")))()
+
+
+def refused_elsewhere(made, monkeypatch):
+    refused_here(made, monkeypatch)
+    return in_thread(made.watch, 0)()
+
+
+def of_other_versions_elsewhere(made, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(watch_client, "versions", lambda: {**versions(), "jaxlib": "0.0.1"})
+        in_thread(made.watch, 1)()
+    return in_thread(made.watch, 0)()
+
+
+def another_program(made, monkeypatch):
+    with socket.create_server(("127.0.0.1", made.port + 1 if made.port < 65535 else 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400\r\n\r\n")
+
+        in_thread(answer)
+        made.other = server.getsockname()[1]
+        return in_thread(lambda: made.watch(1, port=made.other))()
+
+
+def lost(made, monkeypatch):
+    made.start()
+    made.watches[1].close()
+    return made.lost(0)
+
+
+def absent(made, monkeypatch):
+    return in_thread(made.watch, 0)()
+
+
+@pytest.mark.parametrize(
+    ("cause", "at"),
+    [
+        (refused_here, "this process, 1"),
+        (of_another_size_here, "this process, 1"),
+        (refused_elsewhere, "the process that was refused, named above"),
+        (of_other_versions_elsewhere, "the process named above"),
+        (another_program, "the program at 127.0.0.1:{other}"),
+        (lost, "process 1 (n1:1)"),
+        (absent, None),
+    ],
+)
+def test_the_arrow_points_at_the_process_that_is_at_fault(monkeypatch, cause, at):
+    made = Job(2, silence_s=5.0, start_timeout_s=1.0)
+    made.other = 0
+    try:
+        error = cause(made, monkeypatch)
+    finally:
+        for watch in made.watches.values():
+            watch.close()
+        made.server.close()
+
+    def fail(*_, **__):
+        raise error
+
+    every = "Run `jdist doctor` as every process of the job at the same time (`srun jdist doctor`), or say --alone."
+    monkeypatch.setattr(jdist, "multi_worker", fail)
+    _, (found,) = together.join(1.0)
+    assert found.text == str(error)
+    assert found.remedy.startswith(
+        every if at is None else f"The cause is at {at.format(other=made.other)}: mend it there"
+    )
+    monkeypatch.setattr(machine, "memory", fail)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    raised = next(each for each in examine(alone=True, timeout_s=1.0) if each.check == "shared memory")
+    assert raised.remedy == ("See the line above it." if at is None else found.remedy)
 
 
 class TestReport:

@@ -12,6 +12,8 @@ from jdist.cluster import ClusterSpec
 from jdist.doctor import servers as doctor_servers
 from jdist.doctor.report import examine
 from jdist.doctor.servers import servers
+from jdist.ps.transport import diagnose
+from jdist.support.versions import versions
 from tests.ps.servers import configs, serving, written
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
@@ -54,6 +56,17 @@ def test_another_token_or_authority_or_no_tls_is_explained(cluster, tmp_path):
         found = [line for line in look(jobs, wrong) if line[1] == "servers"]
         assert [status for status, _, _ in found] == ["fail", "fail"]
         assert all(said in text for _, _, text in found), found
+
+
+def test_versions_that_do_not_fit_are_named_with_both_hosts(cluster, monkeypatch):
+    jobs, environ = cluster
+    ours = versions()
+    monkeypatch.setattr(diagnose, "versions", lambda: {**ours, "jax": "0.99.0", "writes": 99, "host": "chief"})
+    found = [line for line in look(jobs, environ) if line[1] == "servers"]
+    assert [status for status, _, _ in found] == ["fail", "fail"]
+    for _, _, text in found:
+        assert f": it has other versions: jax is {ours['jax']} on {ours['host']} and 0.99.0 on chief; " in text
+        assert "and chief writes 99. Install the same on all hosts" in text
 
 
 def test_a_server_that_is_not_there(cluster):

@@ -23,12 +23,14 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, Message, WakeupPipe
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
+from jdist.support.versions import versions
 
 _FOR_EVER_S = 1e9  # JSON has no infinity
 _QUIET_S = 5.0  # a longer wait for the others is reported on standard error
 _PART_BITS = 32  # of the number of a place to stop at: which part after a step
 _TRY_S, _RETRY_S = 2.0, 0.2
 _SET_S = 2.0  # a wall clock that differs by more from the one that only goes on was set
+_IF_LATE = " Look at their logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
 
@@ -49,42 +51,20 @@ class Identity:
 
 
 class Watch:
-    """The connection, and the thread that serves it.
-
-    Args:
-        identity: who this process is.
-        start_timeout_s: how long to wait until all processes have come.
-        silence_s: seconds of silence after which a process is lost.
-        on_lost: called once, from the thread, when a process is lost; the program is to end.
-        is_waiting: whether the program waits for other processes now.
-        patience_s: how long it may wait at one step.
-        where: where the program is; see `whereabouts`.
-        say: shows a line to the user, and does not block.
-        wall_s: the wall clock, which is only compared with the one that the watch goes by.
-
-    Attributes:
-        exchanges: those of all processes.
-        addresses: those of all processes, by index; empty until all have come.
-        stopping: why all processes are to stop; None if nobody wishes it.
-        lost: the first process that was lost; None if none was.
-
-    Raises:
-        ClusterTimeoutError: process 0 was not reached, did not answer, or not all came, in time.
-        ClusterError: this process was refused.
-    """
+    """The connection, and the thread that serves it; made once all processes have come."""
 
     def __init__(
         self,
         identity: Identity,
         *,
-        start_timeout_s: float,
-        silence_s: float,
-        on_lost: Callable[[PeerLostError], None],
-        is_waiting: Callable[[], bool] = lambda: False,
-        patience_s: Callable[[], float] = lambda: math.inf,
-        where: Callable[[], Mapping[str, Any]] = dict,
-        say: Callable[[str], object] = print,
-        wall_s: Callable[[], float] = time.time,
+        start_timeout_s: float,  # until all processes must have come
+        silence_s: float,  # after which a process is lost
+        on_lost: Callable[[PeerLostError], None],  # called once, from the thread, to end the program
+        is_waiting: Callable[[], bool] = lambda: False,  # for other processes
+        patience_s: Callable[[], float] = lambda: math.inf,  # of a wait at one step
+        where: Callable[[], Mapping[str, Any]] = dict,  # the program is; see `whereabouts`
+        say: Callable[[str], object] = print,  # must not block
+        wall_s: Callable[[], float] = time.time,  # only compared with the monotonic clock
     ):
         self.identity, self._silence_s, self._on_lost, self._is_waiting = identity, silence_s, on_lost, is_waiting
         self._patience_s, self._where, self._say, self._wall_s = patience_s, where, say, wall_s
@@ -92,9 +72,9 @@ class Watch:
         self._waits_since, self._calls, self._waits_at = None, 0, 0
         self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._send)
-        self.addresses: tuple[str, ...] = ()
-        self.stopping: str | None = None
-        self.lost: PeerLostError | None = None
+        self.addresses: tuple[str, ...] = ()  # by index; empty until all have come
+        self.stopping: str | None = None  # the reason why all processes are to stop
+        self.lost: PeerLostError | None = None  # the first loss
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._no_start: ClusterError | None = None
@@ -112,6 +92,7 @@ class Watch:
             "process": identity.process,
             "count": len(identity.addresses),
             "token": identity.token,
+            "versions": versions(),
         }
         address = identity.addresses[identity.process]
         self._send(hello if address is None else {**hello, "address": address})
@@ -158,11 +139,7 @@ class Watch:
         return self.lost
 
     def say_bye(self) -> None:
-        """Announces that this program has come to its end, and waits until all have.
-
-        Raises:
-            PeerLostError: a process was lost meanwhile.
-        """
+        """Announces that this program has come to its end, and waits until all have; raises if one is lost meanwhile."""
         self._send({"type": "bye"})
         # Without a limit: as long as the others are heard of, they will come to their end.
         self._wait_for(lambda: len(self._left) == len(self.identity.addresses), None)
@@ -227,7 +204,8 @@ class Watch:
             elif isinstance(exc, BadMessage) and not self.addresses:
                 where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterError(
-                    f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
+                    f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?",
+                    at_fault=f"the program at {where}",
                 )
             else:
                 lost = self._loss(0, _BROKEN)
@@ -281,7 +259,8 @@ class Watch:
                 self._no_start = ClusterTimeoutError(
                     f"what listens at {where} has not answered for {self._silence_s:g} s: another program has the port of "
                     "jdist's process 0, or process 0 stands still. Look which program it is there; for another port set "
-                    "JDIST_WATCH_PORT on all processes."
+                    "JDIST_WATCH_PORT on all processes.",
+                    at_fault=f"the program at {where}",
                 )
                 return None
             if now_s - heard_s > self._silence_s:
@@ -322,18 +301,20 @@ class Watch:
                     self.addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
                     refusal = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
-                    self._no_start = ClusterError(refusal)
+                    own = f"this process, {self.identity.process}"
+                    at_fault = "the process named above" if message.get("ended") is True else own
+                    self._no_start = ClusterError(refusal, at_fault=at_fault)
                 case {"type": "absent", "processes": list(absent), "refused": list(refused)}:
                     names = ", ".join(map(self.identity.label, absent))
                     came = f" But {'; '.join(map(str, refused))}." if refused else ""
+                    lasts = message.get("lasts") is True  # time and a restart do not help
                     text = (
-                        f"not all of the {len(self.identity.addresses)} processes came in time; missing: {names}.{came} "
-                        "Look at their logs; if they only start late, raise the time "
-                        "(`CommunicationOptions(start_timeout_s=...)`)."
+                        f"not all of the {len(self.identity.addresses)} processes came{'' if lasts else ' in time'}; "
+                        f"missing: {names}.{came}{'' if lasts else _IF_LATE}"
                     )
-                    # A restart helps nothing where some were started for a job of another size.
-                    lasts = message.get("misnumbered") is True
-                    self._no_start = ClusterError(text) if lasts else ClusterTimeoutError(text)
+                    at_fault = "the process that was refused, named above" if refused else None
+                    late = ClusterTimeoutError(text, at_fault=at_fault)
+                    self._no_start = ClusterError(text, at_fault=at_fault) if lasts else late
                 case {"type": "values", "key": str(), "values": list()} | {
                     "type": "void",
                     "key": str(),
@@ -380,11 +361,7 @@ class Watch:
 
 
 def connect(identity: Identity, timeout_s: float) -> socket.socket:
-    """Connects to process 0, which may not listen yet.
-
-    Raises:
-        ClusterTimeoutError: it was not reached in time.
-    """
+    """Connects to process 0, which may not listen yet."""
     at = join(identity.host, identity.port)
     deadline_s, last = time.monotonic() + timeout_s, "no answer"
     speak_at_s = time.monotonic() + _QUIET_S

@@ -78,7 +78,7 @@ class Membership:
     lost: int | None = None  # the first process that was lost
     given_up: bool = False  # whether not all came in time
     refused: tuple[str, ...] = ()  # the connections that were refused, and why
-    misnumbered: bool = False  # whether one was started for a job of another size: a restart would end the same
+    refusal_lasts: bool = False  # whether a restart would end the same: another number of processes, or other versions
 
     @property
     def absent(self) -> list[int]:
@@ -101,13 +101,19 @@ def refusal(state: Membership, hello: Message) -> str | None:
     if state.lost is not None:
         return f"process {state.lost} was lost, and the job ends"
     if state.given_up:
-        return "not all processes came in time, and the job ends"
+        return f"not all processes came, and the job ends{''.join(f'; {each}' for each in state.refused)}"
     return None
 
 
-def note_refused(state: Membership, peer: str, why: str, *, misnumbered: bool = False) -> Membership:
+def give_up(state: Membership) -> Transition:
+    """Ends the wait for the processes that have not come."""
+    absent = {"processes": state.absent, "refused": list(state.refused), "lasts": state.refusal_lasts}
+    return replace(state, given_up=True), [Outgoing(None, {"type": "absent", **absent})]
+
+
+def note_refused(state: Membership, peer: str, why: str, *, lasts: bool = False) -> Membership:
     """Notes that a process was refused, as it may be one that the others wait for."""
-    state = replace(state, misnumbered=state.misnumbered or misnumbered)
+    state = replace(state, refusal_lasts=state.refusal_lasts or lasts)
     text = f"one from {peer.rpartition(':')[0]} was refused: {why}"
     if text in state.refused or len(state.refused) >= _MOST_REFUSED:
         return state
@@ -181,8 +187,7 @@ def tick(state: Membership, now_s: float) -> Transition:
         if not member.gone and now_s - member.heard_s > state.silence_s:
             return _lose(state, process, f"nothing was heard of it for {state.silence_s:g} s: it stands still")
     if state.absent and now_s > state.start_by_s and not state.given_up:
-        absent = {"processes": state.absent, "refused": list(state.refused), "misnumbered": state.misnumbered}
-        return replace(state, given_up=True), [Outgoing(None, {"type": "absent", **absent})]
+        return give_up(state)
     outgoing = [Outgoing(None, {"type": "beat"})]
     is_long = any(each.waits_s > min(each.patience_s, _LONG_S) for each in state.members.values() if not each.left)
     if is_long and now_s - state.asked_s > _ASK_AGAIN_S:

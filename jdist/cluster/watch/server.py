@@ -13,6 +13,7 @@ from jdist.cluster.address import join
 from jdist.cluster.watch import membership
 from jdist.cluster.watch.membership import Membership, Transition
 from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, Message, WakeupPipe
+from jdist.support.versions import difference, versions
 
 _log = logging.getLogger(__name__)
 _HELLO_S = 5.0  # after which a connection without a hello is closed
@@ -29,6 +30,7 @@ class _Peer(Connection):
         self.address = address
         self.since_s = time.monotonic()
         self.process: int | None = None
+        self.end: object = "it sent no hello"
 
 
 class WatchServer:
@@ -46,6 +48,7 @@ class WatchServer:
         self._peers: dict[int, _Peer] = {}  # by process
         self._strangers: list[_Peer] = []  # the oldest first
         self._broken: list[_Peer] = []
+        self._num_turned_away = 0  # connections without a hello that was accepted
         self._changed = threading.Condition()
         self._ended, self._wakeup = False, WakeupPipe()
         self._selector = selectors.DefaultSelector()
@@ -100,7 +103,7 @@ class WatchServer:
         try:
             connection, address = self._server.accept()
         except OSError as exc:  # the other end has gone again, or too many files are open
-            _log.debug("a connection was not taken: %s", exc)
+            self._note_stranger("an unknown address", exc)
             return
         peer = _Peer(connection, join(address[0], address[1]), self._state.count)
         self._strangers.append(peer)
@@ -122,23 +125,30 @@ class WatchServer:
                     elif not self._greet(peer, message):
                         return
         except (OSError, BadMessage) as exc:
-            _log.debug("%s: %s", peer.address, exc)
+            peer.end = exc
             self._broken.append(peer)
 
     def _greet(self, peer: _Peer, hello: Message) -> bool:
         """Takes in a process, or refuses it with the reason; returns whether it took it in."""
-        misnumbered = False
+        lasts, differ = False, difference(versions(), hello.get("versions"), same_step=True)
         if hello["type"] != "hello":
             why = "it did not say hello first"
         elif not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self._token):
             why = "its JDIST_TOKEN is not that of process 0"
         else:
-            why, misnumbered = membership.refusal(self._state, hello), hello.get("count") != self._state.count
+            why, lasts = membership.refusal(self._state, hello), hello.get("count") != self._state.count
+        is_unfit = why is None and differ is not None
+        if why is None and differ is not None:
+            why, lasts = f"{differ.text}. Install the same versions on all hosts", True
         if why is not None:
+            peer.end = why
             self._broken.append(peer)
             if hello["type"] == "hello":
-                self._state = membership.note_refused(self._state, peer.address, why, misnumbered=misnumbered)
-            self._send(peer, {"type": "refused", "reason": why})
+                self._state = membership.note_refused(self._state, peer.address, why, lasts=lasts)
+            ended = self._state.given_up or self._state.lost is not None
+            self._send(peer, {"type": "refused", "reason": why, "ended": ended})
+            if is_unfit:  # it is one that the others wait for
+                self._advance(membership.give_up(self._state))
             return False
         peer.process = int(hello["process"])
         peer.most_bytes = MOST_BYTES
@@ -162,13 +172,20 @@ class WatchServer:
             peer.send(message)
             self._select(peer)
         except OSError as exc:
-            _log.debug("%s: %s", peer.address, exc)
+            peer.end = exc
             self._broken.append(peer)
 
     def _select(self, peer: _Peer) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
         if self._selector.get_key(peer.connection).events != events:
             self._selector.modify(peer.connection, events, peer)
+
+    def _note_stranger(self, address: str, why: object) -> None:
+        """Logs the first stranger, and further ones at powers of ten: a scanner may come thousands of times."""
+        self._num_turned_away += 1
+        if str(self._num_turned_away).strip("0") == "1":
+            text = "the watch turned away a connection from %s (%s); %d since the start"
+            _log.warning(text, address, why, self._num_turned_away)
 
     def _disconnect(self, peer: _Peer) -> None:
         if peer.connection.fileno() < 0:
@@ -177,6 +194,7 @@ class WatchServer:
         peer.close()
         if peer in self._strangers:
             self._strangers.remove(peer)
+            self._note_stranger(peer.address, peer.end)
         process = peer.process
         if process is not None:
             with self._changed:

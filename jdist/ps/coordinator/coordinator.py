@@ -24,38 +24,25 @@ from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.transport.routed import Copies
 from jdist.ps.transport.shard_client import ShardClient, ShardClients, whose
 from jdist.ps.transport.threads import Threads
+from jdist.support.versions import difference, versions
 
 _LOG = logging.getLogger(__name__)
 MOST_REFUSALS = 5
 
 
 class Coordinator:
-    """Runs the closures of a queue on workers, over shards that keep their state.
-
-    Args:
-        workers: makes a channel to each worker.
-        shards: the shards that keep the state, not yet restored.
-        times: how long it waits.
-        depth: closures that a worker gets at a time.
-        rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
-        copies: of each shard, where its two copies are; none where it has one.
-        on_replaced: is called when another coordinator has taken over.
-
-    Attributes:
-        queue: the closures, and the lock of all threads here.
-        snapshots: takes snapshots.
-    """
+    """Runs the closures of a queue on workers, over shards that keep their state."""
 
     def __init__(
         self,
         workers: Sequence[Callable[[], Channel]],
-        shards: Sequence[ShardClient],
+        shards: Sequence[ShardClient],  # not yet restored
         *,
         times: Times,
-        depth: int = 16,
-        rounds: Rounds | None = None,
-        copies: Sequence[Copies] = (),
-        on_replaced: Callable[[], None] = lambda: None,
+        depth: int = 16,  # closures that a worker gets at a time
+        rounds: Rounds | None = None,  # how many closures make an update, in synchronous mode
+        copies: Sequence[Copies] = (),  # where the two copies of each shard are, if it has two
+        on_replaced: Callable[[], None] = lambda: None,  # called when another coordinator has taken over
     ):
         self._shards, self._copies, self._times, self._on_replaced = ShardClients(shards), copies, times, on_replaced
         self._programs: Sequence[Sequence[bytes]] = ()
@@ -76,16 +63,9 @@ class Coordinator:
     def begin(
         self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
     ) -> None:
-        """Gives the shards their state and starts the workers.
+        """Gives each shard its arrays and its packed programs, one for each view, and starts the workers.
 
-        Args:
-            kept: each shard's arrays.
-            programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
-            first: the first closure's number.
-            generation: the least number of the history that begins.
-
-        Raises:
-            ShardLostError: a shard does not answer.
+        A program is empty if its step updates nothing. The first closure has number `first`.
         """
         # The first runs last, also after what the program registers from here on. A program may end with
         # closures in flight: their servers are not missed then.
@@ -109,6 +89,9 @@ class Coordinator:
         of_copies = [copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s) for copies in self._copies]
         statuses = [status for each in of_copies for status in each if status is not None]
         statuses = statuses or [client.status() for client in self._shards.clients]
+        for status in statuses:
+            if (differ := difference(versions(), status.get("versions"), same_step=False)) is not None:
+                _LOG.warning("a parameter server has other versions, and may refuse programs: %s", differ.text)
         return max((status["generation"] for status in statuses), default=0)
 
     def close(self) -> None:

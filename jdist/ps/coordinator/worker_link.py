@@ -17,6 +17,7 @@ from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import Spec, to_plain
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.transport.shard_client import ShardClient, unreached
+from jdist.support.versions import difference, versions
 
 _LOG = logging.getLogger(__name__)
 WITH_OUTPUTS = ("done", "staged")
@@ -25,19 +26,14 @@ REACH_S = 3.0  # within which a server answers whoever there is a way from
 
 
 class Workers:
-    """The links to all workers, and whether there is a worker for what is scheduled.
-
-    Args:
-        connects: makes a channel to each worker.
-        routes: says where the leader of each shard is.
-    """
+    """The links to all workers, and whether there is a worker for what is scheduled."""
 
     def __init__(
         self,
-        connects: Sequence[Callable[[], Channel]],
+        connects: Sequence[Callable[[], Channel]],  # one for each worker
         queue: ClosureQueue,
         shards: Sequence[ShardClient],
-        routes: Callable[[], Header],
+        routes: Callable[[], Header],  # where the leader of each shard is
         times: Times,
     ):
         self._queue, self._times = queue, times
@@ -120,17 +116,7 @@ class Workers:
 
 
 class WorkerLink:
-    """One worker, as the coordinator has it.
-
-    Args:
-        connect: makes a channel to it.
-        routes: says where the leader of each shard is.
-        check: is called after each sign of life, and after a loss.
-        exclude: takes the worker, and why it is not used any more.
-
-    Attributes:
-        peer: the worker's address; "" before the first connection.
-    """
+    """One worker, as the coordinator has it."""
 
     def __init__(
         self,
@@ -141,16 +127,17 @@ class WorkerLink:
         routes: Callable[[], Header],
         times: Times,
         *,
-        check: Callable[[], None],
-        exclude: Callable[[int, str], None],
+        check: Callable[[], None],  # called after each sign of life, and after a loss
+        exclude: Callable[[int, str], None],  # takes the worker, and the reason
     ):
-        self.number, self.peer = number, ""
+        self.number, self.peer = number, ""  # the address is known once it has connected
         self._connect, self._queue, self._shards, self._routes, self._times = connect, queue, shards, routes, times
         self._check, self._exclude = check, exclude
         self._registered, self._lost_at = False, collections.deque[float]()
         self._gave_up = False  # whether it was lost only in so far as it gave its closures up
         self._has_warned = False  # of a loss
         self._cut = ""  # why it was cut off from here
+        self._other_versions = ""  # those of the worker that differ from this process's
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
@@ -189,7 +176,8 @@ class WorkerLink:
                     if self._queue.closed.is_set():
                         return
                     self._channel = channel
-                self._attach(channel)
+                if not self._attach(channel):
+                    return
                 why, is_cut = self._missing_ways(channel)
                 if why:
                     if is_cut and not self._has_warned:
@@ -226,18 +214,25 @@ class WorkerLink:
                 return
             self._queue.closed.wait(self._times.reconnect_s)
 
-    def _attach(self, channel: Channel) -> None:
-        """Tells the worker where the state is."""
+    def _attach(self, channel: Channel) -> bool:
+        """Tells the worker where the state is; returns whether its versions let it compute closures."""
         plans = [to_plain(client.plan) for client in self._shards]
         header = {"addresses": [client.channel.peer for client in self._shards], "plans": plans, **self._routes()}
-        channel.call("attach", header, timeout_s=self._times.lost_after_s)
+        answer, _ = channel.call("attach", header, timeout_s=self._times.lost_after_s)
+        differ = difference(versions(), answer.get("versions"), same_step=False)
+        who, before = f"worker {self.number} at {channel.peer}", self._other_versions
+        self._other_versions = "" if differ is None else differ.text
+        if differ is not None and differ.is_fatal:
+            self._exclude(self.number, f"{who} has other versions: {differ.text}. Install the same on all hosts")
+            return False
+        if differ is not None and differ.text != before:
+            _LOG.warning("%s has other versions, and may refuse programs: %s", who, differ.text)
+        return True
 
     def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
         """Asks the worker which servers do not answer it.
 
-        Returns:
-            `(why, is_cut)`: what is to be said of them, "" if it reaches all; whether all of these answer this process, so that
-            it is the links to them that are cut.
+        Returns `(why, is_cut)`: a sentence, "" if it reaches all; and whether these answer this process, so that links are cut.
         """
         timeout_s = min(REACH_S, self._times.lost_after_s)
         answer, _ = channel.call("unreached", {"timeout_s": timeout_s}, timeout_s=timeout_s + self._times.lost_after_s)
@@ -272,6 +267,7 @@ class WorkerLink:
             return False
         times = len(self._lost_at)
         why = f"worker {self.number} at {exc.peer} was lost {times} times; the last time: {exc.reason}"
+        why += f" ({self._other_versions})" if self._other_versions else ""
         self._exclude(self.number, why)
         return True
 
@@ -303,17 +299,7 @@ class WorkerLink:
     def _execute(
         self, channel: Channel, newest: Assign, numbers: Sequence[int], lost: threading.Event
     ) -> Sequence[int]:
-        """Has closures computed, and reports them.
-
-        Args:
-            channel: to the worker.
-            newest: in which epoch and history the closures are.
-            numbers: theirs.
-            lost: set when the worker counts as lost.
-
-        Returns:
-            Those that have to be sent again, as what they were to read is not there.
-        """
+        """Has closures computed and reports them; returns those to send again, as there was no data left to read for them."""
         settled, taken = self._queue.take(newest, numbers)
         if not taken:
             return []

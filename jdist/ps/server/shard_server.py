@@ -45,6 +45,7 @@ from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, 
 from jdist.ps.server.malloc import LARGE_BYTES, release_arguments
 from jdist.ps.server.shard_transfer import ShardState
 from jdist.ps.transport.interface import FailedPrecondition, Header, Method, check_files
+from jdist.support.versions import versions
 
 MOST_MESSAGES = 4096
 MOST_NAME = 300
@@ -58,41 +59,27 @@ def _nothing(*_: Any) -> None:
 class ShardServer:
     """One shard: the machine's state, its arrays and programs, and the methods that a transport serves.
 
-    Hooks are called with the lock held; `ReplicatedShard` takes part by them.
-
-    Args:
-        allow: custom calls that a received program may have; see `artifact.unpack`.
-        wait_s: how long a push waits at a frozen shard before its call fails.
-        check: raises an error where no message may be taken now; called before each, and while a call waits.
-        on_change: called with a message that has changed the state, the arrays that came, and the answer if there is one yet.
-        on_restore: called when a restore has replaced the state.
-        on_reset: called when an update has failed half-way, and the shard is empty.
-
-    Attributes:
-        lock: guards everything here; notified of each change.
-        incarnation: a random number, another one once the memory is lost.
-        shard: the machine's state.
-        plan: what the shard keeps; None while it is empty.
-        begun_by: the coordinator that restored it.
+    The hooks are for `ReplicatedShard`, and are called with the lock held.
     """
 
     def __init__(
         self,
         *,
-        allow: Sequence[str] = (),
-        wait_s: float = 60.0,
-        check: Callable[[], None] = _nothing,
+        allow: Sequence[str] = (),  # custom calls, for `artifact.unpack`
+        wait_s: float = 60.0,  # of a push at a frozen shard
+        check: Callable[[], None] = _nothing,  # raises if no message may be taken; called before each, and in waits
+        # Takes a message that changed the state, its arrays, and the answer if there is one yet.
         on_change: Callable[[Message, list[np.ndarray], Answer | None], None] = _nothing,
-        on_restore: Callable[[], None] = _nothing,
-        on_reset: Callable[[], None] = _nothing,
+        on_restore: Callable[[], None] = _nothing,  # the state was replaced
+        on_reset: Callable[[], None] = _nothing,  # an update failed half-way, and the shard is empty
     ):
         self._allow, self._wait_s = tuple(allow), wait_s
         self._check, self._on_change, self._on_restore, self._on_reset = check, on_change, on_restore, on_reset
-        self.lock = threading.Condition()
-        self.incarnation = secrets.token_hex(8)
+        self.lock = threading.Condition()  # guards everything here; notified of each change
+        self.incarnation = secrets.token_hex(8)  # another one once the memory is lost
         self.shard = Shard()
-        self.plan: ShardPlan | None = None
-        self.begun_by = ""
+        self.plan: ShardPlan | None = None  # None while the shard is empty
+        self.begun_by = ""  # the coordinator that restored it
         self._kept: list[jax.Array] = []
         self._rounded: dict[int, jax.Array] = {}
         self._programs: list[Program | None] = []  # None for a step that updates nothing
@@ -123,7 +110,7 @@ class ShardServer:
         shard = self.shard  # without the lock: a server that compiles answers all the same
         counts = dataclasses.asdict(shard.counts)
         history = {"generation": shard.generation, "version": shard.version, "begun_by": self.begun_by}
-        return {"incarnation": self.incarnation, **history, "counts": counts}, []
+        return {"incarnation": self.incarnation, **history, "counts": counts, "versions": versions()}, []
 
     def expects_of_restore(self, header: Header) -> list[Spec]:
         """Returns the specs of a restore's arrays, and of its programs' bytes."""

@@ -14,43 +14,35 @@ from jdist.cluster.environment import TOKEN
 from jdist.ps.transport.grpc_transport import RpcChannel
 from jdist.ps.transport.interface import EXHAUSTED, CallFailed
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, NAME, Security, tls_context
+from jdist.support.versions import difference, versions
 
 _HANDSHAKE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a server cannot be reached.
+    """Why a server cannot be reached."""
 
-    Attributes:
-        text: what is wrong, to follow the server's address and a colon.
-        lasts: whether it stays so until somebody mends a setting; else the server may only not be up yet.
-    """
-
-    text: str
-    lasts: bool
+    text: str  # follows the server's address and a colon
+    lasts: bool  # until somebody changes a setting; else the server may only not be up yet
 
 
-def reach_all(addresses: Sequence[str], security: Security, timeout_s: float) -> list[Diagnosis | None]:
+def reach_all(
+    addresses: Sequence[str], security: Security, timeout_s: float, *, sends_programs: bool = True
+) -> list[Diagnosis | None]:
     """`reach` of several servers, at the same time."""
     with ThreadPoolExecutor(min(32, max(1, len(addresses))), "jdist-reach") as pool:
-        return list(pool.map(lambda address: reach(address, security, timeout_s), addresses))
+        return list(pool.map(lambda x: reach(x, security, timeout_s, sends_programs=sends_programs), addresses))
 
 
-def reach(address: str, security: Security, timeout_s: float) -> Diagnosis | None:
-    """Asks a server who it is.
-
-    Args:
-        address: "host:port".
-        security: what is shown to it.
-        timeout_s: for its answer.
-
-    Returns:
-        None if it answered.
-    """
+def reach(address: str, security: Security, timeout_s: float, *, sends_programs: bool = True) -> Diagnosis | None:
+    """Asks a server for its status; None if it answered, and can read programs from here if `sends_programs`."""
     channel = RpcChannel(address, security=security)
     try:
-        channel.call("status", {}, timeout_s=timeout_s)
+        status, _ = channel.call("status", {}, timeout_s=timeout_s)
+        differ = difference(versions(), status.get("versions"), same_step=False) if sends_programs else None
+        if differ is not None and differ.is_fatal:
+            return Diagnosis(f"it has other versions: {differ.text}. Install the same on all hosts", lasts=True)
     except CallFailed as exc:
         if exc.reason == "unauthenticated":
             shown = "is another there" if security.token is not None else "is not set here"

@@ -25,6 +25,7 @@ from jdist.ps.transport.routed import RoutedChannel, routes_in
 from jdist.ps.transport.shard_client import ShardClient, ShardClients, unreached
 from jdist.ps.worker.data import EndOfDataError, WorkerData
 from jdist.ps.worker.execute import Abandoned, Installed, Sender, Shards
+from jdist.support.versions import versions
 
 MOST_SHARDS = 4096
 MOST_CLOSURES = 4096
@@ -34,26 +35,17 @@ Compiled = Callable[[Sequence[Any]], list[jax.Array]]
 
 
 class WorkerServer:
-    """Serves the coordinator.
-
-    Args:
-        connect: from a server's address to a channel.
-        allow: custom calls that a received function may have; see `artifact.unpack`.
-        script: the file in which names of dataset functions that begin with "__main__:" are looked up; see `WorkerData`.
-        devices: how many devices its functions are for; None: all of this process.
-        timeout_s: of one call to a server.
-        give_up_s: how long a call to a server is repeated.
-    """
+    """Serves the coordinator."""
 
     def __init__(
         self,
-        connect: Callable[[str], Channel],
+        connect: Callable[[str], Channel],  # from a server's address
         *,
-        allow: Sequence[str] = (),
-        script: str | None = None,
-        devices: int | None = None,
-        timeout_s: float = 20.0,
-        give_up_s: float = 60.0,
+        allow: Sequence[str] = (),  # custom calls, for `artifact.unpack`
+        script: str | None = None,  # for `WorkerData`
+        devices: int | None = None,  # of its functions; None: all of this process
+        timeout_s: float = 20.0,  # of one call to a server
+        give_up_s: float = 60.0,  # of a call that is repeated
     ):
         self.incarnation = secrets.token_hex(8)
         self._connect, self._allow = connect, tuple(allow)
@@ -89,7 +81,12 @@ class WorkerServer:
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
             channel.move(route)
         waiting_s = max((client.waiting_s for client in self._shards.clients.clients), default=0.0)
-        return {"incarnation": self.incarnation, "devices": self._devices, "waiting_s": waiting_s}, []
+        return {
+            "incarnation": self.incarnation,
+            "devices": self._devices,
+            "waiting_s": waiting_s,
+            "versions": versions(),
+        }, []
 
     def _unreached(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Says which of the servers do not answer it."""
@@ -116,7 +113,7 @@ class WorkerServer:
             self._attached += 1
             self._routed = routed
         before.clients.close()
-        return {}, []
+        return {"versions": versions()}, []
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in a function, and returns the name by which closures call it."""

@@ -64,7 +64,7 @@ def test_all_are_welcome_once_the_last_has_come():
         (empty(), hello(None), "process index None"),
         (full(), hello(1), "another process, at n1:1, is process 1 already"),
         (membership.disconnect(membership.join(empty(), 1, "n1:1", 0.0)[0], 1)[0], hello(0), "process 1 was lost"),
-        (membership.tick(empty(), 61.0)[0], hello(0), "not all processes came in time"),
+        (membership.tick(empty(), 61.0)[0], hello(0), "not all processes came, and the job ends"),
     ],
 )
 def test_who_does_not_fit_in_is_told_why(hub, said, why):
@@ -80,7 +80,7 @@ def test_those_that_did_not_come_in_time_are_named_once():
     hub, tells = membership.tick(hub, 60.5)
     (tell,) = tells
     assert (tell.to, tell.message["type"], tell.message["processes"]) == (None, "absent", [0, 2])
-    assert (tell.message["refused"], tell.message["misnumbered"]) == ([], False)
+    assert (tell.message["refused"], tell.message["lasts"]) == ([], False)
     assert [tell.message["type"] for tell in membership.tick(hub, 61.0)[1]] == ["beat"]
     assert membership.disconnect(hub, 1) == (hub, [])  # it gave up, and is no loss
 
@@ -345,7 +345,7 @@ def test_who_waits_in_vain_hears_of_those_that_were_refused():
         hub = membership.note_refused(hub, f"10.0.0.2:{port}", "its JDIST_TOKEN is not that of process 0")
     _, (told,) = membership.tick(hub, 6.0)
     assert told.message["refused"] == ["one from 10.0.0.2 was refused: its JDIST_TOKEN is not that of process 0"]
-    assert not told.message["misnumbered"]
+    assert not told.message["lasts"]
 
 
 # ---- alive, and stuck

@@ -8,11 +8,13 @@ import time
 import pytest
 
 from jdist.cluster import exit_status
+from jdist.cluster.watch import client as watch_client
 from jdist.cluster.watch import server as watch_server
 from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.watch.messages import MOST_BYTES
 from jdist.cluster.watch.server import WatchServer
 from jdist.errors import ClusterError, ClusterTimeoutError
+from jdist.support.versions import versions
 
 SOON_S = 30.0  # for what happens at once
 SILENCE_S = 1.0
@@ -169,6 +171,24 @@ def test_one_of_a_job_of_another_size_is_no_matter_of_time(job):
     assert [exit_status.of(errors[i]) for i in (0, 1)] == [exit_status.USAGE] * 2
 
 
+def test_other_versions_end_the_start_at_once_and_all_processes_name_them(job, monkeypatch):
+    made, ours = job(3), versions()
+    first = in_thread(made.watch, 0)
+    until(lambda: 0 in made.server._peers, "process 0 did not come")
+    with monkeypatch.context() as patched:
+        patched.setattr(watch_client, "versions", lambda: ours | {"jax": "0.9.1", "host": "old"})
+        errors = {1: in_thread(made.watch, 1)(), 0: first()}
+    errors[2] = in_thread(made.watch, 2)()
+    for process, beginning in {
+        0: "not all of the 3 processes came; missing: process 1 (n1:1), process 2 (n2:1). But one from 127.0.0.1 was",
+        1: "process 0 (n0:1) refused process 1: jax is",
+        2: "process 0 (n0:1) refused process 2: not all processes came, and the job ends; one from 127.0.0.1 was",
+    }.items():
+        assert str(errors[process]).startswith(beginning)
+        assert f"jax is 0.9.1 on old and {ours['jax']} on {ours['host']}. Install the same" in str(errors[process])
+        assert exit_status.of(errors[process]) == exit_status.USAGE
+
+
 def test_a_port_that_nobody_listens_on():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -244,6 +264,21 @@ def test_strangers_are_sent_away_and_the_job_goes_on(job, said):
                 answer += piece
     assert answer == b"" or json.loads(answer)["type"] == "refused"
     assert made.start().watches[0].addresses == ("n0:1", "n1:1")
+
+
+def test_strangers_are_logged_by_address_at_growing_intervals(job, caplog):
+    made, address = job(2), ""
+    for _ in range(101):
+        with made.stranger() as connection:
+            address = address or "{}:{}".format(*connection.getsockname())
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+    made.start()
+    lines = [each.getMessage() for each in caplog.records if each.name == watch_server.__name__]
+    assert len(lines) == 3
+    assert f"connection from {address} (" in lines[0]
+    assert [int(line.split()[-4]) for line in lines] == [1, 10, 100]
 
 
 def test_who_says_nothing_is_sent_away(job, monkeypatch):
@@ -361,7 +396,16 @@ def silent(made, process):
     """A process that says hello and then stands still."""
     connection = made.stranger()
     connection.sendall(
-        json.dumps({"type": "hello", "process": process, "count": made.count, "token": made.token}).encode() + b"\n"
+        json.dumps(
+            {
+                "type": "hello",
+                "process": process,
+                "count": made.count,
+                "token": made.token,
+                "versions": versions(),
+            }
+        ).encode()
+        + b"\n"
     )
     return connection
 

@@ -30,6 +30,7 @@ from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import Method
 from jdist.ps.transport.shard_client import ShardClient, whose
 from jdist.ps.worker.server import WorkerServer
+from jdist.support.versions import versions
 from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart
@@ -441,6 +442,36 @@ def test_a_worker_that_refuses_all_it_is_asked_is_left_alone_and_the_user_hears_
         assert all(p.done for p in pending)
         with pytest.raises(NoWorkersError):
             job.schedule()
+
+
+@pytest.mark.parametrize(
+    ("other", "refuses", "said"),
+    [
+        (
+            {"jax": "0.99.0", "reads": [98, 99]},
+            "nothing",
+            r"worker 0 at worker0 has other versions: jax is 0\.99\.0 on far and .* on .*; far reads exported programs of "
+            r"calling conventions \[98, 99\], and .* writes .*\. Install the same on all hosts\. It is not used any more",
+        ),
+        ({"protocol": 99}, "nothing", r"jdist's wire protocol is 99 on far and 1 on .* It is not used any more"),
+        (
+            {"jax": "0.9.1"},
+            "nothing",
+            r"worker0 has other versions, and may refuse programs: jax is 0\.9\.1 on far and ",
+        ),
+        ({"jax": "0.9.1"}, "install", r"was lost 8 times; the last time: refused \(jax is 0\.9\.1 on far and "),
+    ],
+)
+def test_a_worker_of_other_versions_is_named_here_with_both(caplog, other, refuses, said):
+    with Job(1, 2) as job:
+        job.schedule().wait(60)
+        job.worker_servers[0].stop()
+        theirs = {"versions": {**versions(), "host": "far", **other}}
+        methods = {**job.workers[0].methods(), refuses: Method(lambda header, arrays: 1 / 0)}
+        attach = methods["attach"].run
+        methods["attach"] = Method(lambda header, arrays: (attach(header, arrays)[0] | theirs, []))
+        job.worker_servers[0] = FakeServer("worker0", methods)
+        wait_until(lambda: job.schedule().wait(60) and re.search(said, caplog.text))
 
 
 def test_without_any_worker_for_long_the_job_fails_and_its_state_is_whole():

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from jdist.errors import ArtifactError
+from jdist.ps.program import trial
 from jdist.ps.program.artifact import name_of, pack, unpack
+from tests.children import without_devices
+from tests.ps.program import damaged_artifacts
 
 
 def normal(values):
@@ -79,6 +82,45 @@ def test_a_custom_call_that_is_not_allowed_is_refused():
 def test_what_is_no_artifact_is_refused(bytes_):
     with pytest.raises(ArtifactError, match="no exported function"):
         unpack(bytes_)
+
+
+# With JAX 0.10 these crash JAX's reader (240), break its heap (99, 302, 1569), ask for gigabytes (854), and loop (1596).
+SEEDS = [*range(90, 310), 854, 1569, 1596]
+
+
+def test_damaged_artifacts_neither_crash_nor_starve_the_process_that_receives_them():
+    done = subprocess.run(
+        [sys.executable, damaged_artifacts.__file__, *map(str, SEEDS)],
+        env=without_devices() | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    refused, accepted = map(int, done.stdout.split())
+    assert refused + accepted == len(SEEDS)
+    assert min(refused, accepted) > 30
+
+
+def test_a_reader_that_was_killed_is_started_again():
+    artifact = pack(normal, ARGUMENTS)
+    assert trial.is_readable(artifact)
+    assert trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    assert trial.is_readable(artifact)
+    assert not trial.is_readable(b"garbage")
+
+
+def test_a_server_reads_programs_in_a_fork():
+    code = (
+        "import os; from jdist.ps.program import trial; from jdist.ps.program.artifact import unpack;"
+        "from tests.ps.program.damaged_artifacts import artifact; trial.start_as_fork(); unpack(artifact());"
+        "assert trial._process is None; trial._reader.close(); print(os.waitpid(-1, 0)[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 def test_the_number_of_arguments_is_checked():

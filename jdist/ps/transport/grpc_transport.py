@@ -138,11 +138,10 @@ class RpcServer:
         with self._lock:
             return 0.0 if self._num_running else time.monotonic() - self._ended_at_s
 
-    def stop(self, grace_s: float = 0.0) -> None:
-        """Ends; calls under way may take `grace_s` more seconds."""
+    def stop(self, grace_s: float = 0.0) -> bool:
+        """Ends; calls under way may take `grace_s` more seconds. Returns whether those of data connections have ended."""
         self._server.stop(grace_s).wait()
-        if self._data is not None:
-            self._data.stop()
+        return self._data is None or self._data.stop()
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))

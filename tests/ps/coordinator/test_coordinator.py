@@ -587,3 +587,29 @@ def test_a_silent_server_is_named_and_not_the_workers_that_wait_for_it(caplog):
     )
     (waits,) = [line for line in told if line.startswith("no closure has finished for")]
     assert re.search(r"waiting for parameter server 0 at ps0, which has not answered for \d+ s$", waits)
+
+
+@pytest.mark.parametrize("lost", ["Freeze", "Snapshot", "Thaw"])
+def test_a_shard_that_cannot_be_reached_in_a_snapshot_keeps_nobody_waiting(monkeypatch, caplog, lost):
+    """The other shard is thawed, the silent one thaws by itself, and the snapshot is taken when both answer."""
+    monkeypatch.setattr(snapshots, "ANSWER_S", 0.05)
+    is_cut = threading.Event()
+
+    def cut(method, header):
+        if method == "say" and any(m["is"] == lost for m in header["say"]):
+            is_cut.set()
+        return "lose the call" if is_cut.is_set() and method == "say" else None
+
+    with Job(2, 1) as job, ThreadPoolExecutor(1) as pool:
+        job.schedule().wait(60)
+        for keeper in job.keepers:
+            keeper._frozen_s = 0.05
+        job.clients[1].channel._fault = cut
+        snapshot = pool.submit(job.coordinator.snapshots.take)
+        assert is_cut.wait(60)
+        job.schedule().wait(60)
+        assert not snapshot.done()
+        wait_until(lambda: "no snapshot for now" in caplog.text)
+        job.clients[1].channel._fault = lambda method, header: None
+        assert steps_of(job, snapshot.result(60).kept) == [2, 2]
+    assert "ps1 does not answer: deadline, for 0.05 s, as shard 1 is asked for its part. The other" in caplog.text

@@ -117,7 +117,8 @@ full: setup
 soak: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m soak
 
-# 200 schedules of faults of the parameter server (killed, stopped, cut off, out of files), and its longest random tests: an hour.
+# 200 schedules of faults of the parameter server (killed, stopped, cut off, out of files), 200 of links cut round a snapshot, and
+# its longest random tests: two hours.
 soak-ps: setup
 	$(OPTIMIZED) JDIST_SOAK_S=600 JDIST_SOAK_SCHEDULES=200 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
 

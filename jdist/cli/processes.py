@@ -138,6 +138,7 @@ def serve(
         insecure: listen beyond loopback without TLS or token.
         with_parent: end when standard input is closed or the parent process is gone, and not for lack of calls.
     """
+    from jdist.cluster import exit_status
     from jdist.ps.serve import place
     from jdist.ps.serve import serve as start
     from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, read_security
@@ -154,6 +155,7 @@ def serve(
         with_parent=with_parent,
         insecure=insecure,
         health_address=health_address,
+        leave=exit_status.leave,
     )
 
 

@@ -91,10 +91,15 @@ def is_interactive() -> bool:
 def exit_if_uncaught(error: BaseException | None, code: int) -> None:
     """Ends the process with `code` if `error` has ended the program, where Python itself would exit with 1; for `atexit`."""
     if error is not None and getattr(sys, "last_value", None) is error and not is_interactive():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process after what it has written is flushed, without the end of the interpreter."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class HardExit:

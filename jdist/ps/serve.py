@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,10 +74,12 @@ def serve(
     insecure: bool = False,
     health_address: str | None = None,
     script: str | None = None,
+    leave: Callable[[int], object] = lambda code: None,
 ) -> int:
     """Serves until the coordinator ends it, or nobody has called for `grace_s`; returns the exit code, 0 or 75.
 
     With `with_parent` it ends with its parent process instead. The flags of `jdist serve` document the arguments.
+    Where a call still runs at the end, `leave` ends the process by an exit code: the interpreter's own end would abort it.
     """
     if not grace_s > 0:  # NaN is not, either
         raise LaunchError(f"--grace-s is {grace_s:g}; it must be a number of seconds above 0.")
@@ -111,12 +113,18 @@ def serve(
         over.set()
         return {}, []
 
+    code = FINISHED
+
+    def stop(kind: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
+        if not server.stop(1.0) and (exc is None or isinstance(exc, SystemExit)):
+            leave(code if exc is None else PREEMPTED)
+
     with contextlib.ExitStack() as ends, _ended_by_sigterm():
         for end in [copy.close for copy in copies] if worker is None else [worker.close]:
             ends.callback(end)
         try:
             server = RpcServer(address, {**methods, "end": Method(end_server)}, security=security)
-            ends.callback(server.stop, 1.0)
+            ends.push(stop)
             if health_address is not None:
                 ends.callback(serve_health(health_address, SERVICE, is_well=lambda: server.is_well))
         except OSError as exc:
@@ -130,11 +138,12 @@ def serve(
             if with_parent:
                 # What the parent has forked may live on, and hold the other end of standard input.
                 if os.getppid() != parent:
-                    return FINISHED
+                    return code
             elif server.silent_s > grace_s:
                 print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
-                return PEER_LOST
-        return FINISHED
+                code = PEER_LOST
+                return code
+        return code
 
 
 def _check(address: str, security: Security, *, insecure: bool) -> None:

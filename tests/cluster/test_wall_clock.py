@@ -1,43 +1,14 @@
 """A wall clock that is set while a job runs ends nothing: JAX's own heartbeat, which goes by it, decides nothing."""
 
 import shutil
-import subprocess
 import time
 
 import pytest
 
 from tests.cluster.fault_jobs import BOUND_S, PYTHON, STEPS, Job
 from tests.cluster.watch.test_watch import Job as Watches
+from tests.settable_clock import settable_clock
 
-# The clocks of a program, which somebody sets as soon as a file is there.
-SHIM = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static long set_by(void) { return access(getenv("SET_FILE"), F_OK) ? 0 : atol(getenv("SET_BY_S")); }
-int clock_gettime(clockid_t id, struct timespec *t) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int code = real(id, t);
-    if (!code && id == CLOCK_REALTIME) t->tv_sec += set_by();
-    return code;
-}
-int gettimeofday(struct timeval *t, void *zone) {
-    struct timespec now;
-    int code = clock_gettime(CLOCK_REALTIME, &now);
-    t->tv_sec = now.tv_sec, t->tv_usec = now.tv_nsec / 1000;
-    return code;
-}
-time_t time(time_t *t) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (t) *t = now.tv_sec;
-    return now.tv_sec;
-}
-"""
 # JAX looks at its heartbeats every second.
 GOES_ON = """
 train(3)
@@ -53,13 +24,10 @@ print("done", flush=True)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize(("process", "set_by_s"), [(0, -30), (0, 3600), (1, -3600)])
 def test_a_job_goes_on_when_the_wall_clock_of_a_process_is_set(tmp_path, process, set_by_s):
-    (tmp_path / "shim.c").write_text(SHIM)
-    shim, is_set = tmp_path / "shim.so", tmp_path / "set"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
+    variables, is_set = settable_clock(tmp_path, set_by_s)
 
     def command(index):
-        variables = [f"LD_PRELOAD={shim}", f"SET_FILE={is_set}", f"SET_BY_S={set_by_s}"]
-        return ["env", *variables, PYTHON] if index == process else [PYTHON]
+        return ["env", *(f"{k}={v}" for k, v in variables.items()), PYTHON] if index == process else [PYTHON]
 
     with Job(tmp_path, STEPS + GOES_ON, command=command) as job:
         for index in (0, 1):

@@ -55,9 +55,9 @@ class Hosts:
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
 
-    def cut(self, i, j):
-        """Nothing goes from one host to the other any more, nor back; number -1 is the host of this process."""
-        for of, to in ((i, j), (j, i)):
+    def cut(self, i, j, *, back=True):
+        """Cuts the way from one host to the other, and the way `back`; number -1 is the host of this process."""
+        for of, to in ((i, j), (j, i)) if back else ((i, j),):
             ip(
                 *self._of(of),
                 "neighbour",
@@ -97,15 +97,15 @@ class SpreadCluster(Cluster):
     """As `Cluster`, each server on a host of its own.
 
     Args:
-        folder, workers, ps: as for `Cluster`.
+        folder, workers, ps, variables: as for `Cluster`.
     """
 
     _flags = ("--insecure",)  # the hosts are this process's alone
 
-    def __init__(self, folder, *, workers=2, ps=2):
+    def __init__(self, folder, *, workers=2, ps=2, **options):
         self._who = [*(("ps", i) for i in range(ps)), *(("worker", i) for i in range(workers))]
         self.hosts = Hosts(workers + ps)
-        super().__init__(folder, workers=workers, ps=ps)
+        super().__init__(folder, workers=workers, ps=ps, **options)
 
     def _addresses(self, number):
         return [f"{host}:2222" for host in self.hosts.addresses]
@@ -116,9 +116,9 @@ class SpreadCluster(Cluster):
     def strategy(self, **options):
         return super().strategy(insecure=True, **options)
 
-    def cut(self, one, other):
-        """Cuts the link between two servers, `(role, number)` each, or one and the `COORDINATOR`."""
-        self.hosts.cut(self._host(one), self._host(other))
+    def cut(self, one, other, *, back=True):
+        """Cuts the link between two servers, `(role, number)` each, or one and the `COORDINATOR`; see `Hosts.cut`."""
+        self.hosts.cut(self._host(one), self._host(other), back=back)
 
     def mend(self, one, other):
         """Mends the link."""
@@ -133,7 +133,7 @@ class SpreadCluster(Cluster):
 
 
 @contextlib.contextmanager
-def spread(folder, **numbers):
+def spread(folder, **options):
     """A `SpreadCluster`, where the system lets one be made; else the test is skipped."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` here (iproute2)")
@@ -141,7 +141,7 @@ def spread(folder, **numbers):
         Hosts(1).close()
     except OSError as exc:
         pytest.skip(f"network namespaces are not permitted here: {exc}")
-    made = SpreadCluster(folder, **numbers)
+    made = SpreadCluster(folder, **options)
     try:
         yield made
     finally:

@@ -24,9 +24,11 @@ class Cluster:
     Args:
         workers, ps: how many there are.
         folder: for what they say.
+        variables: environment variables of all of them.
     """
 
-    def __init__(self, folder, *, workers=2, ps=2):
+    def __init__(self, folder, *, workers=2, ps=2, variables=None):
+        self.variables = variables or {}
         ports = self._addresses(workers + ps)
         self.folder, self.num_ps = folder, ps
         self.addresses = {"ps": ports[:ps], "worker": ports[ps:]}
@@ -42,7 +44,7 @@ class Cluster:
         """
         self.kill(*who)
         for (role, number), at in zip(who, failpoints or [None] * len(who), strict=True):
-            variables = {} if at is None else {VARIABLE: f"process=0:{at}"}
+            variables = self.variables | ({} if at is None else {VARIABLE: f"process=0:{at}"})
             with (self.folder / f"{role}{number}.err").open("ab") as err:
                 self.processes[role, number] = subprocess.Popen(
                     [

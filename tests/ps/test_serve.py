@@ -18,8 +18,9 @@ import trustme
 from jdist.errors import ClusterConfigError, LaunchError
 from jdist.launcher.environment import free_ports
 from jdist.ps.serve import place, serve
+from jdist.ps.server import malloc
 from jdist.ps.transport.diagnose import reach
-from jdist.ps.transport.grpc_transport import RpcChannel
+from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.security import AUTHORITY, KEY, Security, read_security
 from tests.ps.servers import command, environment, health, refused, serving, written
@@ -222,6 +223,14 @@ class TestEnds:
     def test_what_is_not_allowed(self, options, message):
         with pytest.raises(LaunchError, match=message):
             serve("worker", "no address", security=Security(), **options)
+
+    @pytest.mark.parametrize("is_idle", [True, False])
+    def test_it_leaves_at_once_where_a_call_still_runs(self, monkeypatch, is_idle):
+        stop, codes = RpcServer.stop, []
+        monkeypatch.setattr(RpcServer, "stop", lambda server, grace_s: stop(server, grace_s) and is_idle)
+        monkeypatch.setattr(malloc, "keep_freed_memory", lambda: None)
+        assert serve("ps", "127.0.0.1:0", security=Security(), grace_s=0.01, leave=codes.append) == 75
+        assert codes == ([] if is_idle else [75])
 
     @pytest.mark.parametrize("role", ["server", "None"])
     def test_no_such_role(self, role):

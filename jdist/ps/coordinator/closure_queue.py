@@ -64,6 +64,7 @@ class ClosureQueue:
         closures: those that may have to be computed.
         executors: what carries out a command of the scheduler, by the command's class.
         snapshot_due: is called when a snapshot should be taken.
+        silent: shards that do not answer, where each is, and since when by the monotonic clock.
         finished_at_s: when the newest result came, by the monotonic clock.
         no_workers: what a call raises once no worker is left.
         replaced_by: what every call raises once another coordinator has taken over.
@@ -83,6 +84,7 @@ class ClosureQueue:
             Rerun: lambda command: _LOG.warning("%d closures run again", command.count),
         }
         self.snapshot_due: Callable[[], None] = lambda: None
+        self.silent: dict[int, tuple[str, float]] = {}
         self.finished_at_s = time.monotonic()
         self.no_workers: NoWorkersError | None = None
         self.replaced_by: JobReplacedError | None = None

@@ -162,11 +162,13 @@ class CopiesWatch:
             if silent_s > times.lost_after_s or refusals >= REFUSALS:
                 self._happened(HeartbeatLost(copy=copy))
 
+        def is_leader() -> bool:
+            with self._lock:
+                return copy == self._leadership.leader
+
         def give_up(exc: CallFailed, silent_s: float) -> None:
             """Gives the shard up where this copy has the only state there is; else the other copy does."""
-            with self._lock:
-                is_leader = copy == self._leadership.leader
-            if is_leader:
+            if is_leader():
                 more = f", and shard {self._number} has no other copy"
                 self._queue.shard_lost(self._number, _lost_error(exc, silent_s, more))
 
@@ -186,6 +188,7 @@ class CopiesWatch:
             on_status=on_status,
             on_failure=on_failure,
             give_up=give_up,
+            leads=is_leader,
         )
 
     def _look_at_the_link(self, copy: int, term: int) -> None:
@@ -268,6 +271,7 @@ def _ask_again_and_again(
     on_status: Callable[[Status], None],
     give_up: Callable[[CallFailed, float], None],
     on_failure: Callable[[CallFailed, float], None] = lambda exc, silent_s: None,
+    leads: Callable[[], bool] = lambda: True,
 ) -> None:
     """Asks a server who it is, until the queue is closed.
 
@@ -278,6 +282,7 @@ def _ask_again_and_again(
         on_status: takes each answer.
         give_up: is called once it has not answered for long, or refuses the token; with why, and since when.
         on_failure: is called after each question without an answer, as well.
+        leads: whether the shard waits for this server; else for its other copy.
     """
     answered_at_s, was_given_up = time.monotonic(), False
     while not queue.closed.is_set():
@@ -286,6 +291,13 @@ def _ask_again_and_again(
         except CallFailed as exc:
             silent_s = time.monotonic() - answered_at_s
             on_failure(exc, silent_s)
+            if silent_s > times.lost_after_s and leads() and shard not in queue.silent:
+                queue.silent[shard] = exc.peer, answered_at_s
+                _LOG.warning(
+                    "parameter server %d at %s has not answered for %.0f s: %s. Whatever needs it waits; after %g s "
+                    "(`ps_timeout_s`) the next call raises ShardLostError",
+                    *(shard, exc.peer, silent_s, exc.why, times.ps_timeout_s),
+                )
             if (_refuses(exc) or silent_s > times.ps_timeout_s) and not was_given_up:
                 was_given_up = True
                 give_up(exc, silent_s)
@@ -294,6 +306,8 @@ def _ask_again_and_again(
                 queue.shard_found(shard)
             answered_at_s, was_given_up = time.monotonic(), False
             on_status(status)
+            if leads() and queue.silent.pop(shard, None):
+                _LOG.warning("parameter server %d is there again", shard)
         queue.closed.wait(times.ping_s)
 
 

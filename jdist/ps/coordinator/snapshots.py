@@ -11,14 +11,15 @@ from typing import Any
 from jdist.errors import JDistError, ShardLostError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
-from jdist.ps.protocol.messages import Cut, Freeze, Snapshot, Thaw
-from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import ShardClients
+from jdist.ps.protocol.messages import Cut, Freeze, Message, Snapshot, Thaw
+from jdist.ps.transport.interface import CallFailed, Header
+from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from jdist.ps.transport.threads import Threads
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 0.01
 DISPUTED_S = 10.0
+ANSWER_S = 3.0  # less than a shard stays frozen (`ShardServer`)
 
 
 class Snapshots:
@@ -56,24 +57,28 @@ class Snapshots:
         Raises:
             ShardLostError: a shard does not answer.
         """
-        queue, end = self._queue, time.monotonic() + self._give_up_s
+        queue, begun_s, failed = self._queue, time.monotonic(), None
         while True:
             routes = self._routes()
             try:
                 with self._taking:  # two at a time would thaw each other's shards
                     snapshot = self._try()
-            except ShardLostError:
-                if self._routes() == routes:
+            except ShardLostError as exc:
+                cause = exc.__cause__
+                if (not isinstance(cause, CallFailed) or cause.is_final) and self._routes() == routes:
                     raise
-                snapshot = None  # the leader that had it was lost; another has the state
+                if failed is None:
+                    _LOG.warning("no snapshot for now: %s. The other shards go on, and it is tried again.", exc)
+                snapshot, failed = None, exc
             if snapshot is not None:
                 return snapshot
             with queue.lock:
                 queue.raise_error()
                 if queue.closed.is_set():
                     raise ShardLostError("the coordinator was closed")
-                if time.monotonic() > end:
-                    raise ShardLostError(f"the parameter servers gave no snapshot within {self._give_up_s:g} s")
+                if time.monotonic() > begun_s + self._give_up_s:
+                    why = "" if failed is None else f": {failed}"
+                    raise ShardLostError(f"the parameter servers gave no snapshot within {self._give_up_s:g} s{why}")
                 queue.lock.wait(PAUSE_S)  # they begin a new history, or a lost worker is being sorted out
 
     def due(self) -> None:
@@ -160,10 +165,22 @@ def take_snapshot(
     """
     sender: dict[str, Any] = {"generation": generation}
     end, cuts, disputed = time.monotonic() + timeout_s, [], frozenset[int]()
+
+    def ask(*messages: Message) -> list[Any]:
+        def one(number: int, client: ShardClient) -> Any:
+            try:
+                return client.within(ANSWER_S).say(messages)[0]
+            except ShardLostError as exc:
+                why = f"{exc}, for {ANSWER_S:g} s, as shard {number} is asked for its part"
+                raise ShardLostError(why) from exc.__cause__
+
+        return shards.each(one)
+
+    ask()  # so that none is frozen while another does not answer
     try:
-        shards.each(lambda i, client: client.say([Freeze(**sender, number=number)]))
+        ask(Freeze(**sender, number=number))
         while is_wanted() and time.monotonic() < end:
-            answers = shards.each(lambda i, client: client.say([Snapshot(**sender)])[0][0])
+            answers = [answer for (answer,) in ask(Snapshot(**sender, number=number))]
             if not all(isinstance(answer, Cut) for answer in answers):
                 return None, frozenset()
             # They may have heard of more meanwhile, and forgotten it.
@@ -175,7 +192,7 @@ def take_snapshot(
             disputed = frozenset.union(*sets) - frozenset.intersection(*sets)
             time.sleep(0.01)
     finally:
-        shards.each(lambda i, client: client.say([Thaw(**sender, number=number)]))
+        ask(Thaw(**sender, number=number))
     if not cuts:
         return None, disputed
     applied, version = cuts[0]

@@ -82,7 +82,7 @@ class Workers:
             if is_idle:
                 self._idle_at_s = now_s
             self._warn_of_standstill(now_s)
-            if is_idle or any(known.state == "ready" for known in workers.values()):
+            if is_idle or queue.silent or any(known.state == "ready" for known in workers.values()):
                 self._seen_at_s = now_s
             silent_s = now_s - self._seen_at_s
             if silent_s > self._times.no_worker_timeout_s:
@@ -99,14 +99,18 @@ class Workers:
         if self._warned_at_s > finished_at_s or now_s - finished_at_s < self._times.standstill_s:
             return
         self._warned_at_s = now_s
-        dispatch = self._queue.dispatch
-        waits = [f"parameter server {shard} to take the state" for shard in sorted(dispatch.restoring)]
+        dispatch, silent = self._queue.dispatch, sorted(self._queue.silent.items())
+        waits = [
+            f"parameter server {shard} at {peer}, which has not answered for {now_s - since_s:.0f} s"
+            for shard, (peer, since_s) in silent
+        ]
+        waits += [f"parameter server {shard} to take the state" for shard in sorted(dispatch.restoring)]
         waits += [
             f"worker {w} at {self._links[w].peer or 'an address not tried yet'}, "
             f"{'which has' if each.state == 'ready' else 'which was lost with'} {len(each.closures)} closures, the first of "
             f"them {min(each.closures)}"
             for w, each in sorted(dispatch.workers.items())
-            if each.closures
+            if each.closures and not silent  # else the workers wait for it, too
         ]
         _LOG.warning(
             "no closure has finished for %.0f s; waiting for %s",

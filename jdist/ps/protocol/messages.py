@@ -130,7 +130,9 @@ class Thaw(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot(Message):
-    """Asks a frozen shard to keep a reference to its state."""
+    """Asks a shard that is frozen for snapshot `number` to keep a reference to its state."""
+
+    number: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

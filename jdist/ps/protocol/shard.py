@@ -76,10 +76,11 @@ def _take(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
         case Fence():
             return _fence(shard, message)
         case Freeze():
-            return _done(dataclasses.replace(shard, frozen=shard.frozen or message.number > shard.thawed), message)
+            number = max(shard.frozen, message.number) if message.number > shard.thawed else shard.frozen
+            return _done(dataclasses.replace(shard, frozen=number), message)
         case Thaw():
             return _thaw(shard, message)
-        case Snapshot() if shard.frozen:
+        case Snapshot() if shard.frozen == message.number:
             staged, applied = frozenset(shard.staged), frozenset(shard.applied)
             answer = Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
             return shard, [Reply(call=message.call, answer=answer)]
@@ -200,7 +201,7 @@ def _thaw(shard: Shard, message: Thaw) -> tuple[Shard, list[Command]]:
     if message.number <= shard.thawed:
         return _done(shard, message)
     waiting, thawed = shard.waiting, message.number
-    shard, commands = _done(dataclasses.replace(shard, frozen=False, thawed=thawed, waiting=()), message)
+    shard, commands = _done(dataclasses.replace(shard, frozen=0, thawed=thawed, waiting=()), message)
     for push in waiting:
         shard, more = _admit(shard, push)
         commands += more
@@ -335,7 +336,7 @@ class Shard:
         staged: closures admitted and not applied.
         applied: closures applied and not settled.
         settled: closures below this number are done.
-        frozen: whether pushes and stages wait.
+        frozen: the snapshot for which pushes and stages wait; 0: they do not.
         thawed: the last snapshot that is over.
         waiting: the pushes and stages that wait, in their order.
         counts: statistics.
@@ -348,7 +349,7 @@ class Shard:
     staged: Mapping[int, Staged] = dataclasses.field(default_factory=dict)
     applied: Mapping[int, Applied] = dataclasses.field(default_factory=dict)
     settled: int = 0
-    frozen: bool = False
+    frozen: int = 0
     thawed: int = 0
     waiting: tuple[Push, ...] = ()
     counts: Counts = Counts()

@@ -39,14 +39,14 @@ class ReplicatedShard:
 
     Args:
         connect: from a server's address to a channel.
-        allow, wait_s: as for `ShardServer`.
+        allow: as for `ShardServer`.
+        wait_s: how long an answer waits for the backup before its call fails.
     """
 
     def __init__(self, connect: Callable[[str], Channel], *, allow: Sequence[str] = (), wait_s: float = 60.0):
         self._connect, self._wait_s = connect, wait_s
         self._server = ShardServer(
             allow=allow,
-            wait_s=wait_s,
             check=self._check_role,
             on_change=self._add_entry,
             on_restore=self._copy_anew,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import secrets
 import threading
 import time
@@ -39,6 +40,7 @@ from jdist.ps.protocol.messages import (
     Reply,
     Restore,
     Snapshot,
+    Thaw,
 )
 from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
@@ -47,6 +49,7 @@ from jdist.ps.server.shard_transfer import ShardState
 from jdist.ps.transport.interface import FailedPrecondition, Header, Method, check_files
 from jdist.support.versions import versions
 
+_LOG = logging.getLogger(__name__)
 MOST_MESSAGES = 4096
 MOST_NAME = 300
 Program = Callable[[Sequence[Any]], list[jax.Array]]
@@ -66,14 +69,14 @@ class ShardServer:
         self,
         *,
         allow: Sequence[str] = (),  # custom calls, for `artifact.unpack`
-        wait_s: float = 60.0,  # of a push at a frozen shard
+        frozen_s: float = 6.0,  # then it thaws by itself; a snapshot of a coordinator that is not cut off takes less
         check: Callable[[], None] = _nothing,  # raises if no message may be taken; called before each, and in waits
         # Takes a message that changed the state, its arrays, and the answer if there is one yet.
         on_change: Callable[[Message, list[np.ndarray], Answer | None], None] = _nothing,
         on_restore: Callable[[], None] = _nothing,  # the state was replaced
         on_reset: Callable[[], None] = _nothing,  # an update failed half-way, and the shard is empty
     ):
-        self._allow, self._wait_s = tuple(allow), wait_s
+        self._allow, self._frozen_s = tuple(allow), frozen_s
         self._check, self._on_change, self._on_restore, self._on_reset = check, on_change, on_restore, on_reset
         self.lock = threading.Condition()  # guards everything here; notified of each change
         self.incarnation = secrets.token_hex(8)  # another one once the memory is lost
@@ -87,6 +90,7 @@ class ShardServer:
         # A push's view and arrays, or a result's bytes, by the number that the machine knows.
         self._held: dict[int, Any] = {}
         self._next_ref = 0
+        self._thaws_at_s = 0.0  # once it is frozen
         self._snapshot: list[np.ndarray] = []
         self._snapshot_of: tuple[Any, Any] = 0, 0  # its generation and version
         self._answers: dict[int, Answer] = {}
@@ -173,15 +177,14 @@ class ShardServer:
         if any(isinstance(m, Restore) for m in messages) or (any(isinstance(m, Push) for m in messages) and not arrays):
             raise WireError("a push must come with arrays, and a restore by a call of its own")
         answers, sent = [], []
-        deadline = time.monotonic() + self._wait_s
         with self.lock:
             for message in messages:
-                answer = self._ask(message, arrays, deadline)
+                answer = self._ask(message, arrays)
                 answers.append(self._encode_answer(message, answer, sent))
             arrays.clear()  # the caller's list: what is kept of them, `_held` has
         return {"answers": answers}, sent
 
-    def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Answer:
+    def _ask(self, message: Message, arrays: list[np.ndarray]) -> Answer:
         self._check()
         before = self.shard
         call = self._take(message, arrays)
@@ -190,16 +193,23 @@ class ShardServer:
         incarnation = self.incarnation
         try:
             while call not in self._answers:
-                if not self.lock.wait(deadline - time.monotonic()):
-                    # The message stays where it is; whoever repeats it is answered then.
-                    raise TimeoutError("the shard stayed frozen")
+                is_in_time = self.lock.wait(max(0.0, self._thaws_at_s - time.monotonic()))
                 self._check()
                 if self.incarnation != incarnation:
                     raise WireError("the shard has lost its memory")
+                if not is_in_time and call not in self._answers:
+                    self._thaw()
         except BaseException:
             self._abandoned.add(call)
             raise
         return self._answers.pop(call)
+
+    def _thaw(self) -> None:
+        """Ends a freeze whose coordinator is gone or cut off; its snapshot is never used."""
+        number = self.shard.frozen
+        _LOG.warning("no thaw for snapshot %d within %g s of its freeze: pushes go on", number, self._frozen_s)
+        self._ask(Thaw(generation=self.shard.generation, number=number), [])
+        self.drop_snapshot()
 
     def _encode_answer(self, message: Message, answer: Answer, sent: list[Any]) -> Header:
         """Returns an answer as it travels, and adds the arrays that go with it to `sent`."""
@@ -272,6 +282,8 @@ class ShardServer:
                     self._abandoned.discard(command.call)
                 case Reply():
                     self._answers[command.call] = command.answer
+        if shard.frozen and not self.shard.frozen:
+            self._thaws_at_s = time.monotonic() + self._frozen_s
         self.shard = shard
         self.lock.notify_all()
 

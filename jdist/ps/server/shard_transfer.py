@@ -73,7 +73,7 @@ class PackedShard:
     generation: int
     version: int
     settled: int
-    frozen: bool
+    frozen: int
     thawed: int
     fences: tuple[tuple[int, int], ...]
     entries: tuple[PackedClosure, ...]

@@ -32,6 +32,7 @@ _POLL_S = 1.0  # between looks at strangers whose time is over
 _PAUSE_S = 0.1  # after a connection that could not be accepted
 UNREACHABLE_S = 60.0  # for so long gRPC is used instead of data connections that cannot be had
 _TICKET_BYTES = 32
+_STOP_S = 3.0
 
 
 class BulkServer:
@@ -62,7 +63,7 @@ class BulkServer:
         self.port = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._tickets: dict[bytes, float] = {}  # and when each ends
-        self._streams: set[Stream] = set()
+        self._streams: dict[Stream, threading.Thread] = {}  # and who serves each
         # Connections that have not shown a ticket, and until when they may.
         self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._is_accepting = True
@@ -84,15 +85,22 @@ class BulkServer:
             self._tickets[ticket] = now + TICKET_S
         return ticket
 
-    def stop(self) -> None:
-        """Ends, and ends all connections."""
+    def stop(self) -> bool:
+        """Ends all connections; returns whether their threads have ended, too, for which it waits a few seconds.
+
+        A thread that comes back from C++ while the interpreter ends aborts the process.
+        """
         with self._lock:
             self._closed = True
-            streams = list(self._streams)
+            streams = dict(self._streams)
             self._send_away(set(self._strangers))
         self._listener.close()
         for stream in streams:
             stream.close()
+        end = time.monotonic() + _STOP_S
+        for thread in streams.values():
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in streams.values())
 
     def _accept(self) -> None:
         while not self._closed:
@@ -166,7 +174,8 @@ class BulkServer:
         finally:
             with self._lock:
                 self._strangers.pop(threading.current_thread(), None)
-                self._streams = {other for other in self._streams if other is not stream}
+                if stream is not None:
+                    self._streams.pop(stream, None)
             connection.close()
 
     def _make_room(self, held: contextlib.ExitStack) -> None:
@@ -184,7 +193,7 @@ class BulkServer:
             if not is_valid or self._closed or len(self._streams) >= MOST_CONNECTIONS:
                 _LOG.warning("refused a data connection")
                 return False
-            self._streams.add(stream)
+            self._streams[stream] = threading.current_thread()
         return True
 
 

@@ -54,12 +54,15 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+# A connection over a cut link is given up while a call waits: TCP may try it again only 30 s after the link is mended.
+_CHANNEL_OPTIONS = [*_OPTIONS, ("grpc.keepalive_time_ms", 5_000), ("grpc.keepalive_timeout_ms", 5_000)]
 _SERVER_OPTIONS = [
     # A caller that has gone without a word keeps no connection: a cut link sends no end. A bound on
     # idle connections would take those that are wanted as well, and 1.5 % of every small call.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),  # callers' keepalive, see above
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
@@ -138,11 +141,10 @@ class RpcServer:
         with self._lock:
             return 0.0 if self._num_running else time.monotonic() - self._ended_at_s
 
-    def stop(self, grace_s: float = 0.0) -> None:
-        """Ends; calls under way may take `grace_s` more seconds."""
+    def stop(self, grace_s: float = 0.0) -> bool:
+        """Ends; calls under way may take `grace_s` more seconds. Returns whether those of data connections have ended."""
         self._server.stop(grace_s).wait()
-        if self._data is not None:
-            self._data.stop()
+        return self._data is None or self._data.stop()
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
@@ -248,11 +250,11 @@ class RpcChannel:
         self._address = address
         self._metadata = ((_TOKEN, security.token),) if security.token is not None else ()
         if security.certificate is None:
-            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
             credentials = grpc.ssl_channel_credentials(security.authority, security.key, security.certificate)
             named = [("grpc.ssl_target_name_override", security.name)] if security.name else []
-            self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
+            self._channel = grpc.secure_channel(address, credentials, options=[*_CHANNEL_OPTIONS, *named])
         self._small = self._channel.unary_unary(f"/{SERVICE}/Call")
         self._large = self._channel.stream_stream(f"/{SERVICE}/Bulk")
         self._data = BulkChannel(address, security=security, ask=self._ask_for_ticket)

@@ -39,6 +39,11 @@ class CallFailed(ConnectionError):
         super().__init__(f"{peer}: {self.why}")
         self.peer, self.reason = peer, reason
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the same call would fail again."""
+        return self.reason in ("refused", "unauthenticated", "closed")
+
 
 class OutOfFilesError(OSError):
     """This process has no file descriptor left. XLA and the C++ library open files, too, and say so in their own words."""

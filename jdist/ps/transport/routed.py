@@ -187,7 +187,7 @@ class Copies:
             while True:
                 answers = list(pool.map(ask, [self.connected(copy) for copy in (0, 1)]))
                 failures = [x for x in answers if isinstance(x, CallFailed)]
-                refuses = any(exc.reason in ("refused", "unauthenticated", "closed") for exc in failures)
+                refuses = any(exc.is_final for exc in failures)
                 if len(failures) < len(answers) or refuses or time.monotonic() + pause_s > end:
                     break
                 time.sleep(pause_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
@@ -51,6 +52,12 @@ class ShardClient:
         self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
         self.is_bulk = _is_bulk(self._sent)
         self._under_way: dict[object, float] = {}  # calls without an answer, and since when
+
+    def within(self, seconds: float) -> ShardClient:
+        """Returns a client over the same connection that repeats a call for so long."""
+        client = copy.copy(self)
+        client._timeout_s = client._give_up_s = seconds
+        return client
 
     @property
     def waiting_s(self) -> float:
@@ -179,7 +186,7 @@ class ShardClient:
             try:
                 return call(min(self._timeout_s, max(0.1, end - time.monotonic())))
             except CallFailed as exc:
-                if exc.reason in ("refused", "unauthenticated", "closed") or time.monotonic() + pause > end:
+                if exc.is_final or time.monotonic() + pause > end:
                     raise ShardLostError(
                         f"the parameter server {self.channel.peer} does not answer: {exc.why}"
                     ) from exc

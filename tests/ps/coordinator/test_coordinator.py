@@ -599,3 +599,48 @@ def test_it_is_said_once_for_whom_all_wait(caplog):
         job.queue.join(60)
         assert caplog.text.count("no closure has finished for") == 1
         assert "waiting for worker 0 at worker0, which has 3 closures, the first of them 1" in caplog.text
+
+
+def test_a_silent_server_is_named_and_not_the_workers_that_wait_for_it(caplog):
+    times = dataclasses.replace(TIMES, standstill_s=0.3, lost_after_s=0.2, no_worker_timeout_s=0.1, ps_timeout_s=60.0)
+    with Job(1, 1, times=times) as job:
+        job.schedule().wait(60)
+        job.servers["ps0"].stop()
+        caplog.clear()
+        pending = job.schedule()
+        wait_until(lambda: "no closure has finished for" in caplog.text)
+        job.servers["ps0"].resume()
+        pending.wait(60)
+        wait_until(lambda: "parameter server 0 is there again" in caplog.text)
+    told = [record.message for record in caplog.records]
+    assert re.match(
+        r"parameter server 0 at ps0 has not answered for \d+ s: unavailable. Whatever needs it waits", told[0]
+    )
+    (waits,) = [line for line in told if line.startswith("no closure has finished for")]
+    assert re.search(r"waiting for parameter server 0 at ps0, which has not answered for \d+ s$", waits)
+
+
+@pytest.mark.parametrize("lost", ["Freeze", "Snapshot", "Thaw"])
+def test_a_shard_that_cannot_be_reached_in_a_snapshot_keeps_nobody_waiting(monkeypatch, caplog, lost):
+    """The other shard is thawed, the silent one thaws by itself, and the snapshot is taken when both answer."""
+    monkeypatch.setattr(snapshots, "ANSWER_S", 0.05)
+    is_cut = threading.Event()
+
+    def cut(method, header):
+        if method == "say" and any(m["is"] == lost for m in header["say"]):
+            is_cut.set()
+        return "lose the call" if is_cut.is_set() and method == "say" else None
+
+    with Job(2, 1) as job, ThreadPoolExecutor(1) as pool:
+        job.schedule().wait(60)
+        for keeper in job.keepers:
+            keeper._frozen_s = 0.05
+        job.clients[1].channel._fault = cut
+        snapshot = pool.submit(job.coordinator.snapshots.take)
+        assert is_cut.wait(60)
+        job.schedule().wait(60)
+        assert not snapshot.done()
+        wait_until(lambda: "no snapshot for now" in caplog.text)
+        job.clients[1].channel._fault = lambda method, header: None
+        assert steps_of(job, snapshot.result(60).kept) == [2, 2]
+    assert "ps1 does not answer: deadline, for 0.05 s, as shard 1 is asked for its part. The other" in caplog.text

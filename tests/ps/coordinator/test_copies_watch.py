@@ -20,6 +20,7 @@ class Hub:
     def __init__(self):
         self.closed = threading.Event()
         self.errors, self.lost, self.told = [], [], threading.Event()
+        self.silent = {}
 
     def shard_found(self, shard):
         pass

@@ -17,7 +17,7 @@ class Hub:
     def __init__(self):
         self.closed = threading.Event()
         self.errors, self.lost, self.told = [], [], threading.Event()
-        self.found, self.back = [], threading.Event()
+        self.found, self.back, self.silent = [], threading.Event(), {}
 
     def shard_lost(self, shard, error):
         self.errors.append(str(error))

@@ -125,7 +125,7 @@ def kept_of(shard, name):
     """What the shard keeps, by a snapshot."""
     number = next(SNAPSHOTS)
     shard.client.say([Freeze(generation=1, number=number)])
-    (cut,), _, _ = shard.client.say([Snapshot(generation=1)])
+    (cut,), _, _ = shard.client.say([Snapshot(generation=1, number=number)])
     shard.client.say([Thaw(generation=1, number=number)])
     place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.rows].index(name)
     return shard.client.read(1, cut.version)[place]

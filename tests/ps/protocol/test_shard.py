@@ -167,7 +167,7 @@ def test_another_generation_is_refused_and_its_arrays_are_forgotten():
 def test_a_restore_forgets_everything_and_answers_those_who_wait():
     before = run(restored(), stage(0, result="r"), coordinator(Freeze), push(1, call="waits"))[0]
     shard, commands, _ = run(before, coordinator(Restore, generation=2, version=9, applied=frozenset({4}), settled=3))
-    assert (shard.version, set(shard.applied), shard.staged, shard.frozen, shard.waiting) == (9, {4}, {}, False, ())
+    assert (shard.version, set(shard.applied), shard.staged, shard.frozen, shard.waiting) == (9, {4}, {}, 0, ())
     assert commands[1] == Reply(call="waits", answer=Refused(reason="generation", version=9, generation=2))
     assert {c.ref for c in commands if isinstance(c, Forget)} == {"g0.0.1", "r", "g1.0.1"}
     again = dataclasses.replace(push(4), generation=2)
@@ -242,13 +242,15 @@ class TestFrozen:
             return coordinator(Thaw, number=n)
 
         shard, _, answer = run(restored(), freeze(1), thaw(1), freeze(1))
-        assert (shard.frozen, answer) == (False, Done(version=0))
+        assert (shard.frozen, answer) == (0, Done(version=0))
         shard, commands, _ = run(shard, freeze(2), push(0, call="a"), thaw(1), freeze(1))
-        assert (shard.frozen, len(shard.waiting), applied(commands)) == (True, 1, [])
+        assert (shard.frozen, len(shard.waiting), applied(commands)) == (2, 1, [])
         assert not run(shard, thaw(2))[0].waiting
 
-    def test_a_snapshot_needs_it(self):
-        assert refused(run(restored(), coordinator(Snapshot))[2]) == "unknown"
+    @pytest.mark.parametrize("frozen", [[], [3], [2, 3]])
+    def test_a_snapshot_needs_a_freeze_of_its_number(self, frozen):
+        before = [coordinator(Freeze, number=n) for n in frozen]
+        assert refused(run(restored(), *before, coordinator(Snapshot, number=2))[2]) == "unknown"
 
     def test_a_worker_that_is_fenced_does_not_wait_any_more(self):
         shard = run(restored(), coordinator(Freeze), push(0, call="a"), push(1, worker=1, call="b"))[0]

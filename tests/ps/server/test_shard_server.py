@@ -146,19 +146,23 @@ def test_an_update_that_fails_half_way_leaves_an_empty_shard_under_another_name(
     assert not keeper._held
 
 
-def test_of_callers_that_left_a_frozen_shard_nothing_is_kept():
+def test_a_shard_that_nobody_thaws_thaws_by_itself_and_that_snapshot_is_void(caplog):
     job = Job(1)
     keeper = job.keepers[0]
-    keeper._wait_s = 0.01
+    keeper._frozen_s = 0.01
     job.restore()
     client, share = job.clients[0], job.computed()[0]
-    client.say([Freeze(generation=1)])
-    with pytest.raises(ShardLostError):
-        client.say([push(base=0)], share, b"result")
-    client.say([Thaw(generation=1)])
+    client.say([Freeze(generation=1, number=3)])
+    (cut,), _, _ = client.say([Snapshot(generation=1, number=3)])
     (answer,), _, _ = client.say([push(base=0)], share, b"result")
     assert answer == Done(version=1)
+    assert client.read(1, cut.version) is None
+    for late in (Freeze(generation=1, number=3), Freeze(generation=1, number=2)):
+        client.say([late])
+        (refused,), _, _ = client.say([Snapshot(generation=1, number=late.number)])
+        assert (refused.reason, keeper.shard.frozen) == ("unknown", 0)
     assert (keeper._answers, keeper._abandoned) == ({}, set())
+    assert "no thaw for snapshot 3 within 0.01 s" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["lose the answer", "twice", "lose the call"])

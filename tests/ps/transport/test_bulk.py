@@ -210,7 +210,7 @@ def test_a_connection_without_a_ticket_is_closed(serving, shown):
         connection.sendall(shown)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
-    assert server._data._streams == set()
+    assert not server._data._streams
     doubled(channel)
 
 
@@ -379,3 +379,29 @@ def test_an_end_in_the_middle_and_a_deadline(streams):
     assert receive(there, [])[0] == {}
     with pytest.raises(EOFError):
         receive(there, [])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_end_waits_for_calls_under_way_and_says_whether_they_have_ended(monkeypatch, ends):
+    """A thread that comes back from XLA while the interpreter ends aborts the process."""
+    monkeypatch.setattr(bulk, "_STOP_S", 20.0 if ends else 0.0)
+    inside, left, over = threading.Event(), threading.Event(), []
+
+    def run(header, arrays):
+        inside.set()
+        left.wait(20)
+        over.append(True)
+        return {}, []
+
+    server = RpcServer("127.0.0.1:0", {"slow": Method(run)}, security=Security())
+    channel = RpcChannel(f"127.0.0.1:{server.port}", security=Security())
+    channel.begin("slow", {}, timeout_s=20)
+    assert inside.wait(20)
+    channel.close()
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(server.stop)
+        if not ends:
+            assert stopping.result(20) is False
+        left.set()
+        assert stopping.result(20) is ends
+        assert over or not ends

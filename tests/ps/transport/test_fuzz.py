@@ -55,7 +55,7 @@ class Servers:
         self.layout = make_layout([parts], num_ps=1, partitioner=fixed_shards(1))
         (self.shard,) = self.layout.shards
         self.kept, self.program = self.layout.split_leaves(raw(state))[0], program(self.layout, self.shard)
-        self.keeper = ShardServer(wait_s=0.1)
+        self.keeper = ShardServer(frozen_s=0.1)
         self.worker = WorkerServer(lambda address: FakeChannel(None), timeout_s=0.1, give_up_s=0.1)
         self.servers = {
             "ps": RpcServer("127.0.0.1:0", self.keeper.methods(), most_bytes=MOST_BYTES, threads=4),

@@ -17,6 +17,7 @@ import trustme
 
 from jdist.errors import ClusterConfigError, LaunchError
 from jdist.launcher.environment import free_ports
+from jdist.ps.program import trial
 from jdist.ps.serve import place, serve
 from jdist.ps.server import malloc
 from jdist.ps.transport.diagnose import reach
@@ -229,6 +230,7 @@ class TestEnds:
         stop, codes = RpcServer.stop, []
         monkeypatch.setattr(RpcServer, "stop", lambda server, grace_s: stop(server, grace_s) and is_idle)
         monkeypatch.setattr(malloc, "keep_freed_memory", lambda: None)
+        monkeypatch.setattr(trial, "start_as_fork", lambda: None)  # this process has threads
         assert serve("ps", "127.0.0.1:0", security=Security(), grace_s=0.01, leave=codes.append) == 75
         assert codes == ([] if is_idle else [75])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,17 @@ class PerReplica:
             return cls(Uneven(parts))
         return cls(jax.tree.map(_stacked, *parts))
 
+    def __getitem__(self, key: Any) -> PerReplica:
+        """Takes an entry of the tree: of a function that returns `(a, b)`, `x[0]` is the `PerReplica` of `a`."""
+        if isinstance(self.value, Uneven):
+            return PerReplica(Uneven(tuple(_entries(part)[key] for part in self.value.parts)))
+        return PerReplica(_entries(self.value)[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterates as the tree does: `a, b = strategy.run(...)`; over the keys of a dict."""
+        tree = _entries(self.value.parts[0] if isinstance(self.value, Uneven) else self.value)
+        return iter(tree) if isinstance(tree, Mapping) else (self[i] for i in range(len(tree)))
+
     def local_results(self) -> tuple[PyTree, ...]:
         """Lists the version of each replica of this process, on the host, in the order of the replicas.
 
@@ -138,6 +149,15 @@ def _stacked(*arrays: Any) -> Any:
     if is_key(arrays[0]):
         return jnp.stack(arrays)
     return np.stack(arrays).astype(jnp.result_type(*arrays))
+
+
+def _entries(tree: PyTree) -> Any:
+    if not isinstance(tree, Mapping | tuple | list):
+        raise TypeError(
+            f"this `PerReplica` holds one {type(tree).__name__}, a version for each replica, and has no entries. "
+            "`x.local_results()` lists the versions of this process's replicas."
+        )
+    return tree
 
 
 def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:

@@ -170,6 +170,7 @@ class DistributedStep(Distributed):
             state = self._with_residuals(call, state, batches, others)
         return self._as_returned(unpack(state))
 
+    @in_own_settings
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
         """Describes what a call would do: traces the step, compiles and runs nothing.
 
@@ -179,12 +180,12 @@ class DistributedStep(Distributed):
         """
         return Preview.of(*self._trace(args, kwargs))
 
+    @in_own_settings
     def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
         """Traces the step, compiles and runs nothing; its jaxpr, closed. The arguments are those of `preview`."""
         traced, _, _ = self._trace(args, kwargs)
         return traced.jaxpr
 
-    @in_own_settings
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, tuple[PyTree, ...]]:
         """Traces a call: what JAX has traced, what is known of the results, and the arguments."""
         call, state, batches, others = self._bind_shapes(args, kwargs)
@@ -371,6 +372,7 @@ class DistributedStep(Distributed):
         self._take_results()
         return box[0], newest.state, traced, original, call.batch_axes
 
+    @in_own_settings
     def _adopt(self, state: PyTree) -> PyTree:
         """Takes in a state that this step's newest call did not return: in its place, packed, with a loss scale if need be."""
         self._newest.check_nothing_lost(self.__name__, state)

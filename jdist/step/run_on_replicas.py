@@ -18,6 +18,7 @@ from jdist.core.per_replica import PerReplica, Uneven, is_per_replica, is_rows_o
 from jdist.core.strategy import Strategy
 from jdist.errors import GlobalViewError, StepError
 from jdist.jaxpr import graph, variation
+from jdist.step.notices import notice
 from jdist.step.tree_checks import check_arrays, check_no_parts
 from jdist.support.arrays import check_arguments_not_donated, put
 
@@ -67,10 +68,14 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
     def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
+        is_rows = [not is_per_replica(x) for x in own.values() for _ in jax.tree.leaves(x)]
         closed, shapes = variation.traced(
             lambda by_rows: jax.make_jaxpr(partial(on_replica, by_rows=by_rows), return_shape=True)(own, whole),
-            lambda closed: graph.body_of(closed).invars[: len(jax.tree.leaves(own))],
+            lambda closed: graph.body_of(closed).invars[: len(is_rows)],
         )
+        varying = graph.body_of(closed).invars[: len(is_rows)]
+        rows, others = ([v for v, x in zip(varying, is_rows, strict=True) if x is wanted] for wanted in (True, False))
+        notice(getattr(fn, "__name__", "the function"), closed, rows, strategy.num_replicas, others)
         return jax.tree.unflatten(jax.tree.structure(shapes), graph.run(closed, jax.tree.leaves((own, whole))))
 
     by_replica = PartitionSpec(strategy.axes)

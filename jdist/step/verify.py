@@ -59,7 +59,7 @@ def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
             f"{type(train_step).__name__}. Under a parameter server, whose workers see other parameters each, distribute the "
             "function under `jdist.mirrored()` and verify that."
         )
-    with context.outside_scopes():
+    with context.outside_scopes(), context.own_settings(step.strategy):
         try:
             return Comparison(step, args, kwargs).compare(pads=pads)
         except NotComparableError as exc:

@@ -145,6 +145,25 @@ def test_numbers_are_those_without_the_switch(switch, strategy, options, expecte
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.parametrize("switch", ["mesh_explicit", "mesh_of_another_size", "transfer_guard"])
+@pytest.mark.parametrize("strategy", ["two_devices", "pmap", "sharded", "central_storage"])
+def test_all_that_is_not_a_call_of_a_step_works_under_a_switch(switch, strategy):
+    strategy = STRATEGIES[strategy]()
+    step = jdist.distribute(train_step, strategy)
+    evaluate = jdist.distribute(
+        lambda state, batch: {"loss": train_step(state, batch)[1]["loss"]}, strategy, returns="metrics"
+    )
+    batch = {**DATA, "mask": np.ones(ROWS, bool)}
+    state = create_state()
+    plan = {"global_batch": 16, "steps": 2, "progress": False, "log_to": None, "verify": "strict"}
+    with SWITCHES[switch]():
+        assert step.preview(state, batch).changes_state
+        assert step.jaxpr(state, batch) is not None
+        assert jdist.verify(step, state, batch).ok
+        jdist.fit(train_step, state, DATA, strategy=strategy, eval_step=evaluate, eval_data=DATA, **plan)
+        assert jdist.evaluate(evaluate, state, DATA, global_batch=16)["loss"] > 0
+
+
 def test_constraints_over_an_axis_inside_a_replica_work_with_and_without_the_mesh_in_context():
     def constrained(w, batch):
         def loss_fn(w):

@@ -132,3 +132,16 @@ class TestValuesFromFunction:
         value = strategy.distribute_values_from_function(lambda c: np.arange(4 - 2 * c.replica_id_in_sync_group))
         assert strategy.gather(value, 0).tolist() == [0, 1, 2, 3, 0, 1]
         assert float(strategy.reduce("mean", value, axis=0)) == pytest.approx(7 / 6)
+
+
+def test_entries_of_a_tree_are_per_replica_as_in_tensorflow():
+    strategy = jdist.mirrored(jax.devices()[:2])
+    number, rest = strategy.run(lambda: (jdist.replica_id(), {"twice": 2 * jdist.replica_id()}))
+    assert number.local_results() == (0, 1)
+    assert rest["twice"].local_results() == (0, 2)
+    assert list(rest) == ["twice"]
+    uneven = jdist.PerReplica.of([{"x": np.arange(2)}, {"x": np.arange(3)}])
+    assert [len(x) for x in uneven["x"].local_results()] == [2, 3]
+    for use in (lambda x: x[0], list):
+        with pytest.raises(TypeError, match=r"holds one .*, a version for each replica, .* `x.local_results"):
+            use(number)

@@ -121,6 +121,16 @@ def test_a_loss_that_is_divided_by_the_global_batch_and_averaged(name):
     assert not noticed(step_of(GLOBAL[name]), jdist.one_device())
 
 
+def test_a_function_that_every_replica_runs():
+    (batch,) = TWO.distribute_dataset([{"x": BATCH["x"], "y": BATCH["y"]}])
+    losing = {"divides its loss by 16": GLOBAL["a sum"], "draws ": SHARED["diffusion"]}
+    for text, loss in losing.items():
+        with pytest.warns(UserWarning, match=f"^train_step {text}"):
+            TWO.run(step_of(loss), STATE, batch)
+    TWO.run(step_of(GLOBAL["a sum"], op="sum"), STATE, batch)  # warnings are errors
+    TWO.run(step_of(SHARED["diffusion"], key=jdist.replica_rng), STATE, batch)
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_a_loss_that_is_divided_by_a_replicas_own_rows(name):
     assert not noticed(step_of(OWN[name]))

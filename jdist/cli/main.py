@@ -7,7 +7,9 @@ import inspect
 import os
 import select
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
@@ -28,11 +30,13 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "doctor": doctor,
 }
+_FORMAT_WARNING = warnings.formatwarning
 _FLAGS_ANYWHERE = ("run", "sweep", "runs", "plan")  # the arguments of `launch` belong to another program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, or the arguments after `jdist`; returns the exit code."""
+    warnings.formatwarning = _format_warning
     try:
         try:
             code = _call(sys.argv[1:] if arguments is None else list(arguments))
@@ -47,6 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not flushed there again
         exit_status.failed(exit_status.FAILED)
         return exit_status.FAILED
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
+    """Formats a warning; its place only where that is the user's code, not the command line's."""
+    if f"{os.sep}tyro{os.sep}" in filename:
+        return f"jdist: warning: {message}\n"
+    return _FORMAT_WARNING(message, category, filename, lineno, line)
 
 
 def _is_reader_gone() -> bool:

@@ -427,7 +427,9 @@ class Strategy:
             options: how batches are made ahead; None: `jdist.InputOptions()`.
             partial: what to do with a global batch that has fewer rows than per-replica batches as large as the
                 first would make: pad it and mask the padding, leave it out, or refuse it.
-            with_mask, steps_per_call, batch_axis: as for `distribute_dataset`.
+            with_mask: as for `distribute_dataset`.
+            steps_per_call: as for `distribute_dataset`.
+            batch_axis: as for `distribute_dataset`.
 
         Returns:
             An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.

@@ -26,6 +26,8 @@ _WHOLE = "metrics"  # the name of a metric that stands for all that a step retur
 _READ_AHEAD = 64  # calls whose results may wait to be read, so that no step waits for the host
 _EXCHANGE_S = 600.0
 
+_LEAF = jax.tree.structure(0)
+
 
 class MetricTotals:
     """The results of a step's calls for metrics, added up by epoch."""
@@ -150,7 +152,13 @@ class MetricTotals:
                     f"{by} returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
                     "itself, which is averaged, or `jdist.all_reduce(value, ...)`."
                 )
-            if name not in self._metrics and not self._is_scalar(value):
+            metric = self._metrics.get(name)
+            if metric is not None and self._is_scalar(value) and jax.tree.structure(metric.zero) != _LEAF:
+                raise StepError(
+                    f"{by} returned a number as metric {name!r}, which `metrics` has as jdist.metrics.{metric.name}. Return "
+                    "what its `update(...)` returns, or give the number another name."
+                )
+            if metric is None and not self._is_scalar(value):
                 shape = (
                     type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
                 )

@@ -264,7 +264,7 @@ class Comparison:
 
     def _not_compared(self, one: Trial, alone: dict[str, Result], together: dict[str, Result]) -> Iterator[str]:
         if draws(one.closed):
-            yield "random draws, which differ on purpose (both ran with one constant in the place of each)"
+            yield "random draws, which differ on purpose (each was replaced by one constant)"
         yield from (
             f"{name}, which is NaN in both" for name, result in alone.items() if _is_nan(result, together.get(name))
         )
@@ -324,9 +324,9 @@ class _Found:
         relative = {pair.name: rounding.of_change(self.within[pair.name], pair.one) for pair in same}
         coarse = sorted(((x, name) for name, x in relative.items() if x > _COARSE), reverse=True)
         if coarse:
-            named = ", ".join(f"{name} to {x:.0%}" for x, name in coarse[:3])
+            named = ", ".join(f"{name} (within {x:.0%} of its change)" for x, name in coarse[:3])
             more = f" and {len(coarse) - 3} more" if len(coarse) > 3 else ""
-            yield f"more closely than rounding on their paths lets them, relative to their change: {named}{more}"
+            yield f"closely, as rounding is most of how they change: {named}{more}"
 
 
 def _as_averages(pairs: list[_Pair], parts: int) -> list[_Pair]:

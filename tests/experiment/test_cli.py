@@ -3,8 +3,10 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
+import tyro
 
 from jdist import errors
 from jdist.cli import main as cli
@@ -162,3 +164,11 @@ def test_notes_of_an_error_are_printed_below_it(monkeypatch, capsys):
 def test_what_other_commands_would_take_is_told_in_this_ones_words(capsys, arguments, said):
     assert main(arguments) == 2
     assert capsys.readouterr().err == f"jdist: {said}\n"
+
+
+def test_a_warning_of_the_command_line_itself_names_no_library_as_its_place(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # taken back behind the test
+    help_text(capsys)
+    library = tyro.cli.__code__.co_filename
+    assert warnings.formatwarning("too long", UserWarning, library, 1) == "jdist: warning: too long\n"
+    assert warnings.formatwarning("yours", UserWarning, "own.py", 7).startswith("own.py:7: UserWarning: yours")

@@ -1,6 +1,7 @@
 """What a tally keeps for a run that goes on is what it has added up."""
 
 import json
+import re
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist.errors import StepError
 from jdist.loop.metric_totals import MetricTotals
 
 ROWS = [(jnp.array([0.9, 0.4, 0.4]), jnp.array([1, 1, 0])), (jnp.array([0.1, 0.6]), jnp.array([0, 1]))]
@@ -51,3 +53,10 @@ def test_a_total_of_any_form_goes_on_where_it_was(name):
     expected, weight = whole.take()
     assert second.take() == (expected, weight)
     assert weight == 5
+
+
+def test_a_number_in_the_place_of_a_contribution():
+    totals = MetricTotals({"accuracy": jdist.metrics.accuracy()})
+    text = "train_step returned a number as metric 'accuracy', which `metrics` has as jdist.metrics.accuracy. Return what its"
+    with pytest.raises(StepError, match=re.escape(text)):
+        totals.names({"accuracy": np.float32(0.5)}, by="train_step")

@@ -239,7 +239,7 @@ def test_leaves_that_rounding_hides_are_listed_with_how_coarsely_they_are_compar
 
     found = verified(step_of(loss_fn))
     assert found.ok
-    assert re.search(r"more closely than rounding .*state\['w'\] to \d+%", str(found))
+    assert re.search(r"closely, as rounding .*state\['w'\] \(within \d+% of its change", str(found))
     assert not any("metrics" in each for each in found.not_compared)  # a mean in float32, of exact sums
 
 
@@ -601,7 +601,7 @@ class TestFit:
             return right(state, {**batch, "x": batch["x"] + noise})
 
         self.fit(noisy)
-        assert "noisy: verify could not compare random draws" in capfd.readouterr().err
+        assert "noisy: verify found no difference, but could not compare random draws" in capfd.readouterr().err
 
     def test_the_first_evaluated_batch_is_verified_too(self):
         def perplexity(state, batch):

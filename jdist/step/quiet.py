@@ -6,7 +6,7 @@ the place of every draw, whatever still differs is not the draws' doing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax.extend import core as jex
 
 from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
-from jdist.jaxpr.variation import DRAWS
+from jdist.jaxpr.variation import DRAWS, Origin, Var
+from jdist.jaxpr.variation import origins as origins_of
 
 _UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
 _PRINTS = ("debug_print", "debug_callback")  # they return nothing; other calls of the host do
@@ -59,12 +60,22 @@ def quiet(closed: Any) -> Any:
     return _rewritten(closed, _quiet, {})
 
 
-def shaken(closed: Any, multiplies: float) -> Any:
+def shaken(closed: Any, multiplies: float, batch: Collection[Var]) -> Any:
     """Adds rounding errors to every sum of a jaxpr, different at each run; exact equations stay."""
     # Each sum errs as its own dtype rounds, products of matrices at least by `multiplies`. The
     # gradient of a zero bias may be zero except for the order of its terms, so the terms err as
-    # well.
-    return _rewritten(closed, lambda eqn: _shaken(eqn, multiplies), {})
+    # well. A sum over rows that is stored in fewer bits is rounded by each replica for its own rows.
+    stored = {eqn for eqn, (origin, *_) in _casts(closed, batch) if origin.varies and not origin.rows}
+    return _rewritten(closed, lambda eqn: _shaken(eqn, multiplies, is_stored=eqn in stored), {})
+
+
+def _casts(closed: Any, batch: Collection[Var]) -> Iterator[tuple[Any, list[Origin]]]:
+    """Iterates over the casts to floats of fewer bits, with the origins of what they cast."""
+    for eqn, origins in origins_of(closed, batch):
+        if eqn.primitive.name == "convert_element_type":
+            dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            if all(jnp.issubdtype(d, jnp.floating) for d in dtypes) and dtypes[1].itemsize < dtypes[0].itemsize:
+                yield eqn, origins
 
 
 def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
@@ -95,16 +106,16 @@ def _quiet(eqn: Any) -> list[Any] | None:
     return _constant(eqn) if eqn.primitive.name in DRAWS else None
 
 
-def _shaken(eqn: Any, multiplies: float) -> list[Any] | None:
+def _shaken(eqn: Any, multiplies: float, *, is_stored: bool) -> list[Any] | None:
     name = eqn.primitive.name
     if name.startswith("pallas"):
         return [eqn]  # a kernel's body has arithmetic of its own
-    if name not in (*_SUMS, *_APPROXIMATE) or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+    if not (is_stored or name in (*_SUMS, *_APPROXIMATE)) or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return None
     eps = max(float(jnp.finfo(eqn.outvars[0].aval.dtype).eps), multiplies if name in _PRODUCTS else 0.0)
 
     def function(*operands: jax.Array) -> list[jax.Array]:
-        terms = operands if name in _APPROXIMATE else [_with_errors(x, eps) for x in operands]
+        terms = operands if is_stored or name in _APPROXIMATE else [_with_errors(x, eps) for x in operands]
         results = eqn.primitive.bind(*terms, **eqn.params)
         return [_with_errors(x, eps) for x in (results if eqn.primitive.multiple_results else [results])]
 
@@ -125,8 +136,9 @@ def _with_errors(x: jax.Array, eps: float) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     real = jnp.finfo(x.dtype).dtype
-    wide = jnp.promote_types(real, jnp.float32)
-    value = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    is_8_bits = real.itemsize == 1  # which JAX promotes to nothing
+    wide = jnp.dtype(jnp.float32) if is_8_bits else jnp.promote_types(real, jnp.float32)
+    value = x.astype(wide if is_8_bits else jnp.promote_types(x.dtype, jnp.float32))
     # Stateful: it draws other numbers wherever and whenever it runs, with no key to hand through loops and calls.
     errors = jax.lax.rng_uniform(jnp.array(-eps, wide), jnp.array(eps, wide), x.shape)
     is_exact = False

@@ -49,7 +49,7 @@ class Trial:
     def shaken(self, multiplies: float) -> Trial:
         """Copies the trial, after a run, with errors of rounding in all that is summed; see `quiet.shaken`."""
         trial = copy.copy(self)
-        trial._run = self._compile(shaken(quiet(self.closed), multiplies))
+        trial._run = self._compile(shaken(quiet(self.closed), multiplies, self.batch))
         return trial
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:

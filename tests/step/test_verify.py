@@ -232,6 +232,22 @@ def test_one_coarse_number_blinds_the_comparison_of_no_other_leaf():
     assert {each.leaf for each in found.differences} == {"state['w']", "state['b']", "metrics['loss']"}
 
 
+def test_gradients_that_each_replica_stores_in_eight_bits_round_apart():
+    def train_step(loss_fn, state, batch):
+        def own_loss(p):
+            coarse = {**p, "w": in_float8(p["w"])}  # whose gradient is cast, too, before it is combined
+            return loss_fn(losses(coarse, {**batch, "x": in_float8(batch["x"])}))
+
+        loss, grads = jdist.value_and_grad(own_loss)(state)
+        return sgd(state, grads), {"loss": loss}
+
+    found = verified(functools.partial(train_step, jdist.mean))
+    assert found.ok, found
+    assert "state['w'] (within" in str(found)
+    found = verified(functools.partial(train_step, lambda losses: losses.sum() / ROWS))
+    assert {each.leaf for each in found.differences} == {"state['w']", "state['b']", "metrics['loss']"}
+
+
 def test_leaves_that_rounding_hides_are_listed_with_how_coarsely_they_are_compared():
     def loss_fn(params, batch):
         logits = batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)

@@ -217,10 +217,10 @@ def verdict(attempt: Attempt, guilty: End, stderr: str) -> str:
     """Says in one line which process ended a job, since when, and what to do."""
     blame, why = _blame(attempt, guilty, stderr)[1], "" if kind(guilty) == Kind.PEER_LOST else cause(stderr)
     blame += f": {why}" if why else ""
-    return (
-        f"the job failed {attempt.duration_s:.0f} s after attempt {attempt.number} began: {blame}. Look at its log, and start "
-        "the job again; it goes on from its last checkpoint."
-    )
+    remedy = "Look at its log, and start the job again; it goes on from its last checkpoint."
+    if guilty.code in (USAGE, CANNOT_WRITE):
+        remedy = "Another start would end in the same way: mend this first."
+    return f"the job failed {attempt.duration_s:.0f} s after attempt {attempt.number} began: {blame}. {remedy}"
 
 
 def _blame(attempt: Attempt, end: End, stderr: str) -> tuple[Task, str]:

@@ -115,6 +115,11 @@ def test_the_first_that_failed_is_named_with_its_traceback_and_log(start, tmp_pa
     assert "ValueError: no luck. Look at its log, and start the job again" in last
 
 
+def test_a_mistake_that_every_start_would_make_is_to_be_mended_first(start):
+    _, _, err = start('print("jdist: train.step: no such key", file=sys.stderr)\nsys.exit(2)')
+    assert err.splitlines()[-1].endswith("no such key. Another start would end in the same way: mend this first.")
+
+
 def test_the_guilty_comes_before_those_that_lost_it_even_when_seen_later(start):
     body = 'put(f"there_{index}")\nif index != 1: sys.exit(75)\n'
     body += '[await_file(f"there_{n}") for n in (0, 2)]\ntime.sleep(0.2)\nos.kill(os.getpid(), signal.SIGSEGV)'

@@ -6,6 +6,7 @@ A switch is on while the strategy initialises, feeds, steps, checks and fetches.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jdist
 from jdist.errors import StepError
+from tests.by_default import some
+from tests.conformance.families import FAMILIES
+from tests.conformance.matrix import OPTIMIZERS
 
 ROWS = 40
 RNG = np.random.default_rng(0)
@@ -162,6 +166,21 @@ def test_all_that_is_not_a_call_of_a_step_works_under_a_switch(switch, strategy)
         assert jdist.verify(step, state, batch).ok
         jdist.fit(train_step, state, DATA, strategy=strategy, eval_step=evaluate, eval_data=DATA, **plan)
         assert jdist.evaluate(evaluate, state, DATA, global_batch=16)["loss"] > 0
+
+
+MESHES = [name for name in SWITCHES if name.startswith("mesh")]
+STRATEGIES_OF_FAMILIES = ["two_devices", "pmap", "sharded", "central_storage"]
+OF_FAMILIES = list(itertools.product(FAMILIES, MESHES, STRATEGIES_OF_FAMILIES))
+ONE_EACH = [(family, MESHES[i % 3], STRATEGIES_OF_FAMILIES[i % 4]) for i, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("family", "mesh", "strategy"), some(OF_FAMILIES, ONE_EACH))
+def test_a_family_of_models_under_a_foreign_mesh_is_what_it_is_without(family, mesh, strategy):
+    run = functools.partial(FAMILIES[family], STRATEGIES[strategy](), OPTIMIZERS["sgd"]())
+    with SWITCHES[mesh]():
+        inside = run()
+    outside = run()
+    jax.tree.map(np.testing.assert_array_equal, (inside.params, inside.losses), (outside.params, outside.losses))
 
 
 def test_constraints_over_an_axis_inside_a_replica_work_with_and_without_the_mesh_in_context():

@@ -46,36 +46,19 @@ MOST_QUEUED = 262_144  # as in tf.distribute
 
 
 class ClosureQueue:
-    """Takes closures in, hands them out as `scheduler.handle` decides, and delivers results and errors.
+    """Queues closures, hands them out as `scheduler.handle` decides, and delivers results and errors."""
 
-    It has no connection and no thread of its own; every thread of the coordinator calls it.
-
-    Args:
-        num_shards: how many shards keep the state.
-        depth: closures that a worker gets at a time.
-        rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
-
-    Attributes:
-        lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
-            awaited.
-        mutex: of which `lock` is a condition.
-        closed: set once all is over. A thread that acts at intervals waits for this, as `lock` would wake it at every event.
-        dispatch: the scheduler's state.
-        closures: those that may have to be computed.
-        executors: what carries out a command of the scheduler, by the command's class.
-        snapshot_due: is called when a snapshot should be taken.
-        silent: shards that do not answer, where each is, and since when by the monotonic clock.
-        finished_at_s: when the newest result came, by the monotonic clock.
-        no_workers: what a call raises once no worker is left.
-        replaced_by: what every call raises once another coordinator has taken over.
-
-    Source: `_CoordinatedClosureQueue` of tf.distribute's cluster_coordinator.py.
-    """
+    # It has no connection and no thread; every thread of the coordinator calls it. Source:
+    # `_CoordinatedClosureQueue` of tf.distribute's cluster_coordinator.py.
 
     def __init__(self, num_shards: int, *, depth: int, rounds: Rounds | None):
         self.mutex = threading.RLock()
+        # Held to read or change anything here. Notified at the end, when idle, and of awaited
+        # events.
         self.lock = threading.Condition(self.mutex)
         self._is_awaited = False
+        # Set at the end. Threads that act at intervals wait for this: every event would wake
+        # `lock`.
         self.closed = threading.Event()
         self.dispatch = Dispatch(num_shards=num_shards, depth=depth if rounds is None else 1, rounds=rounds)
         self.closures = Closures(have_a_state=num_shards > 0)
@@ -121,36 +104,14 @@ class ClosureQueue:
             return self.dispatch.is_idle and not self._to_come
 
     def add(self, plan: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
-        """Takes in a function, to be installed on each worker that gets a closure of it.
-
-        Args:
-            plan: what workers need to know of it.
-            program: the function, packed.
-            combine: makes of what the closures of an update returned what the update needs besides (synchronous mode).
-
-        Returns:
-            The number that `schedule` takes.
-        """
+        """Adds a function, to be installed on each worker that gets a closure of it; returns its number."""
         with self.lock:
             return self.closures.add_function(plan, program, combine)
 
     def schedule(self, function: int, arguments: Sequence[Any], reads: RemoteBatch | None = None) -> Pending:
-        """Puts a closure into the queue; waits while the queue is full.
-
-        Args:
-            function: the number that `add` returned.
-            arguments: the arrays of its call, to be cast to the dtypes of `FunctionPlan.arguments`; the closure waits for those
-                that are a `RemoteValue`, and the caller does not.
-            reads: the batch that the worker reads for it.
-
-        Returns:
-            Its results, when they are there.
-
-        Raises:
-            ClosureError: an earlier closure failed; what was in the queue is cancelled, and the error then forgotten.
-            ShardLostError: a shard has not answered for long.
-            DatasetError: another call has what it reads.
-        """
+        """Queues a closure and returns its results to come; waits while the queue is full."""
+        # The closure, not the caller, waits for arguments that are a `RemoteValue`. The error of an
+        # earlier closure cancels the queue, is raised here once, and is then forgotten.
         arguments = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # copies
         pending = Pending(cancel=self.cancel)
         with self.lock:
@@ -179,13 +140,7 @@ class ClosureQueue:
         return pending
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until every closure is done.
-
-        Raises:
-            TimeoutError: they were not after `timeout_s`.
-            ClosureError: one of them failed.
-            ShardLostError: a shard has not answered for long.
-        """
+        """Waits until every closure is done; raises what one of them failed with."""
         with self.lock:
             if not self.lock.wait_for(lambda: self.done or self.closed.is_set() or self.is_a_shard_lost, timeout_s):
                 left = self.dispatch.scheduled - self.dispatch.settled + self._to_come
@@ -308,16 +263,9 @@ class ClosureQueue:
             pending.arrive([], error)
 
     def take(self, assigned: Assign, numbers: Sequence[int]) -> tuple[int, list[tuple[Closure, BatchName | None]]]:
-        """Chooses the closures that are sent to a worker; the scheduler hears of those that it cannot compute.
-
-        Args:
-            assigned: to whom, and in which history.
-            numbers: of the closures.
-
-        Returns:
-            `(settled, closures)`: the number below which all are done; those that are still wanted, each with the name of the
-            batch that the worker reads for it.
-        """
+        """Chooses the closures to send to a worker; returns `(settled, [(closure, batch name), ...])`."""
+        # All closures below `settled` are done. The scheduler hears of those that the worker cannot
+        # compute.
         sender = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
         taken = list[tuple[Closure, BatchName | None]]()
         # All at once: what is another worker's to read may be this one's in a moment, if that is lost.
@@ -342,14 +290,8 @@ class ClosureQueue:
     def report(
         self, reported: Reported, results: list[np.ndarray], error: ClosureError | None, *, is_skipped: bool = False
     ) -> None:
-        """Takes in what a worker says of a closure, and hands its results or its error to those who wait for them.
-
-        Args:
-            reported: what became of it.
-            results: its arrays, if there are any.
-            error: why it failed.
-            is_skipped: whether its update was left out, as a gradient was not finite.
-        """
+        """Handles a worker's report, and hands results or error to the callers that wait for them."""
+        # `is_skipped`: the update was left out because a gradient was not finite.
         with self.lock:
             if not self.is_present(reported.worker, reported.epoch, reported.generation):
                 return  # a rollback came between, or the worker counts as lost

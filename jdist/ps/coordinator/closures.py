@@ -26,43 +26,26 @@ MOST_LOGGED_BYTES = 256 << 20  # of arguments that are kept; beyond, a snapshot 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSnapshot:
-    """The state of all shards after some closures.
+    """The state of all shards after some closures."""
 
-    Attributes:
-        settled: closures below this number are in it.
-        applied: and these above.
-        version: the shards' version.
-        kept: each shard's arrays.
-    """
-
-    settled: int
-    applied: frozenset[int] = frozenset()
+    settled: int  # contains all closures below this number
+    applied: frozenset[int] = frozenset()  # and these above
     version: int = 0
-    kept: Sequence[Sequence[Any]]
+    kept: Sequence[Sequence[Any]]  # each shard's arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Function:
-    """A function that closures call.
-
-    Attributes:
-        number: by which closures name it.
-        plan: what workers need to know of it.
-        program: what it computes, packed.
-        combine: makes of what the closures of an update returned what the update needs besides (synchronous mode).
-    """
+    """A function that closures call."""
 
     number: int
     plan: FunctionPlan
-    program: np.ndarray
+    program: np.ndarray  # packed
+    # makes the update's scalars of its closures' results (synchronous mode)
     combine: Combine | None
 
     def cast(self, arguments: Sequence[Any]) -> list[np.ndarray]:
-        """Casts a closure's arguments to the dtypes that the function is compiled for.
-
-        Raises:
-            ClosureError: one has another shape, or is no array of numbers.
-        """
+        """Casts a closure's arguments to the dtypes that the function is compiled for."""
         specs = self.plan.arguments
         if len(arguments) != len(specs):
             raise ClosureError(
@@ -83,12 +66,8 @@ class Function:
         return arrays
 
     def decide(self, closures: Sequence[Closure]) -> tuple[bool, list[np.ndarray], ClosureError | None]:
-        """Combines what the closures of an update returned, and decides whether they make it (synchronous mode).
-
-        Returns:
-            `(commit, scalars, error)`: whether they do; what the update needs besides the mean of their gradients; what the
-            user is to be told. Without any error, those that do not commit are left out.
-        """
+        """Combines the results of an update's closures; returns `(commit, scalars, error for the user)`."""
+        # Closures that do not commit and have no error are left out of the update.
         numbers = tuple(closure.number for closure in closures)
         try:
             assert self.combine is not None  # only functions that have it are staged
@@ -102,21 +81,13 @@ class Function:
 
 @dataclasses.dataclass(kw_only=True)
 class Closure:
-    """A call of a function.
-
-    Attributes:
-        number: its own.
-        function: what it calls.
-        arguments: the call's arrays.
-        pending: its results.
-        reads: the batch that the worker reads for it.
-    """
+    """A call of a function."""
 
     number: int
     function: Function
     arguments: list[np.ndarray]
     pending: Pending
-    reads: RemoteBatch | None = None
+    reads: RemoteBatch | None = None  # the batch that the worker reads for it
 
     @property
     def size_bytes(self) -> int:
@@ -125,14 +96,7 @@ class Closure:
 
 
 class Closures:
-    """All closures that may have to be computed, or computed again.
-
-    Args:
-        have_a_state: whether any of them may have to be computed again after they are done.
-
-    Attributes:
-        next_number: the next one's number.
-    """
+    """All closures that may have to be computed, or computed again."""
 
     def __init__(self, *, have_a_state: bool) -> None:
         self.next_number = 0
@@ -200,15 +164,8 @@ class Closures:
         self._skipped.add(number)
 
     def finish(self, command: Finish, error: Exception | None = None) -> bool:
-        """Notes that a closure is done; hands on its results if they came with no report. Its arguments stay until a snapshot.
-
-        Args:
-            command: which, and what became of it.
-            error: why those that no worker had are not computed.
-
-        Returns:
-            Whether a snapshot is due.
-        """
+        """Marks a closure as done, and delivers results without a report; returns whether a snapshot is due."""
+        # The arguments stay until a snapshot contains the closure.
         is_kept = self._have_a_state and command.outcome == "done"
         if self._have_a_state and not is_kept:
             self._void.add(command.closure)
@@ -228,11 +185,7 @@ class Closures:
         return self._have_a_state and (self._since % SNAPSHOT_EVERY == 0 or self._logged_bytes > MOST_LOGGED_BYTES)
 
     def forget(self, snapshot: ClusterSnapshot) -> bool:
-        """Forgets what a snapshot contains, as it never runs again, once its results are there.
-
-        Returns:
-            Whether so much has come meanwhile that another one is due.
-        """
+        """Forgets closures that a snapshot contains and whose results arrived; returns whether another is due."""
         self._since = 0
         self._void = {c for c in self._void if c >= snapshot.settled}
         skipped = {c for c in self._skipped if c < snapshot.settled or c in snapshot.applied}
@@ -244,11 +197,7 @@ class Closures:
         return bool(contained) and self._logged_bytes > MOST_LOGGED_BYTES
 
     def go_back(self, snapshot: ClusterSnapshot) -> frozenset[int]:
-        """Queues again what a snapshot does not contain.
-
-        Returns:
-            Those at or above `snapshot.settled` that do not run again.
-        """
+        """Queues closures again that a snapshot lacks; returns those from `settled` on that do not run again."""
         done = snapshot.applied | {c for c in self._void if c >= snapshot.settled}
         again = [closure for c, closure in self._known.items() if c >= snapshot.settled and c not in done]
         for closure in again:

@@ -63,10 +63,8 @@ class Coordinator:
     def begin(
         self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
     ) -> None:
-        """Gives each shard its arrays and its packed programs, one for each view, and starts the workers.
-
-        A program is empty if its step updates nothing. The first closure has number `first`.
-        """
+        """Gives each shard its arrays and one packed program for each view, and starts the workers."""
+        # The program of a step that updates nothing is empty. The first closure has number `first`.
         # The first runs last, also after what the program registers from here on. A program may end with
         # closures in flight: their servers are not missed then.
         atexit.register(self._end_if_replaced)
@@ -80,11 +78,7 @@ class Coordinator:
         self._workers.start()
 
     def highest_generation(self) -> int:
-        """Returns the highest history that any shard, or copy of one, has seen; asked before `begin`.
-
-        Raises:
-            ShardLostError: a shard does not answer.
-        """
+        """Returns the highest history that any shard or copy has seen; asked before `begin`."""
         times = self._times
         of_copies = [copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s) for copies in self._copies]
         statuses = [status for each in of_copies for status in each if status is not None]
@@ -112,22 +106,12 @@ class Coordinator:
         exit_status.exit_if_uncaught(self.queue.replaced_by, exit_status.USAGE)
 
     def part(self) -> None:
-        """Waits until every closure is done; what comes after is never mixed with it, also where both are computed again.
-
-        Raises:
-            ClosureError: one of them failed.
-            ShardLostError: a shard has not answered for long.
-        """
+        """Waits until every closure is done, so that later ones never mix with them, also after a rollback."""
         self.queue.join()
         self.queue.handle(Parted(kept=self.snapshots.newest.settled))
 
     def state(self) -> ClusterSnapshot:
-        """Waits until every closure is done; returns the state of all shards after all of them.
-
-        Raises:
-            ClosureError: one of them failed.
-            ShardLostError: a shard does not answer.
-        """
+        """Waits until every closure is done, and returns the state of all shards."""
         while True:
             self.queue.join()
             scheduled, snapshot = self.queue.scheduled, self.snapshots.take()
@@ -161,10 +145,8 @@ class Coordinator:
         self._on_replaced()
 
     def _deliver(self, command: Tell) -> None:
-        """Sends a shard a message until it answers, however long that takes: its watch bounds it.
-
-        A message of an old history is dropped.
-        """
+        """Sends a shard a message until it answers; drops messages of an old history."""
+        # This may take long. The shard's watch bounds it.
         queue, client, refusals = self.queue, self._shards.clients[command.shard], 0
         while not queue.closed.is_set() and command.message.generation == queue.generation:
             try:

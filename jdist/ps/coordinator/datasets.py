@@ -30,25 +30,10 @@ _numbers = itertools.count(1)
 
 class WorkerDataset:
     """A dataset of which each worker reads its own share, made by a function that runs there.
-
-    Iterating gives one `RemoteBatch` for each batch of all workers together, and ends when every worker's share is read. It
-    takes the place of a batch: of a step, or of an argument of a scheduled function.
-
-    Source: `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
-    """
+    Iterating gives one `RemoteBatch` for each worker batch; it stands in for a step's batch."""
 
     def __init__(self, name: str, options: dict[str, Any], connects: Sequence[Callable[[], Channel]], wait_s: float):
-        """Opens it on the workers.
-
-        Args:
-            name: of the function, "module:function".
-            options: those of `distributed_dataset`.
-            connects: makes a channel to each worker.
-            wait_s: how long to wait for a worker that does not answer.
-
-        Raises:
-            DatasetError: a worker cannot make it; with what the worker says.
-        """
+        """Opens the dataset "module:function" on the workers; `options` are those of `distributed_dataset`."""
         self.number, self._wait_s = next(_numbers), wait_s
         self._connects = tuple(connects)
         self.header: Header = {
@@ -74,11 +59,7 @@ class WorkerDataset:
             del batch  # whether the caller still has it is of interest
 
     def ask(self, pipeline: int, method: str, header: Header) -> Header:
-        """Asks the worker whose share it is, or another one if that does not answer.
-
-        Raises:
-            DatasetError: the function failed, with the worker's traceback; or no worker answers.
-        """
+        """Asks the worker that owns the share, or another one if that does not answer."""
         end = time.monotonic() + self._wait_s
         for attempt in itertools.count():
             channel = self._connects[(pipeline + attempt) % len(self._connects)]()
@@ -98,19 +79,11 @@ class WorkerDataset:
 
 
 class DatasetPass:
-    """Hands out the batches of one pass over a dataset.
+    """Hands out the batches of one pass over a dataset."""
 
-    Each worker reads its own share, from its first batch on; another one does so only while that worker is lost. How many
-    batches a share has may be unknown: then workers read ahead to find out, and may be given a batch that turns out not to
-    be there.
-
-    Args:
-        number: of the pass.
-        header: what workers are told of the dataset.
-        spec: shapes and dtypes of a batch.
-        steps: how many batches each share has; None where nobody knows yet.
-        ask: asks for a share, as `WorkerDataset.ask`.
-    """
+    # Each worker reads its own share, from its first batch on; another worker reads it only while
+    # that worker is lost. The number of batches in a share may be unknown. Then workers read ahead
+    # to find out, and may be given a batch that turns out not to exist.
 
     def __init__(
         self,
@@ -172,11 +145,7 @@ class DatasetPass:
             self._taken[most] += self._known[most] > self._taken[most]
 
     def use(self, batch: RemoteBatch, pending: Pending) -> None:
-        """Gives a batch to a call.
-
-        Raises:
-            DatasetError: another call has it.
-        """
+        """Gives a batch to a call; refuses a batch that another call has."""
         with self._lock:
             before = batch.pending
             if before is not None and not (before.done and isinstance(before.error, ClosureCancelledError)):
@@ -187,19 +156,8 @@ class DatasetPass:
             batch.pending = pending
 
     def take(self, batch: RemoteBatch, worker: int, lost: Collection[int]) -> BatchName | None:
-        """Names the batch that a worker is to read: the same one as before, or the next of its own share.
-
-        Args:
-            batch: what was given to a call.
-            worker: which.
-            lost: workers whose shares others read.
-
-        Returns:
-            The name; None if it is for another worker to read.
-
-        Raises:
-            DatasetError: no worker has one left, as the dataset has fewer than it said.
-        """
+        """Names the batch that a worker must read: the one named before, or the next of its own share."""
+        # None if another worker must read it. Other workers read the shares of `lost` ones.
         with self._lock:
             if batch.name is not None and self._may_be_there(batch.name):
                 return batch.name if batch.name[2] in (worker, *lost) else None
@@ -239,16 +197,11 @@ class DatasetPass:
 
 
 class RemoteBatch:
-    """A batch that a worker will read; stands for the whole tree of it.
-
-    Attributes:
-        of_pass: the pass over a dataset that it belongs to.
-        name: which one, once a worker had it; it stays the same if another computes it again.
-        pending: the results of the call that it was given to; None before.
-    """
+    """A batch that a worker will read; stands for its full tree."""
 
     def __init__(self, of_pass: DatasetPass):
         self.of_pass = of_pass
+        # Set once a worker had it; stays the same if another worker computes it again.
         self.name: BatchName | None = None
         self.pending: Pending | None = None
 
@@ -267,14 +220,7 @@ class RemoteBatch:
 
 
 def name_of_function(fn: Any) -> str:
-    """Returns the name by which a worker finds a function.
-
-    Args:
-        fn: a function of a module, or "module:function".
-
-    Raises:
-        DatasetError: it has none; says how to give it one.
-    """
+    """Returns the "module:function" by which a worker finds a function."""
     if isinstance(fn, str):
         if not all(fn.partition(":")):
             raise DatasetError(f"the dataset function is {fn!r}; a name is 'package.module:function'")
@@ -302,14 +248,8 @@ def name_of_function(fn: Any) -> str:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
-    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part.
-
-    Returns:
-        `(leaves, treedef, (first, count) of the leaves that are its, it)`; these leaves are structs.
-
-    Raises:
-        DatasetError: there are two of them.
-    """
+    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part. Returns `(leaves,
+    treedef, (first, count) of the batch's leaves, the batch)`."""
     nodes, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, RemoteBatch))
     batches = [(i, x) for i, x in enumerate(nodes) if isinstance(x, RemoteBatch)]
     if not batches:

@@ -11,10 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers an interrupt to the end of the block, which must be short.
-
-    Only the main thread is interrupted; in others this does nothing.
-    """
+    """Defers an interrupt of the main thread to the end of the block, which must be short."""
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(handler):
         yield

@@ -27,16 +27,9 @@ def draw_servers(
     layout: Layout | None = None,
     backups: bool = False,
 ) -> StatePicture:
-    """Draws the processes of a parameter server, and which of them has which part of a state.
-
-    Args:
-        workers: what to call each worker beside its number: its address.
-        ps: the same of the parameter servers.
-        shapes: the state, as a tree of shapes; None: the processes alone.
-        here: which of its leaves, by number, this process keeps.
-        layout: of the state over the servers; None while it is on none.
-        backups: whether each server keeps a backup of the shard of the one before it.
-    """
+    """Draws the processes of a parameter server, and the parts of a state that each has."""
+    # `here`: numbers of the leaves that this process keeps. `backups`: each server keeps a backup
+    # of the shard of the server before it.
     title = f"parameter_server: {counted(len(workers), 'worker')}, {counted(len(ps), 'server')}"
     paths = [
         (jax.tree_util.keystr(path).removeprefix(".") or "itself", x) for path, x in jax.tree.leaves_with_path(shapes)

@@ -125,12 +125,7 @@ class RemoteState(OnServers):
 
 
 class RemotePart(OnServers):
-    """One of several states that live on parameter servers together.
-
-    Attributes:
-        whole: all of them.
-        index: its place there.
-    """
+    """One of several states that live on parameter servers together."""
 
     def __init__(self, whole: RemoteState, index: int):
         self.whole, self.index = whole, index

@@ -17,19 +17,13 @@ _CALLS = threading.local()
 
 
 class Pending:
-    """The results of one closure. They arrive once, and again where a rollback has discarded what they were computed from.
-
-    Args:
-        cancel: cancels closures that no worker has had; returns whether it could.
-
-    Attributes:
-        number: the closure's; None while it waits for its arguments.
-        was_there: whether they have arrived at all, also if they were discarded since then.
-    """
+    """The results of one closure; they arrive again if a rollback has discarded the state behind them."""
 
     def __init__(self, cancel: Callable[[Sequence[Pending]], bool] | None = None):
+        # None while the closure waits for its arguments.
         self.number: int | None = None
         self._cancel = cancel
+        # `was_there` stays true after a rollback discards the results.
         self._is_there = self.was_there = False
         self._woken = threading.Event()  # those who wait; also in vain
         self._lock = threading.Lock()
@@ -75,13 +69,7 @@ class Pending:
         call()
 
     def wait(self, timeout_s: float | None) -> list[Any]:
-        """Waits for the results, and returns them.
-
-        Raises:
-            TimeoutError: they have not arrived within `timeout_s`.
-            ClosureError: the closure failed.
-            ShardLostError: a parameter server is gone.
-        """
+        """Waits for the results and returns them, or raises the closure's error."""
         if not self._woken.wait(timeout_s):
             raise TimeoutError(
                 f"closure {self.number} is not done after {timeout_s:g} s; it goes on. Wait longer, or without `timeout_s`."

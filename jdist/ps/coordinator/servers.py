@@ -31,24 +31,17 @@ _QUIET_S = 5.0  # who waits longer for the servers says so, and is content with 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Servers:
-    """The processes that a session uses.
-
-    Attributes:
-        workers: addresses of the workers.
-        ps: addresses of the parameter servers.
-        connect: from an address to a channel.
-        close: ends what was started for the job.
-        leave: has `close` leave others alone: they are another job's.
-        processes: gives the process ids of what was started: the parameter servers, then the workers.
-        running_workers: gives those of the workers that have not ended.
-    """
+    """The processes that a session uses."""
 
     workers: tuple[str, ...]
     ps: tuple[str, ...]
-    connect: Callable[[str], Channel]
-    close: Callable[[], None]
+    connect: Callable[[str], Channel]  # from an address to a channel
+    close: Callable[[], None]  # ends everything that was started for the job
+    # makes `close` spare the other processes: they belong to another job
     leave: Callable[[], None] = lambda: None
+    # process ids of the started servers, then workers
     processes: Callable[[], tuple[int, ...]] = tuple
+    # process ids of the started workers that have not ended
     running_workers: Callable[[], tuple[int, ...]] = tuple
 
     @property
@@ -58,22 +51,14 @@ class Servers:
 
 
 def cluster_of_environment() -> ClusterSpec | None:
-    """Returns the cluster that the environment describes; None for one process by itself.
-
-    Raises:
-        ClusterConfigError: see `jdist.cluster.resolve`.
-    """
+    """Returns the cluster that the environment describes; None for a single process."""
     spec = resolve(os.environ)
     alone = spec.num_processes <= 1 and spec.num_ps == 0 and spec.task_type in ("chief", "worker")
     return None if alone else spec
 
 
 def check_place(spec: ClusterSpec) -> None:
-    """Refuses a cluster without workers or servers, or in which this process does not coordinate.
-
-    Raises:
-        StrategyError: says which.
-    """
+    """Refuses a cluster without workers or servers, or in which this process does not coordinate."""
     example = '{"chief": ["c:2222"], "worker": ["a:2222", "b:2222"], "ps": ["d:2222"]}'
     for job, name in (("worker", "workers"), ("ps", "parameter servers")):
         if not spec.jobs.get(job):
@@ -95,22 +80,10 @@ def check_place(spec: ClusterSpec) -> None:
 
 
 def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
-    """Returns the servers of a cluster, once all parameter servers and a worker are there and let each other in.
-
-    The other workers may come later, at any time: a coordinator that starts again need not wait for one that is gone.
-
-    Args:
-        spec: the cluster, checked by `check_place`.
-        insecure: whether they may be beyond this machine without TLS and token.
-        keep: whether they go on when this program is done.
-        start_timeout_s: how long to wait for them.
-
-    Raises:
-        ClusterConfigError: a file of the certificates is not right.
-        StrategyError: they lack protection.
-        ClusterError: one refuses this process, or a worker is refused by a parameter server.
-        ClusterTimeoutError: no worker, or not all parameter servers, were there in time.
-    """
+    """Returns a cluster's servers once all parameter servers and one worker answer and trust each other."""
+    # The other workers may come later: a restarted coordinator must not wait for a lost worker.
+    # `insecure` allows other machines without TLS and token; with `keep` the servers outlive this
+    # program.
     security = read_security(os.environ)
     workers, ps = (tuple(a for a in spec.jobs[job] if a is not None) for job in ("worker", "ps"))
     wrong = open_to_others((*workers, *ps), security)
@@ -140,14 +113,7 @@ def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_time
 def _look_for(
     workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]
 ) -> tuple[list[str], bool]:
-    """Looks for all servers, from here and from each worker.
-
-    Returns:
-        `(lines, can_begin)`: which cannot be reached yet, and why; whether the job can begin without them.
-
-    Raises:
-        ClusterError: one never will.
-    """
+    """Probes all servers, from here and from each worker; returns `(unreachable, with reasons; can_begin)`."""
     everyone = [*ps, *workers]
     reached = dict(zip(everyone, reach_all(everyone, security, _CALL_S), strict=True))
     seen = [(names[a], trouble) for a, trouble in reached.items()]
@@ -245,12 +211,7 @@ def _close(channels: list[RpcChannel]) -> None:
 
 
 def devices_of_workers(servers: Servers, times: Times) -> int:
-    """Asks the workers, of which one is enough; the others may come later, with as many.
-
-    Raises:
-        StrategyError: they have different numbers of devices.
-        ClusterError: none answers.
-    """
+    """Asks the workers for their number of devices; one answer is enough, later workers must have as many."""
     end = time.monotonic() + times.ps_timeout_s
     with ThreadPoolExecutor(len(servers.workers), "jdist-devices") as pool:
         while True:

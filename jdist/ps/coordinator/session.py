@@ -38,12 +38,9 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PsOptions:
-    """How a state is laid out over the servers, travels and is updated; see `jdist.parameter_server`.
+    """Layout, transport and update options of a state; see `jdist.parameter_server`."""
 
-    Attributes:
-        on_worker: from a worker's number of devices to the strategy that its part of a step is traced under.
-    """
-
+    # from a worker's number of devices to the strategy that traces its part of a step
     on_worker: Callable[[int], Strategy]
     partitioner: Partitioner
     placement: Placement
@@ -57,13 +54,7 @@ class PsOptions:
 
 
 class Session:
-    """Lays states out over servers, and schedules steps and functions of one strategy.
-
-    Args:
-        servers: the workers and parameter servers, or a function that starts them when they are first needed.
-        options: how states are laid out, travel and are updated.
-        counts: how many workers and parameter servers that function starts, for pictures.
-    """
+    """Lays states out over servers, and schedules steps and functions of one strategy."""
 
     def __init__(
         self, servers: Servers | Callable[[], Servers], options: PsOptions, *, counts: tuple[int, int] = (0, 0)
@@ -96,12 +87,7 @@ class Session:
 
     @functools.cached_property
     def on_worker(self) -> Strategy:
-        """The strategy of a worker's part of a step: mirrored over its devices, whose number workers are asked for.
-
-        Raises:
-            StrategyError: the workers have different numbers of devices.
-            ClusterError: a worker does not answer.
-        """
+        """The strategy of a worker's part of a step: mirrored over the devices that the workers report."""
         count = devices_of_workers(self.servers, self.options.times)
         if self.options.is_sync and count > 1:
             raise StrategyError(
@@ -122,11 +108,7 @@ class Session:
         )
 
     def show(self, state: RemoteState | None) -> StatePicture:
-        """Shows the workers and servers, and which part of a state each holds; starts nothing.
-
-        Raises:
-            StrategyError: the state was on servers that have been closed.
-        """
+        """Shows the workers and servers, and the part of a state that each holds; starts nothing."""
         with self._lock:
             if self._servers is not None:
                 workers, ps = self._servers.workers, self._servers.ps
@@ -154,15 +136,10 @@ class Session:
     def schedule(
         self, state: RemoteState, function: StepFunction, arguments: Sequence[Any], reads: RemoteBatch | None = None
     ) -> list[Pending]:
-        """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
-
-        A step that only reads waits for those that update, and they for it: it reads the state after all steps before it. Over
-        several servers two steps wait for each other, too, if they update in different ways a leaf of which every server has a
-        copy (`colocation.in_turn`).
-
-        Returns:
-            The closures' results, when they are there.
-        """
+        """Schedules the closures of a call of a step; moves the state to the servers first if necessary."""
+        # A step that only reads waits for those that update, and they for it: it reads the state
+        # after all earlier steps. Over several servers, two steps also wait for each other if they
+        # update in different ways a leaf of which every server has a copy (`colocation.in_turn`).
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
             identities = [step.identity for step in steps]
@@ -187,17 +164,7 @@ class Session:
         arguments: Sequence[Any],
         reads: RemoteBatch | None = None,
     ) -> Pending:
-        """Schedules a closure of a function that has no part in the state.
-
-        Args:
-            key: names the function.
-            make: gives it, if it is not known yet.
-            arguments: the closure's.
-            reads: the batch that the worker reads for it.
-
-        Returns:
-            The closure's results, when they are there.
-        """
+        """Schedules a closure of a function that has no part in the state; `make` gives a new `key` its function."""
         with self._lock:
             if self._coordinator is None:
                 self._coordinator = self._make_coordinator([])
@@ -235,11 +202,7 @@ class Session:
         return coordinator is None or coordinator.queue.done
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]:
-        """Returns the leaves of a state, after every closure.
-
-        Raises:
-            StrategyError: it was on servers that have been closed.
-        """
+        """Returns the leaves of a state, after every closure."""
         self.join()
         with self._lock:
             if self._coordinator is None or self._layout is None or state is not self._state:

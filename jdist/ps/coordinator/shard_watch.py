@@ -35,17 +35,10 @@ Status = dict[str, Any]
 
 
 class ShardWatch:
-    """Asks a shard every second who it is.
+    """Asks a shard every second for its identity."""
 
-    A shard that does not answer keeps everybody waiting, and nothing is lost by that; one that answers under another
-    incarnation has an empty memory.
-
-    Args:
-        client: how to reach it.
-        queue: hears whether the shard is given up.
-        on_status: takes the history that the shard has, and who began it.
-        on_memory_lost: takes the shard's number once its memory is empty.
-    """
+    # While a shard does not answer, everybody waits, but nothing is lost. A shard that answers
+    # under another incarnation has lost its memory.
 
     def __init__(
         self,
@@ -63,11 +56,8 @@ class ShardWatch:
         self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
 
     def start(self) -> None:
-        """Notes who the shard is, before it is given its state, as who comes in its place later is another; and watches it.
-
-        Raises:
-            ShardLostError: it does not answer.
-        """
+        """Notes the shard's incarnation, before it gets its state, and starts the watch."""
+        # A process that takes its place later has another incarnation.
         self._incarnation = self._client.status()["incarnation"]
         self._thread.start()
 
@@ -92,14 +82,7 @@ class ShardWatch:
 
 
 class CopiesWatch:
-    """Asks both copies of a shard every second who they are, and does what `leadership` makes of it.
-
-    Args:
-        copies: where they are.
-        queue: hears whether the shard is given up.
-        on_status: takes the history that a copy has, and who began it.
-        on_memory_lost: takes the shard's number once no copy has its state.
-    """
+    """Asks both copies of a shard every second for their identity, and acts as `leadership` decides."""
 
     def __init__(
         self,
@@ -124,11 +107,7 @@ class CopiesWatch:
         ]
 
     def start(self) -> None:
-        """Has the first copy lead, or the second where there is no first one, and starts the watch.
-
-        Raises:
-            ShardLostError: neither answers.
-        """
+        """Makes the first copy lead, or the second if the first is missing, and starts the watch."""
         times = self._times
         first, second = self._copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s)
         self._channels = [self._copies.connected(copy) for copy in (0, 1)]
@@ -273,17 +252,9 @@ def _ask_again_and_again(
     on_failure: Callable[[CallFailed, float], None] = lambda exc, silent_s: None,
     leads: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Asks a server who it is, until the queue is closed.
-
-    Args:
-        ask: asks, for so many seconds.
-        shard: the number of the server's shard, which is found again when the server answers after it was given up.
-        queue: hears that.
-        on_status: takes each answer.
-        give_up: is called once it has not answered for long, or refuses the token; with why, and since when.
-        on_failure: is called after each question without an answer, as well.
-        leads: whether the shard waits for this server; else for its other copy.
-    """
+    """Asks a server for its identity until the queue is closed."""
+    # `give_up` is called once the server has been silent for long or refuses the token. `leads`:
+    # whether the shard waits for this server rather than for its other copy.
     answered_at_s, was_given_up = time.monotonic(), False
     while not queue.closed.is_set():
         try:
@@ -317,13 +288,7 @@ def _refuses(exc: CallFailed) -> bool:
 
 
 def _lost_error(exc: CallFailed, silent_s: float, more: str = "") -> ShardLostError:
-    """Says of a server that is given up what is wrong, and how to mend it.
-
-    Args:
-        exc: why the last question failed.
-        silent_s: since when it has not answered.
-        more: what else is to be said of it.
-    """
+    """Makes the error for a server that is given up: the fault, its start and the remedy."""
     what = "refuses the token" if _refuses(exc) else f"has not answered for {silent_s:.0f} s: {exc.why}"
     mend = " with this job's." if _refuses(exc) else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
     return ShardLostError(f"the parameter server {exc.peer} {what}{more}. Start it again{mend}")

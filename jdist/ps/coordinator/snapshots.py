@@ -23,18 +23,9 @@ ANSWER_S = 3.0  # less than a shard stays frozen (`ShardServer`)
 
 
 class Snapshots:
-    """Takes snapshots while the job goes on.
+    """Takes snapshots while the job goes on."""
 
-    Args:
-        routes: says where the leader of each shard is.
-        threads: takes those that are due: a thread of its own, as a snapshot waits until lost workers' closures are sorted
-            out, which other threads do.
-        give_up_s: how long it may take until the shards agree on one.
-
-    Attributes:
-        newest: the one to which all shards go back when one of them loses its memory; changes with the queue's lock held.
-    """
-
+    # all shards go back to this one if one loses its memory; changes with the queue's lock held
     newest: ClusterSnapshot
 
     def __init__(
@@ -47,16 +38,14 @@ class Snapshots:
         give_up_s: float,
     ):
         self._shards, self._queue, self._routes, self._give_up_s = shards, queue, routes, give_up_s
+        # A thread of its own takes due snapshots: a snapshot waits until lost workers' closures are
+        # sorted out, which other threads do.
         self._threads = threads
         self._taking, self._number = threading.Lock(), 0
         self._is_due = False
 
     def take(self) -> ClusterSnapshot:
-        """Takes a snapshot of all shards as they are now; it is the newest from now on.
-
-        Raises:
-            ShardLostError: a shard does not answer.
-        """
+        """Takes a snapshot of all shards now; it becomes the newest."""
         queue, begun_s, failed = self._queue, time.monotonic(), None
         while True:
             routes = self._routes()
@@ -143,26 +132,12 @@ def take_snapshot(
     is_wanted: Callable[[], bool],
     timeout_s: float = 2.0,
 ) -> tuple[ClusterSnapshot | None, frozenset[int]]:
-    """Takes a snapshot while the job goes on.
-
-    All shards are frozen: what is staged on all of them is still committed, nothing else is admitted. Once they say that
-    the same closures are applied, their arrays are such a cut. They are referred to, not copied; the shards are thawed
-    before these are read.
-
-    Args:
-        number: of the snapshot; higher than of all before it.
-        generation: their history.
-        settled: closures below this number are applied on all of them.
-        is_wanted: asked before each try; a rollback meanwhile makes the snapshot void.
-        timeout_s: how long they are held while they disagree, as they do in the middle of a commit.
-
-    Returns:
-        `(snapshot, disputed)`. The snapshot is None if the shards began another history, if it was gone before it was read, or
-        if they did not agree in time; then `disputed` are the closures that some had applied and others not.
-
-    Raises:
-        ShardLostError: a shard does not answer.
-    """
+    """Takes a snapshot while the job goes on; returns `(snapshot or None, disputed closures)`."""
+    # All shards are frozen: closures staged on all of them are still committed, no others are
+    # admitted. Once they report the same applied closures, their arrays are a consistent cut. The
+    # cut refers to the arrays without a copy; the shards thaw before it is read. No snapshot: the
+    # shards began another history, the cut was gone before it was read, or they did not agree in
+    # time. `disputed` closures are then applied on some shards only.
     sender: dict[str, Any] = {"generation": generation}
     end, cuts, disputed = time.monotonic() + timeout_s, [], frozenset[int]()
 
@@ -179,6 +154,7 @@ def take_snapshot(
     ask()  # so that none is frozen while another does not answer
     try:
         ask(Freeze(**sender, number=number))
+        # A rollback makes the snapshot void. Shards disagree in the middle of a commit.
         while is_wanted() and time.monotonic() < end:
             answers = [answer for (answer,) in ask(Snapshot(**sender, number=number))]
             if not all(isinstance(answer, Cut) for answer in answers):

@@ -234,10 +234,9 @@ class WorkerLink:
         return True
 
     def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
-        """Asks the worker which servers do not answer it.
-
-        Returns `(why, is_cut)`: a sentence, "" if it reaches all; and whether these answer this process, so that links are cut.
-        """
+        """Asks the worker which servers do not answer it; returns `(why, is_cut)`."""
+        # `why` is "" if it reaches all. `is_cut`: the missing servers answer this process, so links
+        # are cut.
         timeout_s = min(REACH_S, self._times.lost_after_s)
         answer, _ = channel.call("unreached", {"timeout_s": timeout_s}, timeout_s=timeout_s + self._times.lost_after_s)
         servers = answer["unreached"]

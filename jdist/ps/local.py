@@ -28,25 +28,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class LocalCluster:
-    """Processes of `jdist serve` on loopback; they end with this process, however it ends, and not before.
-
-    Attributes:
-        workers: addresses of the workers.
-        ps: addresses of the parameter servers.
-        token: the secret that all of them share.
-    """
+    """Processes of `jdist serve` on loopback; they end with this process, however it ends, and not before."""
 
     def __init__(self, *, workers: int, ps: int, devices_per_worker: int | None = None):
-        """Starts them, and waits until they listen.
-
-        Args:
-            workers: how many workers.
-            ps: how many parameter servers.
-            devices_per_worker: virtual CPU devices of each worker; None: what JAX finds.
-
-        Raises:
-            LaunchError: one of them did not come up; says what it wrote.
-        """
+        """Starts the processes, and waits until they listen."""
+        # `devices_per_worker` counts virtual CPU devices; None: all devices that JAX finds.
         self.token = secrets.token_hex(16)
         self._processes: list[subprocess.Popen[str]] = []
         self._closed = threading.Event()

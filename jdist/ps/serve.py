@@ -32,12 +32,7 @@ _REACH_S = 5.0
 
 
 def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
-    """Returns what to be and where to listen: as the flags say, else as TF_CONFIG does.
-
-    Raises:
-        ClusterConfigError: TF_CONFIG is not right.
-        LaunchError: nothing says it, the role is none, or TF_CONFIG says that this process is no server.
-    """
+    """Returns the role and the listening address: from the flags, else from TF_CONFIG."""
     spec = None if role is not None and address is not None else tf_config(environ)
     if role is not None and role not in (WORKER, PS):
         raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
@@ -76,11 +71,10 @@ def serve(
     script: str | None = None,
     leave: Callable[[int], object] = lambda code: None,
 ) -> int:
-    """Serves until the coordinator ends it, or nobody has called for `grace_s`; returns the exit code, 0 or 75.
-
-    With `with_parent` it ends with its parent process instead. The flags of `jdist serve` document the arguments.
-    Where a call still runs at the end, `leave` ends the process by an exit code: the interpreter's own end would abort it.
-    """
+    """Serves until the coordinator ends it, or nobody has called for `grace_s`; returns exit code 0 or 75."""
+    # With `with_parent` it ends with its parent process instead. The flags of `jdist serve`
+    # document the arguments. If a call still runs at the end, `leave` ends the process by an exit
+    # code: the interpreter's own end would abort it.
     if not grace_s > 0:  # NaN is not, either
         raise LaunchError(f"--grace-s is {grace_s:g}; it must be a number of seconds above 0.")
     if script is not None and not Path(script).is_file():

@@ -40,21 +40,14 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    """The batches and other arguments of a call.
+    """The batches and other arguments of a call."""
 
-    Attributes:
-        shapes: of all of them.
-        treedef: of `(batches, others)`.
-        sent: the arrays that go with its closure.
-        place: which of the arguments the worker reads itself: the first one, and how many.
-        reads: the batch that they are.
-    """
-
-    shapes: list[Any]
-    treedef: Any
-    sent: list[Any]
+    shapes: list[Any]  # of all of them
+    treedef: Any  # of `(batches, others)`
+    sent: list[Any]  # the arrays that travel with its closure
+    # the arguments that the worker reads itself: the first, and how many
     place: tuple[int, int] | None
-    reads: RemoteBatch | None
+    reads: RemoteBatch | None  # the batch that these are
 
     @classmethod
     def of(cls, batches: PyTree, others: PyTree) -> _Arguments:
@@ -68,13 +61,7 @@ class _Arguments:
 
 
 class PsStep(Distributed):
-    """A step under a parameter server; `jdist.distribute` makes it.
-
-    Attributes:
-        strategy: the strategy it runs under.
-        options: the options of `jdist.distribute`.
-        last_state: the handle of the state that the newest call returned; None before the first.
-    """
+    """A step under a parameter server; `jdist.distribute` makes it."""
 
     def __init__(self, strategy: Strategy, job: Session, step: Step, options: StepOptions):
         self.__name__ = "the step"
@@ -119,11 +106,7 @@ class PsStep(Distributed):
         return _result(states, outputs, traced, passed, turn)
 
     def _find(self, state: PyTree) -> tuple[RemoteState, tuple[int, ...] | None]:
-        """Finds the handle of the state on the servers, and which of its parts the step takes; None: all of it, as it is.
-
-        Raises:
-            StepError: the states are parts of different ones.
-        """
+        """Finds the handle of the state on the servers, and the parts that the step takes; None: all of it."""
         states = state if self.options.num_states > 1 else (state,)
         states = tuple(x.joined or x if isinstance(x, RemoteState) else x for x in states)
         parts = [x for x in states if isinstance(x, RemotePart)]
@@ -185,11 +168,7 @@ class PsStep(Distributed):
         return states[0] if len(states) == 1 else states
 
     def wait(self) -> None:
-        """Waits for every call.
-
-        Raises:
-            ClosureError: one of them failed; what was in the queue is cancelled.
-        """
+        """Waits for every call; raises if one failed. The error cancels the queue."""
         self._job.join()
 
     @property
@@ -202,11 +181,7 @@ class PsStep(Distributed):
         return self._left_out
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Refuses: there is no one program to lower.
-
-        Raises:
-            StepError: always.
-        """
+        """Refuses: there is no single program to lower."""
         raise StepError(
             f"{self.__name__}.lower: under a parameter server a step is several programs, on workers and servers. Lower it "
             "under `jdist.one_device()`: a worker's program is that step's without the update."

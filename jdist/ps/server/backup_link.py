@@ -26,37 +26,29 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class BackupLink:
-    """A leader's link to its backup, in one term. Its three functions are called with the lock held.
-
-    Args:
-        channel: to the backup.
-        term: the leader's.
-        incarnation: the backup's; another process in its place takes nothing, until the coordinator knows of it.
-        lock: the leader's, notified of news.
-        state: returns the last entry's number and the state after it; None while pushes wait at the shard.
-        acknowledged: called with an entry's number once the backup holds all up to it, and with whether it has caught up.
-        deposed: called with the term under which another copy leads.
-
-    Attributes:
-        incarnation: as above.
-        behind_bytes: the arrays of entries that the backup does not hold yet.
-    """
+    """A leader's link to its backup, in one term; its functions are called with the lock held."""
 
     def __init__(
         self,
         channel: Channel,
         *,
+        # The leader's; the lock is the leader's as well, notified of news.
         term: int,
+        # The backup's. A process in its place takes nothing until the coordinator knows of it.
         incarnation: str,
         lock: threading.Condition,
+        # The last entry's number and the state after it; None while pushes wait at the shard.
         state: Callable[[], tuple[int, ShardState] | None],
+        # The number up to which the backup holds all entries; whether it has caught up.
         acknowledged: Callable[[int, bool], None],
+        # The term under which another copy leads.
         deposed: Callable[[int], None],
     ):
         self._channel, self._term, self._lock = channel, term, lock
         self._state, self._acknowledged, self._deposed = state, acknowledged, deposed
         self.incarnation = incarnation
         self._entries: collections.deque[tuple[int, Header, list[Any]]] = collections.deque()
+        # The arrays of entries that the backup does not hold yet.
         self.behind_bytes = 0
         self._closed = threading.Event()
         self._copy_is_due = True

@@ -16,14 +16,9 @@ LARGE_BYTES = 1 << 20  # below which `release_arguments` takes longer than it is
 
 
 def keep_freed_memory() -> bool:
-    """Has freed memory stay with this process, to be used again at the next step.
-
-    By default glibc gives large blocks back at once, and each step gets them anew, page by page: that costs more than to
-    compute gradients in them.
-
-    Returns:
-        Whether the C library has these settings; only glibc does.
-    """
+    """Makes freed memory stay with this process for the next step; returns whether glibc could."""
+    # By default glibc returns large blocks at once, and each step gets them page by page again.
+    # That costs more than to compute gradients in them.
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError) as exc:
@@ -37,8 +32,7 @@ _nothing = jax.jit(lambda x: x)
 
 
 def release_arguments() -> None:
-    """Has JAX release the numpy arguments of programs that have ended, which it does at the next call of any program.
-
-    A server calls it before it takes memory for the next gradients, or it would hold two of them.
-    """
+    """Makes JAX release the numpy arguments of ended programs, which it does at the next program call."""
+    # Called before a server takes memory for the next gradients; otherwise it would hold two of
+    # them.
     _nothing(np.int8(0))

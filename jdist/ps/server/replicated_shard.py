@@ -35,13 +35,9 @@ class _NotLeader(Exception):
 
 
 class ReplicatedShard:
-    """A shard server with a role: it leads, with a backup or alone, or is the backup. Without terms it serves as it is.
+    """A shard server with a role: leader (with or without a backup) or backup. Without terms it serves unchanged."""
 
-    Args:
-        connect: from a server's address to a channel.
-        allow: as for `ShardServer`.
-        wait_s: how long an answer waits for the backup before its call fails.
-    """
+    # `wait_s`: how long an answer waits for the backup before its call fails.
 
     def __init__(self, connect: Callable[[str], Channel], *, allow: Sequence[str] = (), wait_s: float = 60.0):
         self._connect, self._wait_s = connect, wait_s
@@ -125,11 +121,9 @@ class ReplicatedShard:
     def _run_as_leader(
         self, run: Callable[..., tuple[Header, list[Any]]], header: Header, arrays: list[np.ndarray]
     ) -> tuple[Header, list[Any]]:
-        """Runs a call, and returns its answer once the backup holds the state that it tells of.
-
-        A shard that has lost its memory meanwhile, or that another led for a while, must not answer: what the call has changed
-        is not in its state any more, and nobody else may have it.
-        """
+        """Runs a call, and returns its answer once the backup holds the state that the answer reports."""
+        # A shard that has lost its memory meanwhile, or that another copy led for a while, must not
+        # answer: its state lacks the effect of the call, and perhaps every copy does.
         with self._lock:
             if header.get("led") and self._role.name != "leads":
                 return {"moved": self._role.term}, []

@@ -60,10 +60,9 @@ def _nothing(*_: Any) -> None:
 
 
 class ShardServer:
-    """One shard: the machine's state, its arrays and programs, and the methods that a transport serves.
+    """One shard: the state machine, its arrays and programs, and the methods that a transport serves."""
 
-    The hooks are for `ReplicatedShard`, and are called with the lock held.
-    """
+    # The hooks are for `ReplicatedShard`, and are called with the lock held.
 
     def __init__(
         self,
@@ -239,11 +238,9 @@ class ShardServer:
     # What the machine says, done
 
     def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
-        """Hands a message to the machine; returns the call's name, under which it is answered now or later.
-
-        Raises:
-            OutOfFilesError: nothing is changed yet. Within an update, XLA's own error would come half-way.
-        """
+        """Hands a message to the machine; returns the call's name, under which it is answered now or later."""
+        # OutOfFilesError comes before any change. Inside an update, XLA's own error would come
+        # half-way.
         if not isinstance(message, Pull):
             check_files()
         call = self._name()
@@ -305,10 +302,8 @@ class ShardServer:
         self._rounded.update(zip([i for i in plan.rounded if i < n], new[n:], strict=True))
 
     def _reset(self) -> None:
-        """Empties the shard after an update that failed half-way, for lack of memory perhaps: no version names its state.
-
-        It is then as one that was killed and started again: empty, and under another incarnation.
-        """
+        """Empties the shard after an update that failed half-way: no version names its state."""
+        # It then looks like a shard that was killed and restarted: empty, with another incarnation.
         self.incarnation = secrets.token_hex(8)
         self.replace(ShardState(shard=Shard()), [])
         self._on_reset()
@@ -369,12 +364,7 @@ class ShardServer:
 
 @jax.jit
 def _weighted(weights: list[jax.Array], gradients: list[list[jax.Array]]) -> list[jax.Array]:
-    """Returns weighted sums, `wire.wide`; of integers the exact mean (`wire.mean_of_integers`), of flags the first.
-
-    Args:
-        weights: for each array, the weight of each push.
-        gradients: the arrays of each push.
-    """
+    """Returns weighted sums, `wire.wide`; the exact mean of integers, the first of flags."""
 
     def one(weights: jax.Array, *values: jax.Array) -> jax.Array:
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):

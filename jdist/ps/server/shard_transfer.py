@@ -17,56 +17,36 @@ from jdist.ps.transport.interface import Header
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardState:
-    """A shard's whole state; `plan` is None if it was never restored.
+    """A shard's full state; `plan` is None if it was never restored."""
 
-    Attributes:
-        shard: the machine's state; nothing waits there.
-        plan: what the shard keeps.
-        kept: its arrays.
-        packed: its programs.
-        held: what the machine's names stand for.
-    """
-
-    shard: Shard
+    shard: Shard  # the machine's state; nothing waits there
     plan: ShardPlan | None = None
     kept: Sequence[Any] = ()
     packed: Sequence[np.ndarray] = ()
+    # the values of the machine's names
     held: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedClosure:
-    """A closure that is staged, or applied and not settled; fields as in `shard.Staged`, but for these.
-
-    Attributes:
-        closure: its number.
-        is_applied: which of the two.
-        pushed: the name of its arrays among what travels; None if there are none.
-        returned: the same of its result.
-    """
+    """A closure that is staged, or applied and not settled; other fields as in `shard.Staged`."""
 
     WIRE_NAME: ClassVar = "Entry"
 
     closure: int
-    is_applied: bool
+    is_applied: bool  # else staged
     worker: int | None
     epoch: int = 0
     attempt: int = 0
     base: int = 0
     weight: float = 1.0
-    pushed: int | None = None
-    returned: int | None = None
+    pushed: int | None = None  # names its arrays in the transfer; None: it has none
+    returned: int | None = None  # names its result, in the same way
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedShard:
-    """The header with which a shard's arrays travel; fields as in `shard.Shard`, but for these.
-
-    Attributes:
-        entries: the closures that are staged or applied.
-        held: for each name its view, or -1 for a result, and a result's bytes.
-        programs: bytes of each program.
-    """
+    """The header with which a shard's arrays travel; other fields as in `shard.Shard`."""
 
     WIRE_NAME: ClassVar = "Whole"
 
@@ -78,8 +58,9 @@ class PackedShard:
     fences: tuple[tuple[int, int], ...]
     entries: tuple[PackedClosure, ...]
     counts: Counts
+    # for each name its view, or -1 for a result, and a result's bytes
     held: tuple[tuple[int, int, int], ...]
-    programs: tuple[int, ...]
+    programs: tuple[int, ...]  # size of each program in bytes
 
 
 def pack_shard(state: ShardState) -> tuple[Header, list[Any]]:
@@ -124,11 +105,7 @@ def pack_shard(state: ShardState) -> tuple[Header, list[Any]]:
 
 
 def expected(header: Header) -> list[Spec]:
-    """Returns the specs of the arrays that travel with a header.
-
-    Raises:
-        WireError: it is no such header.
-    """
+    """Returns the specs of the arrays that travel with a header."""
     packed, plan = _read(header)
     specs = [] if plan is None else list(plan.kept)
     specs += [_bytes(size) for size in packed.programs]
@@ -140,11 +117,7 @@ def expected(header: Header) -> list[Spec]:
 
 
 def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> ShardState:
-    """Returns the state that has travelled.
-
-    Raises:
-        WireError: it is no such header.
-    """
+    """Returns the state that was transferred."""
     packed, plan = _read(header)
     rest = iter(arrays)
     kept = [next(rest) for _ in (() if plan is None else plan.kept)]

@@ -36,25 +36,12 @@ _STOP_S = 3.0
 
 
 class BulkServer:
-    """Answers calls over data connections.
-
-    Attributes:
-        port: the port that it listens on.
-    """
+    """Answers calls over data connections."""
 
     def __init__(self, host: str, answer: Callable[..., tuple[Header, Arrays]], *, security: Security, port: int = 0):
-        """Listens.
-
-        Args:
-            host: an address of this machine.
-            answer: `(stream, make_room) -> (header, arrays)`: receives one call from a stream and carries it out. A call with
-                many bytes calls `make_room` before it receives them; no more than `MOST_LARGE` such are under way at once.
-            security: whom it lets in, besides the ticket.
-            port: 0 takes a free one.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Listens; `answer(stream, make_room) -> (header, arrays)` receives one call and carries it out."""
+        # A call with many bytes calls `make_room` before it receives them; at most `MOST_LARGE` of
+        # these run at the same time.
         host = host.strip("[]")
         self._answer, self._tls = answer, security.tls(server=True)
         self._listener = socket.create_server(
@@ -86,10 +73,8 @@ class BulkServer:
         return ticket
 
     def stop(self) -> bool:
-        """Ends all connections; returns whether their threads have ended, too, for which it waits a few seconds.
-
-        A thread that comes back from C++ while the interpreter ends aborts the process.
-        """
+        """Ends all connections; returns whether their threads ended within a few seconds."""
+        # A thread that returns from C++ while the interpreter ends aborts the process.
         with self._lock:
             self._closed = True
             streams = dict(self._streams)
@@ -198,13 +183,10 @@ class BulkServer:
 
 
 class BulkChannel:
-    """Data connections to one server, as many as there are calls at the same time.
+    """Data connections to one server, as many as there are calls at the same time."""
 
-    Args:
-        address: the server's "host:port" under gRPC.
-        security: what this process shows, and whom it believes.
-        ask: asks the server over gRPC, within so many seconds, for a port and a ticket; None where it has no data connections.
-    """
+    # `ask` asks the server over gRPC, within so many seconds, for a port and a ticket; None if the
+    # server has no data connections.
 
     def __init__(self, address: str, *, security: Security, ask: Callable[[float], tuple[int, bytes] | None]):
         self._address, self._host = address, address.rpartition(":")[0].strip("[]")
@@ -216,11 +198,7 @@ class BulkChannel:
         self._unreachable_until = 0.0
 
     def begin(self, header: Header, arrays: Arrays, expects: Expects, timeout_s: float) -> Callable[[], Answer] | None:
-        """Sends a call; returns what waits for the answer, or None where no data connection can be had.
-
-        Raises:
-            CallFailed: as `Channel.call`; so does what is returned.
-        """
+        """Sends a call; returns a function that waits for the answer, or None without a data connection."""
         by = time.monotonic() + timeout_s
         stream = self._stream(by)
         if stream is None:

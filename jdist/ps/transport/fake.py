@@ -24,11 +24,7 @@ Fault = Literal["lose the call", "lose the answer", "twice"]
 
 
 class FakeServer:
-    """Serves methods to channels of the same process.
-
-    Attributes:
-        address: its name.
-    """
+    """Serves methods to channels of the same process."""
 
     def __init__(self, address: str, methods: Methods, *, most_bytes: int = 1 << 30):
         self.address, self._methods, self._most_bytes = address, methods, most_bytes
@@ -62,12 +58,7 @@ class FakeServer:
 
 
 class FakeChannel:
-    """Calls a `FakeServer`.
-
-    Args:
-        server: whom.
-        fault: asked before every call, with the method and header, what goes wrong with it; None: nothing.
-    """
+    """Calls a `FakeServer`; `fault` chooses a fault for each call's method and header, or None."""
 
     def __init__(
         self, server: FakeServer, *, fault: Callable[[str, Header], Fault | None] = lambda method, header: None

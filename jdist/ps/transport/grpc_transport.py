@@ -69,11 +69,7 @@ _SERVER_OPTIONS = [
 
 
 class RpcServer:
-    """Serves methods over gRPC.
-
-    Attributes:
-        port: the port that it listens on.
-    """
+    """Serves methods over gRPC."""
 
     def __init__(
         self,
@@ -85,19 +81,9 @@ class RpcServer:
         most_bytes: int = 4 << 30,
         data_port: int | None = 0,
     ):
-        """Listens.
-
-        Args:
-            address: "host:port"; port 0 takes a free one.
-            methods: what it serves.
-            security: whom it lets in.
-            threads: calls that may run at the same time; further ones wait.
-            most_bytes: of the arrays of one call.
-            data_port: the port of the data connections; 0 takes a free one, with None everything goes over gRPC.
-
-        Raises:
-            OSError: the port is taken, or the address is not this machine's.
-        """
+        """Listens on "host:port" (port 0: a free one); `data_port` None sends everything over gRPC."""
+        # `threads` calls may run at the same time; others wait. `most_bytes` limits the arrays of one
+        # call.
         self._token, self._most_bytes = security.token, most_bytes
         self._methods = dict(methods)
         self._lock, self._num_running, self._ended_at_s = threading.Lock(), 0, time.monotonic()
@@ -204,11 +190,7 @@ class RpcServer:
                 self._ended_at_s = time.monotonic()
 
     def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
-        """Returns the method that a header names, and the arrays that come with it.
-
-        Raises:
-            WireError: there is none, or something else is wrong with the header.
-        """
+        """Returns the method that a header names, and the specs of the arrays that come with it."""
         name = header.pop("method", None)
         method = self._methods.get(name) if isinstance(name, str) else None
         if method is None:
@@ -241,12 +223,7 @@ class RpcChannel:
     """A connection to an `RpcServer`."""
 
     def __init__(self, address: str, *, security: Security = OPEN):
-        """Connects at the first call.
-
-        Args:
-            address: "host:port".
-            security: what this process shows, and whom it believes.
-        """
+        """Connects to "host:port" at the first call."""
         self._address = address
         self._metadata = ((_TOKEN, security.token),) if security.token is not None else ()
         if security.certificate is None:

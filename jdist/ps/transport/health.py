@@ -22,14 +22,8 @@ _OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024)]
 
 
 def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.GenericRpcHandler:
-    """Makes the service, to be added to a server.
-
-    Args:
-        *services: what else than "", the whole server, a probe may ask for.
-        is_well: whether the server can serve at the moment.
-
-    Source: https://github.com/grpc/grpc/blob/master/doc/health-checking.md
-    """
+    """Makes the health service; probes may ask for "" (the full server) and `services`."""
+    # https://github.com/grpc/grpc/blob/master/doc/health-checking.md
     known = {b"", *(bytes([0x0A, len(name)]) + name.encode() for name in services)}
     watches = threading.BoundedSemaphore(MOST_WATCHES)
 
@@ -61,19 +55,7 @@ def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.G
 
 
 def serve_health(address: str, *services: str, is_well: Callable[[], bool] = lambda: True) -> Callable[[], None]:
-    """Serves nothing but health, without TLS, for probes that have no certificate.
-
-    Args:
-        address: "host:port".
-        *services: see `health`.
-        is_well: as well.
-
-    Returns:
-        What ends it.
-
-    Raises:
-        OSError: the port is taken, or the address is not this machine's.
-    """
+    """Serves only health, without TLS, for probes without a certificate; returns a function that ends it."""
     server = grpc.server(futures.ThreadPoolExecutor(2 + MOST_WATCHES, "jdist-health"), options=_OPTIONS)
     server.add_generic_rpc_handlers((health(*services, is_well=is_well),))
     try:

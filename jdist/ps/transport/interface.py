@@ -21,16 +21,12 @@ EXHAUSTED = "exhausted"
 
 
 class CallFailed(ConnectionError):
-    """A call got no answer: the peer is gone, did not answer by the deadline, or refused the caller.
+    """A call got no answer: the peer is gone, missed the deadline, or refused the caller."""
 
-    Attributes:
-        peer: the server's address.
-        reason: "unavailable"; "deadline" where no answer came in time; "unauthenticated"; "refused" where the peer found the
-            call wrong; "exhausted" where it has no file descriptor left, which may pass; "closed" where this side has ended the
-            connection, so that no other call will do better; "moved" where the copy of a shard that was asked does not lead,
-            so that the same call goes to the leader next.
-        why: the same, and what else is known.
-    """
+    # Reasons: "unavailable"; "deadline"; "unauthenticated"; "refused" if the peer found the call
+    # wrong; "exhausted" if it has no file descriptor left, which may pass; "closed" if this side
+    # has ended the connection, so that no other call can succeed; "moved" if the shard's copy does
+    # not lead, so that the same call goes to the leader next. `why` adds details.
 
     def __init__(self, peer: str, reason: str, detail: str = ""):
         if reason == EXHAUSTED:
@@ -55,14 +51,7 @@ _checked_until_s = 0.0
 
 
 def check_files(*, anew: bool = False) -> None:
-    """Makes sure that this process could open another file a moment ago.
-
-    Args:
-        anew: whether that is to be tried now.
-
-    Raises:
-        OutOfFilesError: it could not.
-    """
+    """Checks that this process could open another file a moment ago; with `anew` it tries now."""
     global _checked_until_s
     now = time.monotonic()
     if now < _checked_until_s and not anew:
@@ -85,34 +74,24 @@ class FailedPrecondition(WireError):
 
 @dataclass(frozen=True)
 class Method:
-    """One thing that a server does.
+    """A method that a server offers."""
 
-    Attributes:
-        run: `(header, arrays) -> (header, arrays)`; may block, several run at the same time.
-        expects: the arrays that come with a call of this header; checked before memory is allocated for them.
-        limited: whether only so many calls that bring many bytes are under way at once, over data connections.
-    """
-
+    # `(header, arrays) -> (header, arrays)`; may block, several run at the same time
     run: Callable[[Header, list[np.ndarray]], tuple[Header, Arrays]]
+    # specs of a call's arrays; checked before memory is allocated for them
     expects: Expects = no_arrays
-    limited: bool = False
+    limited: bool = False  # limits concurrent calls that bring many bytes over data connections
 
 
 Methods = Mapping[str, Method]
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of a call.
+    """Options of a call."""
 
-    Attributes:
-        timeout_s: seconds after which the call has failed; the server may still do what it was asked.
-        expects: the arrays that come with an answer of this header; none, unless said.
-        bulk: whether more than 1 MiB may come back.
-    """
-
-    timeout_s: Required[float]
-    expects: Expects
-    bulk: bool
+    timeout_s: Required[float]  # the call fails after that; the server may still carry it out
+    expects: Expects  # specs of the answer's arrays; none by default
+    bulk: bool  # whether more than 1 MiB may come back
 
 
 class Channel(Protocol):
@@ -124,30 +103,14 @@ class Channel(Protocol):
         ...
 
     def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        """Calls a method.
-
-        Args:
-            method: its name.
-            header: plain values.
-            arrays: what goes with it.
-            **options: see `CallOptions`.
-
-        Returns:
-            The answer's header and arrays.
-
-        Raises:
-            CallFailed: there was no answer.
-        """
+        """Calls a method; returns the answer's header and arrays, or raises CallFailed."""
         ...
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        """As `call`, over a data connection where there is one, and without waiting for the answer.
-
-        Returns:
-            What waits for it; to be called once.
-        """
+        """Calls a method without waiting, over a data connection if there is one. Returns a
+        function that waits for the answer; it must be called once."""
         ...
 
     def close(self) -> None:

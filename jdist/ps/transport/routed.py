@@ -19,30 +19,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where a shard's leader is.
+    """The place of a shard's leader."""
 
-    Attributes:
-        address: its server's.
-        slot: which of the server's copies it is.
-        term: since which term.
-    """
-
-    address: str
-    slot: int
-    term: int
+    address: str  # its server's
+    slot: int  # which of the server's copies it is
+    term: int  # the term in which it began to lead
 
 
 ROUTE: dict[str, type] = {"Route": Route}
 
 
 class SlotChannel:
-    """A channel to one of the copies of a server.
-
-    Args:
-        channel: to the server.
-        slot: which.
-        led: whether it is to answer only while it leads.
-    """
+    """A channel to one copy on a server; with `led`, the copy answers only while it leads."""
 
     def __init__(self, channel: Channel, slot: int, *, led: bool = False):
         self._channel, self._fields = channel, {"slot": slot, "led": led}
@@ -64,15 +52,10 @@ class SlotChannel:
 
 
 class RoutedChannel:
-    """A channel to whoever leads.
+    """A channel to the current leader."""
 
-    A call to a copy that does not lead fails by the reason "moved"; so does one that is under way when the leader changes. Who
-    repeats it then finds the new one.
-
-    Args:
-        connect: from an address to a channel.
-        route: where the leader is.
-    """
+    # A call to a copy that does not lead fails with the reason "moved"; so does a call that is
+    # running when the leader changes. A caller that repeats it finds the new leader.
 
     def __init__(self, connect: Callable[[str], Channel], route: Route):
         self._connect, self._lock, self._closed = connect, threading.Lock(), False
@@ -138,19 +121,11 @@ class RoutedChannel:
 
 
 class Copies:
-    """Where the two copies of a shard are.
-
-    Args:
-        connect: from a server's address to a channel.
-        places: `(address, slot)` of each copy; the first leads at the beginning.
-
-    Attributes:
-        channel: to whichever leads; connected at the first call.
-        places: as given.
-    """
+    """The places `(address, slot)` of a shard's two copies; the first leads at the beginning."""
 
     def __init__(self, connect: Callable[[str], Channel], places: Sequence[tuple[str, int]]):
         self._connect, self.places = connect, tuple(places)
+        # To the current leader; connected at the first call.
         self.channel = RoutedChannel(connect, self.route(0, 0))
 
     def route(self, copy: int, term: int) -> Route:
@@ -164,15 +139,8 @@ class Copies:
         return SlotChannel(self._connect(address), slot)
 
     def statuses(self, timeout_s: float, *, give_up_s: float) -> list[dict[str, Any] | None]:
-        """Asks both copies who they are, again and again until one answers; None stands for one that does not.
-
-        Args:
-            timeout_s: how long each question waits for its answer.
-            give_up_s: after which neither is waited for any more.
-
-        Raises:
-            ShardLostError: neither answers, or one refuses this process.
-        """
+        """Asks both copies for their identity until one answers; None stands for a silent one."""
+        # Each question waits `timeout_s`; after `give_up_s` without an answer the shard is lost.
         end, pause_s = time.monotonic() + give_up_s, 0.05
 
         def ask(channel: Channel) -> dict[str, Any] | CallFailed:
@@ -203,13 +171,7 @@ class Copies:
 
 
 def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
-    """Places each shard on its own server, and its backup on the next.
-
-    Args:
-        connect: from a server's address to a channel.
-        addresses: of each shard, its own server.
-        ps: all servers.
-    """
+    """Places each shard on its own server, and its backup on the next."""
     after = dict(zip(ps, [*ps[1:], ps[0]], strict=True))
     return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
 
@@ -219,11 +181,7 @@ def _if_led(expects: Expects) -> Expects:
 
 
 def routes_in(header: Header) -> list[Route]:
-    """Returns the routes that a header brings; none where shards have no backups.
-
-    Raises:
-        WireError: they are none.
-    """
+    """Returns the routes in a header; none if shards have no backups."""
     routes = header.get("routes", [])
     if not isinstance(routes, list):
         raise WireError("`routes` must be a list")
@@ -231,11 +189,7 @@ def routes_in(header: Header) -> list[Route]:
 
 
 def slot_of(header: Header, slots: int) -> int:
-    """Returns which copy a call is for.
-
-    Raises:
-        WireError: there is none of that number.
-    """
+    """Returns the copy that a call is for."""
     slot = header.get("slot", 0)
     if type(slot) is not int or not 0 <= slot < slots:
         raise WireError(f"`slot` must be an int from 0 to {slots - 1}")

@@ -17,23 +17,14 @@ _TOGETHER = f"Set {CERTIFICATE}, {KEY} and {AUTHORITY}, or none of them."
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """Credentials of a process.
+    """Credentials of a process; certificates and keys are PEM."""
 
-    Attributes:
-        token: a secret that every call shows; None: no call shows one.
-        certificate: this process's, PEM; None: without TLS.
-        key: its private key, PEM.
-        authority: certificates of the authority that signed everybody's, PEM.
-        name: the name in the servers' certificates, where it is not their host's.
-        files: where certificate, key and authority were read from.
-    """
-
-    token: str | None = None
-    certificate: bytes | None = None
+    token: str | None = None  # a secret that every call shows; None: no call shows one
+    certificate: bytes | None = None  # None: no TLS
     key: bytes | None = None
-    authority: bytes | None = None
-    name: str | None = None
-    files: tuple[str, str, str] | None = None
+    authority: bytes | None = None  # certificates of the authority that signed all certificates
+    name: str | None = None  # the name in the servers' certificates, if it is not their host's
+    files: tuple[str, str, str] | None = None  # paths of certificate, key and authority
 
     def __post_init__(self) -> None:
         parts = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
@@ -49,11 +40,7 @@ class Security:
         return token if self.certificate is not None else (*token, "TLS")
 
     def tls(self, *, server: bool) -> ssl.SSLContext | None:
-        """Returns the TLS of a data connection, with certificates on both sides; None without certificates.
-
-        Args:
-            server: for the side that is called.
-        """
+        """Returns the TLS of a data connection, with certificates on both sides; None without certificates."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -71,16 +58,9 @@ OPEN = Security()
 
 
 def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | None = None) -> Security:
-    """Reads, and tries, the token and the certificates that the environment names.
-
-    Args:
-        environ: with JDIST_TOKEN, and JDIST_TLS_CERT, JDIST_TLS_KEY, JDIST_TLS_CA (paths of PEM files) and JDIST_TLS_NAME.
-        flags: values that count before these variables, by the variable; None counts as not given.
-
-    Raises:
-        ClusterConfigError: one of the three files is not named, cannot be read, is no PEM, or the key is another
-            certificate's; the token cannot travel in a header.
-    """
+    """Reads and tries the token and the certificates that the environment names; `flags` override it."""
+    # JDIST_TOKEN; JDIST_TLS_CERT, JDIST_TLS_KEY and JDIST_TLS_CA are paths of PEM files;
+    # JDIST_TLS_NAME.
     set_flags = {name: value for name, value in (flags or {}).items() if value}
     path_of = {name: text({**environ, **set_flags}, name) for name in (CERTIFICATE, KEY, AUTHORITY)}
     token, name = text(environ, TOKEN), text(environ, NAME)
@@ -109,15 +89,7 @@ def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | 
 
 
 def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
-    """Makes Python's own TLS of these files, to try them and to explain what gRPC does not.
-
-    Args:
-        files: of certificate, key and authority.
-        protocol: `ssl.PROTOCOL_TLS_SERVER` or `ssl.PROTOCOL_TLS_CLIENT`.
-
-    Raises:
-        ClusterConfigError: they do not fit together.
-    """
+    """Makes Python's TLS of certificate, key and authority, to try them and explain errors that gRPC does not."""
     certificate, key, authority = files
     context = ssl.SSLContext(protocol)
     try:
@@ -153,12 +125,7 @@ def _reason(exc: Exception) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as it is written, is this machine alone.
-
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("ps0")
-        (True, True, False, False)
-    """
+    """Whether a host, as written, is this machine alone; "0.0.0.0" and names of hosts are not."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -166,12 +133,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_to_others(addresses: Iterable[str], security: Security) -> str | None:
-    """Says in sentences what is open to whom if servers beyond this machine lack protection; None if none do.
-
-    Args:
-        addresses: "host:port", of servers.
-        security: what they ask for, or what is shown to them.
-    """
+    """Describes what servers beyond this machine expose without protection; None if nothing."""
     beyond = [address for address in addresses if not is_loopback(split(address)[0])]
     if not beyond or not security.lacks:
         return None

@@ -36,14 +36,10 @@ def whose() -> str:
 
 
 class ShardClient:
-    """A client of one shard.
+    """A client of one shard."""
 
-    Args:
-        channel: the connection to it.
-        plan: what it keeps.
-        timeout_s: of one call, besides what the shard's bytes take, back and forth, at `SLOWEST_BYTES_S`.
-        give_up_s: how long a call is repeated before the shard counts as lost; the same applies.
-    """
+    # A call takes at most `timeout_s` and is repeated for `give_up_s`; both grow by the time of the
+    # shard's bytes, back and forth, at `SLOWEST_BYTES_S`.
 
     def __init__(self, channel: Channel, plan: ShardPlan, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
         self.channel, self.plan = channel, plan
@@ -76,19 +72,9 @@ class ShardClient:
     def say(
         self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
     ) -> Answers:
-        """Sends several messages, in one call, until they are answered.
-
-        Args:
-            messages: at most one push, and one that is answered by arrays.
-            pushes: the arrays of the push, if there is one among the messages.
-            result: what the closure returned, if this is its home.
-
-        Returns:
-            `(answers, arrays, results by closure)`.
-
-        Raises:
-            ShardLostError: there was no answer for `give_up_s`.
-        """
+        """Sends several messages in one call until they are answered: `(answers, arrays, results by closure)`."""
+        # At most one message is a push, and one is answered by arrays. `result` is the closure's,
+        # if this is its home.
         return self.begin(messages, pushes, result)()
 
     def begin(
@@ -152,10 +138,8 @@ class ShardClient:
         return finish
 
     def read(self, generation: int, version: int) -> list[Any] | None:
-        """Reads the arrays of its last snapshot; None if that is not of this version, or was read before.
-
-        It can be read once: if the answer was lost on its way, another snapshot has to be taken.
-        """
+        """Reads the arrays of the last snapshot; None if it has another version or was read before."""
+        # It can be read once: if the answer was lost on its way, another snapshot must be taken.
         kept = self.plan.kept
         wanted = {"generation": generation, "version": version}
         header, arrays = self._repeated(
@@ -166,15 +150,7 @@ class ShardClient:
         return arrays if header["arrays"] == len(kept) else None
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Asks for its incarnation, generation, version and counts.
-
-        Args:
-            timeout_s: asked once, for so long; None: again and again, as with `say`.
-
-        Raises:
-            CallFailed: there was no answer to the one question.
-            ShardLostError: there was none for `give_up_s`.
-        """
+        """Asks for incarnation, generation, version and counts: once with a timeout, else until it answers."""
         if timeout_s is None:
             return self._repeated(self.status)
         header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
@@ -239,13 +215,9 @@ class ShardClients:
         return [f.result() for f in under_way]
 
     def say(self, calls: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Answers]:
-        """Sends each shard its messages, and waits for all answers.
-
-        What is small is sent to one after the other before the first answer is waited for: to wake a thread takes longer.
-
-        Args:
-            calls: for each shard, what `ShardClient.say` takes.
-        """
+        """Sends each shard its messages, the arguments of `ShardClient.say`, and waits for all answers."""
+        # Small calls go to one shard after the other before the first answer is waited for: waking
+        # a thread takes longer.
         if len(self.clients) > 1 and any(client.is_bulk for client in self.clients):
             return self.each(lambda i, client: client.say(*calls[i]))
         waits = [client.begin(*what) for client, what in zip(self.clients, calls, strict=True)]

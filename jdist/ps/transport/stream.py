@@ -36,13 +36,7 @@ class Stream:
         return self._fill()
 
     def send(self, header: Header, arrays: Arrays, *, by: float | None = None) -> None:
-        """Sends a message.
-
-        Args:
-            header: plain values.
-            arrays: what goes with it.
-            by: when it must be through, by the monotonic clock; None: no wait longer than `STALL_S`.
-        """
+        """Sends a message by a deadline of the monotonic clock; None: no wait is longer than `STALL_S`."""
         payload = [view for view in as_bytes(arrays) if len(view)]
         size = sum(map(len, payload))
         head = _SIZE.pack(size) + encode(header)
@@ -54,17 +48,7 @@ class Stream:
                 view = view[self._socket.send(view) :]
 
     def receive(self, expects: Expects, *, most_bytes: int, by: float | None = None) -> Answer:
-        """Receives a message.
-
-        Args:
-            expects: the arrays that come with a header.
-            most_bytes: of all arrays.
-            by: as in `send`.
-
-        Raises:
-            WireError: it is not as expected.
-            EOFError: the other side has ended.
-        """
+        """Receives a message of at most `most_bytes`; a deadline as in `send`."""
         first = bytearray(_SIZE.size + PREFIX_BYTES)
         self.read_into(memoryview(first), by)
         (size,), prefix = _SIZE.unpack_from(first), bytes(first[_SIZE.size :])

@@ -18,12 +18,7 @@ _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Threads:
-    """A pool of threads, which carry out their work in its order; started with the first of it.
-
-    Args:
-        count: how many.
-        name: what they are called.
-    """
+    """A pool of threads that do their work in order; started with its first work."""
 
     def __init__(self, count: int, name: str):
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()

@@ -31,13 +31,10 @@ _MODULE = "__jdist_script__"
 
 
 class WorkerData:
-    """The datasets of a worker's jobs.
+    """The datasets of a worker's jobs; a batch must divide among its `num_replicas` devices."""
 
-    Args:
-        script: the file that names beginning with "__main__:" are looked up in; run once, as a module of another name, so that
-            what it guards by `if __name__ == "__main__"` is left out.
-        num_replicas: the worker's devices, among which a batch has to divide.
-    """
+    # Names that begin with "__main__:" are looked up in the file `script`. It runs once, as a
+    # module of another name, so that code under `if __name__ == "__main__"` is left out.
 
     def __init__(self, script: str | None = None, num_replicas: int = 1):
         self._script, self._num_replicas, self._lock = script, num_replicas, threading.Lock()
@@ -49,15 +46,7 @@ class WorkerData:
         return {"open": Method(_with_traceback(self._open)), "advance": Method(_with_traceback(self._advance))}
 
     def batch(self, name: Any) -> list[np.ndarray]:
-        """Returns the leaves of a batch.
-
-        Args:
-            name: dataset, pass over it, pipeline, number.
-
-        Raises:
-            EndOfDataError: the share has no such batch.
-            DatasetError: the dataset is not known.
-        """
+        """Returns the leaves of the batch `(dataset, pass, pipeline, number)`."""
         dataset, number_of_pass, pipeline, number = name
         return self._pipeline(dataset, number_of_pass, pipeline).batch(number)
 
@@ -127,11 +116,7 @@ def _maker(header: Header, script: str | None, num_replicas: int) -> Callable[[i
 
 
 class EndOfDataError(DatasetError):
-    """A batch was asked for that the share does not have.
-
-    Attributes:
-        count: how many batches it has.
-    """
+    """A request for a batch that the share does not have; it has `count` batches."""
 
     def __init__(self, count: int, number: int):
         super().__init__(f"the dataset has {count} batches, and number {number} was asked for")
@@ -139,11 +124,10 @@ class EndOfDataError(DatasetError):
 
 
 class _Pipeline:
-    """One pass over one worker's share.
+    """One pass over one worker's share."""
 
-    What was read and not asked for yet is kept: what lies ahead, and a few batches behind the newest that was asked for, as
-    those of a worker that was lost come late. What is not kept is read again.
-    """
+    # Keeps batches that were read ahead, and a few behind the newest request: requests of a lost
+    # worker come late. Other batches are read again.
 
     def __init__(self, make: Callable[[], DistributedDataset]):
         self._make, self._dataset = make, make()
@@ -170,11 +154,7 @@ class _Pipeline:
         return {"available": self._known, "ended": self._end is not None}
 
     def batch(self, number: int) -> list[np.ndarray]:
-        """Returns the leaves of one batch; they are asked for in their order, but for those of a worker that was lost.
-
-        Raises:
-            EndOfDataError: there is none of that number.
-        """
+        """Returns the leaves of one batch; requests come in order, except those of a lost worker."""
         if (leaves := self._take(number)) is not None:  # also while another thread reads on
             return leaves
         with self._reading:
@@ -255,11 +235,7 @@ def _with_traceback(run: Callable[[Header], Header]) -> Callable[[Header, list[n
 
 
 def function_named(name: str, script: str | None) -> Callable[[InputContext], Any]:
-    """Returns the function that "module:function" names.
-
-    Raises:
-        DatasetError: there is none.
-    """
+    """Returns the function that "module:function" names."""
     module, _, path = name.partition(":")
     if module == SCRIPT:
         if script is None:

@@ -45,11 +45,7 @@ class Sender:
 
 
 class Shards:
-    """The shards as all functions of a worker see them.
-
-    Args:
-        clients: how to reach them.
-    """
+    """The shards, as all functions of a worker see them."""
 
     def __init__(self, clients: ShardClients):
         self.clients = clients
@@ -66,30 +62,15 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What became of a closure.
+    """The result of a closure."""
 
-    Attributes:
-        outputs: what it returns; nothing if it failed.
-        is_finite: whether its gradients are, where that matters; if they must be, it has failed.
-        base: the version that it was computed from.
-    """
-
-    outputs: list[np.ndarray]
-    is_finite: bool = True
-    base: int = 0
+    outputs: list[np.ndarray]  # empty if it failed
+    is_finite: bool = True  # whether its gradients are; if they must be and are not, it has failed
+    base: int = 0  # the version that it was computed from
 
 
 class Installed:
-    """A compiled function, with what was pulled for it.
-
-    Args:
-        function: its plan.
-        run: the compiled function.
-        shards: where its state is.
-
-    Raises:
-        WireError: the shards have no such step, or one that reads or pushes something else.
-    """
+    """A compiled function and its pulled state; refuses shards with other steps than its plan."""
 
     def __init__(self, function: FunctionPlan, run: Callable[[Sequence[Any]], list[jax.Array]], shards: Shards):
         if len(function.read) != len(function.inputs):
@@ -106,17 +87,7 @@ class Installed:
         }
 
     def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> Computed:
-        """Computes a closure, in as many attempts as it takes.
-
-        Args:
-            who: in whose name.
-            closure: its number.
-            arguments: its arrays.
-
-        Raises:
-            Abandoned: it is not this worker's any more.
-            ShardLostError: a server does not answer.
-        """
+        """Computes a closure in the name of `who`, in as many attempts as it takes."""
         function = self.function
         if function.view is None:
             return Computed(self._called([np.int32(who.worker), *arguments] if function.takes_index else arguments))
@@ -258,27 +229,19 @@ def _check_plans(function: FunctionPlan, plans: Sequence[ShardPlan]) -> None:
 
 
 class WorkerScale:
-    """Moves as `jdist.core.precision.LossScaling` says.
-
-    Args:
-        scale: the first one.
-        growth_interval: number of closures in a row with finite gradients after which it doubles.
-    """
+    """A worker's loss scale; moves as `jdist.core.precision.LossScaling` says."""
 
     def __init__(self, scale: float, growth_interval: int):
         self.scale = scale
         self._growth_interval, self._good = growth_interval, 0
 
     def takes(self, *, is_finite: bool) -> bool:
-        """Whether gradients computed with this scale stand; else they are to be computed again, with the scale as it is now.
-
-        Args:
-            is_finite: whether they are. Those that are not stand at the smallest scale: no other would mend them.
-        """
+        """Whether gradients computed with this scale stand; otherwise they are computed again with the new scale."""
         if not is_finite:
             self._good = 0
             stands = self.scale <= SMALLEST
             self.scale = max(self.scale / FACTOR, SMALLEST)
+            # At the smallest scale non-finite gradients stand: no other scale would mend them.
             return stands
         self._good += 1
         if self._good == self._growth_interval:

@@ -147,12 +147,9 @@ class WorkerServer:
         return [spec for function in known for spec in function.arguments]
 
     def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Computes closures, one after the other.
-
-        Returns:
-            For each an outcome: "done", "staged", "void" with an error's text, "abandoned", or "declined" if nothing is left to
-            read for it; and the outputs of the first two.
-        """
+        """Computes closures in turn; returns the outcome of each, and the outputs of "done" and "staged" ones."""
+        # The other outcomes: "void" with an error's text, "abandoned", and "declined" if no batch
+        # is left to read.
         numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]
         if any(type(n) is not int for n in numbers):
             raise WireError("`worker`, `epoch`, `generation`, `settled` and each of `closures` must be an int")

@@ -27,45 +27,24 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class AffineUpdate:
-    """The rule `new = slope * old + offset` of a leaf.
+    """The rule `new = slope * old + offset` of a leaf."""
 
-    Attributes:
-        leaf: its number in the state.
-        slope: a number of the program, or the shape of one that only the worker knows.
-        rule: computes the slope there.
-    """
-
-    leaf: int
-    slope: float | jax.ShapeDtypeStruct
-    rule: AffineRule
+    leaf: int  # its number in the state
+    slope: float | jax.ShapeDtypeStruct  # a number, or the shape of one that only the worker knows
+    rule: AffineRule  # computes the slope on the worker
 
 
 @dataclass(frozen=True)
 class CarriedLeaves:
-    """The leaves that a step computes from a batch by way of no gradient.
+    """The leaves that a step computes from a batch without a gradient."""
 
-    Attributes:
-        leaves: their numbers in the state.
-        affine: the rules of those that have one.
-        known: variables of the traced step whose values the slopes are computed from.
-    """
-
-    leaves: tuple[int, ...]
-    affine: tuple[AffineUpdate, ...]
-    known: tuple[Any, ...]
+    leaves: tuple[int, ...]  # their numbers in the state
+    affine: tuple[AffineUpdate, ...]  # the rules of leaves that have one
+    known: tuple[Any, ...]  # variables of the traced step from which the slopes are computed
 
     def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, of_phases: PhaseResults) -> list[Any]:
-        """Computes what can be pushed: the new values, keys as their data, then offsets, then slopes.
-
-        Traced on the worker, after the phases.
-
-        Args:
-            plan: the step.
-            state: the old state.
-            batches: one replica's rows.
-            others: further arguments.
-            of_phases: the results of the phases.
-        """
+        """Computes what a worker pushes: new values (keys as their data), then offsets, then slopes."""
+        # Traced on the worker, after the phases; `batches` are one replica's rows.
         traced, old = plan.split.traced, jax.tree.leaves(state)
         after_phases = traced.piece([traced.new_state[i] for i in self.leaves])
         new = after_phases(state, others, of_phases.combined, of_phases.carried)
@@ -81,24 +60,13 @@ class CarriedLeaves:
         return [*(jax.random.key_data(x) if is_key(x) else x for x in new), *offsets, *computed]
 
     def written_by_phases(self, split: Split, pushed: Sequence[Any], impls: Sequence[Any]) -> list[Any]:
-        """Picks the leaves that the phases wrote (`Split.carried`) out of what was pushed.
-
-        Args:
-            split: the step.
-            pushed: what `pushed` returned.
-            impls: the implementation of each leaf of the state that is a PRNG key, None of the others.
-        """
+        """Picks the leaves that the phases wrote (`Split.carried`) from the pushed arrays."""
+        # `impls`: the implementation of each leaf that is a PRNG key, else None.
         written = [(pushed[self.leaves.index(c.leaf)], impls[c.leaf]) for c in split.carried]
         return [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in written]
 
     def applied(self, state: Sequence[Any], new: Sequence[Any], pushed: Sequence[Any]) -> list[Any]:
-        """Computes the new leaves of a state.
-
-        Args:
-            state: the old leaves, as the server has them.
-            new: the new leaves as the worker has them.
-            pushed: what `pushed` returned.
-        """
+        """Computes a state's new leaves from the server's old leaves, the worker's new ones and the pushed arrays."""
         leaves, n = list(new), len(self.leaves)
         offsets, slopes = pushed[n : n + len(self.affine)], pushed[n + len(self.affine) :]
         for update, offset, slope in zip(self.affine, offsets, self._slopes(slopes), strict=True):
@@ -136,14 +104,9 @@ class CarriedLeaves:
 
 
 def find_carried(split: Split, leaves: Sequence[int], by_slope: Sequence[int], sizes: tuple[int, int]) -> CarriedLeaves:
-    """Finds the rules of the leaves that a step carries; called where the replica axes are bound.
-
-    Args:
-        split: the step as one microbatch sees it.
-        leaves: numbers of the leaves.
-        by_slope: those of them whose slope is looked for.
-        sizes: the number of replicas, and of microbatches of each.
-    """
+    """Finds the rules of the leaves that a step carries; called where the replica axes are bound."""
+    # `split` is the step as one microbatch sees it; slopes are looked for in `by_slope`. `sizes`:
+    # the number of replicas, and of each replica's microbatches.
     traced = split.traced
     of_leaves = traced.depends([traced.state[i] for i in leaves])
     known = [

@@ -34,18 +34,9 @@ _ALLOWED = (
 
 
 def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -> bytes:
-    """Packs a pure function as bytes that any process can run, on any platform, without its source code.
-
-    The arguments are arrays or structs; those for several devices have shardings.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> double = unpack(pack(lambda values: [2 * values[0]], [jnp.ones(3)]))
-        >>> double([jnp.arange(3.0)])[0].tolist()
-        [0.0, 2.0, 4.0]
-
-    Source: https://docs.jax.dev/en/latest/export/export.html
-    """
+    """Packs a pure function as bytes that any process can run, on any platform, without its source code."""
+    # Arguments for several devices have shardings. See
+    # https://docs.jax.dev/en/latest/export/export.html
     closed = jax.make_jaxpr(function)(list(arguments))
     called = [name for name in _HOST_CALLS if graph.contains_primitive(closed, name)]
     if called:
@@ -64,10 +55,9 @@ def name_of(artifact: bytes) -> str:
 def unpack(
     artifact: bytes, *, donate: Sequence[int] = (), allow: Iterable[str] = ()
 ) -> Callable[[Sequence[Any]], list[jax.Array]]:
-    """Makes a function of a received artifact, compiled at its first call.
-
-    It may reuse the buffers of the arguments in `donate`; `allow` names custom calls besides those of XLA's own operations.
-    """
+    """Makes a function of a received artifact, compiled at its first call."""
+    # It may reuse the buffers of the arguments in `donate`; `allow` names custom calls besides
+    # those of XLA's own operations.
     unreadable = (
         "the bytes received are no exported function, or of another version of JAX. Run one version in all processes."
     )

@@ -11,11 +11,7 @@ from jdist.errors import DatasetError, WireError
 
 
 def to_structure(spec: Any) -> Any:
-    """Describes a tree of `jax.ShapeDtypeStruct` by plain values.
-
-    Raises:
-        DatasetError: it has a node that is no dict, list or tuple.
-    """
+    """Describes a tree of `jax.ShapeDtypeStruct` by plain values; its nodes must be dicts, lists or tuples."""
     if isinstance(spec, dict):
         if not all(isinstance(key, str) for key in spec):
             raise DatasetError("a batch that is made on a worker must have names (str) as keys")
@@ -30,11 +26,7 @@ def to_structure(spec: Any) -> Any:
 
 
 def from_structure(plain: Any) -> Any:
-    """Makes the tree of `jax.ShapeDtypeStruct` that plain values describe.
-
-    Raises:
-        WireError: they describe none.
-    """
+    """Makes the tree of `jax.ShapeDtypeStruct` that plain values describe."""
     if not isinstance(plain, dict) or len(plain) != 1:
         raise WireError("a node of a batch must be a map of one entry")
     ((kind, value),) = plain.items()

@@ -11,38 +11,23 @@ from jdist.ps.program.update_units import Unit, Update, connected
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves that live on one server.
+    """Leaves that live on one server."""
 
-    Attributes:
-        leaves: their numbers in the state.
-        by_rows: whether it may be cut by rows: every step computes each row from that row alone.
-    """
-
-    leaves: tuple[int, ...]
-    by_rows: bool
+    leaves: tuple[int, ...]  # their numbers in the state
+    by_rows: bool  # may be cut by rows: every step computes each row from that row alone
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The leaves of a state by where they are kept.
+    """The leaves of a state by their place."""
 
-    Attributes:
-        constant: leaves that no step changes.
-        everywhere: small leaves of which each server has its own copy; see `Update.everywhere`.
-        groups: the rest.
-    """
-
-    constant: tuple[int, ...]
-    everywhere: tuple[int, ...]
-    groups: tuple[Group, ...]
+    constant: tuple[int, ...]  # leaves that no step changes
+    everywhere: tuple[int, ...]  # small leaves that every server copies; see `Update.everywhere`
+    groups: tuple[Group, ...]  # the other leaves
 
 
 def make_groups(updates: Sequence[Update]) -> Groups:
-    """Groups the leaves of a state, so that what any step needs together is together.
-
-    Args:
-        updates: the update parts of the steps that use the state.
-    """
+    """Groups the leaves of a state so that leaves that any step needs together are together."""
     leaves = range(len(updates[0].shapes))
     constant = {i for i in leaves if all(i in update.constant for update in updates)}
     everywhere = _everywhere(updates, constant)
@@ -54,16 +39,10 @@ def make_groups(updates: Sequence[Update]) -> Groups:
 
 
 def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> frozenset[tuple[int, int]]:
-    """Finds the pairs of steps, by number, of which one must not begin before the other is done.
-
-    They are a step that updates and one that only reads; and, over several servers, two that change a leaf which is everywhere
-    by different functions. Servers may take two closures in different orders, and their copies would come out differently.
-
-    Args:
-        updates: the update parts of the steps that use a state.
-        groups: where the leaves are kept.
-        num_shards: on how many servers.
-    """
+    """Finds the pairs of steps, by number, that must not overlap."""
+    # These are a step that updates and one that only reads; and, over several servers, two steps
+    # that change an everywhere leaf by different functions. Servers may take two closures in
+    # different orders, and their copies would differ.
     return frozenset(
         (i, j)
         for (i, a), (j, b) in itertools.permutations(enumerate(updates), 2)

@@ -22,40 +22,28 @@ Combine = Callable[[Sequence[Sequence[Any]]], tuple[list[np.ndarray], bool, list
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionPlan:
-    """A function as it is described to workers. It takes inputs, then arguments; the `ShardPlan`s say what goes where.
+    """The description of a function for workers. It takes inputs, then arguments; `ShardPlan`s map them."""
 
-    Of a step it returns pushed arrays, scalars, whether all gradients are finite, and outputs; else outputs alone.
+    # A step returns pushed arrays, scalars, whether all gradients are finite, and outputs; other
+    # functions return outputs only.
 
-    Attributes:
-        read: the numbers of the leaves of the state that it reads.
-        inputs: their specs, whole, as they travel.
-        arguments: batch and other arguments of a closure.
-        outputs: what a closure returns.
-        view: the number of its step in `ShardPlan.views`; None for a function that has no part in the state.
-        updates: whether it pushes.
-        stages_only: whether what it pushes is committed by the coordinator (synchronous mode).
-        batch: which of its arguments are the leaves of a batch that the worker reads itself: the first one, and how many; they
-            are not among `arguments`.
-        takes_index: whether its first argument is the worker's number, which no closure brings.
-        pushed: the numbers of the arrays that it pushes.
-        num_scalars: how many scalars go with them.
-        non_finite: what happens to gradients that are not finite, as in `jdist.distribute`.
-        loss_scale: which of its arguments is the loss scale, in whose place the worker puts its own once it has one, and the
-            scale's growth interval; None: it scales no loss.
-    """
-
-    read: tuple[int, ...] = ()
-    inputs: tuple[Spec, ...] = ()
-    arguments: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
+    read: tuple[int, ...] = ()  # the numbers of the leaves of the state that it reads
+    inputs: tuple[Spec, ...] = ()  # their full specs, as they travel
+    arguments: tuple[Spec, ...]  # batch and other arguments of a closure
+    outputs: tuple[Spec, ...]  # the values that a closure returns
+    # the number of its step in `ShardPlan.views`; None for a function without a state
     view: int | None = None
-    updates: bool = False
-    stages_only: bool = False
+    updates: bool = False  # whether it pushes
+    stages_only: bool = False  # the coordinator commits its pushes (synchronous mode)
+    # (first, count) of the arguments that are leaves of a batch which the worker reads itself;
+    # `arguments` lacks them
     batch: tuple[int, int] | None = None
-    takes_index: bool = False
-    pushed: tuple[int, ...] = ()
-    num_scalars: int = 0
-    non_finite: NonFinite = "raise"
+    takes_index: bool = False  # its first argument is the worker's number, which no closure brings
+    pushed: tuple[int, ...] = ()  # the numbers of the arrays that it pushes
+    num_scalars: int = 0  # how many scalars go with them
+    non_finite: NonFinite = "raise"  # as in `jdist.distribute`
+    # place of the loss scale among the arguments, which the worker replaces by its own once it has
+    # one, and the scale's growth interval; None: it scales no loss
     loss_scale: tuple[int, int] | None = None
 
 
@@ -64,34 +52,24 @@ FUNCTION_PLAN: dict[str, type] = {"FunctionPlan": FunctionPlan}
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StepFunction:
-    """What workers compute of a split step.
-
-    Attributes:
-        step: the step.
-        run: from flat lists of what the step reads and of a closure's arguments to what the `FunctionPlan` says.
-        arguments: shapes of a closure's arguments.
-        outputs: shapes of what it returns.
-        batch: which of the arguments the worker reads itself: the first one, and how many.
-        cut: in synchronous mode, from the arguments of a call to those of each of its closures.
-        combine: in synchronous mode, combines what the closures of a call returned.
-    """
+    """The workers' computation of a split step."""
 
     step: SplitStep
+    # from flat lists of the step's inputs and a closure's arguments to the results in
+    # `FunctionPlan`
     run: Callable[[list[Any]], list[Any]]
-    arguments: Sequence[Any]
-    outputs: Sequence[Any]
+    arguments: Sequence[Any]  # shapes of a closure's arguments
+    outputs: Sequence[Any]  # shapes of its results
+    # (first, count) of the arguments that the worker reads itself
     batch: tuple[int, int] | None = None
+    # from a call's arguments to those of its closures (synchronous mode)
     cut: Callable[[Sequence[Any]], list[list[Any]]] | None = None
-    combine: Combine | None = None
+    combine: Combine | None = None  # combines the results of a call's closures (synchronous mode)
 
 
 def make_function(step: SplitStep, batch: tuple[int, int] | None = None) -> StepFunction:
-    """Makes the function of a step whose calls are a closure each.
-
-    Args:
-        step: the step.
-        batch: which of the arguments the worker reads itself: the first one, and how many.
-    """
+    """Makes the function of a step with one closure for each call."""
+    # `batch`: (first, count) of the arguments that the worker reads itself.
     leaves, treedef = jax.tree.flatten(step.arguments)
 
     def run(values: Sequence[Any]) -> list[Any]:
@@ -107,13 +85,7 @@ def make_function(step: SplitStep, batch: tuple[int, int] | None = None) -> Step
 
 
 def plan_function(layout: Layout, view: int, function: StepFunction) -> FunctionPlan:
-    """Plans a step's function.
-
-    Args:
-        layout: the state over its servers.
-        view: the step's number there.
-        function: what workers compute of it.
-    """
+    """Plans the function of the layout's step `view`."""
     step, stages_only = function.step, function.combine is not None
     start, count = function.batch or (0, 0)
     sent = [*function.arguments[:start], *function.arguments[start + count :]]

@@ -21,20 +21,14 @@ from jdist.ps.protocol.wire import ROUNDED, spec_of
 
 @dataclass(frozen=True)
 class Layout:
-    """A state over its servers.
+    """A state over its servers."""
 
-    Attributes:
-        steps: the steps that read or update it; a step's number is its place here.
-        groups: its leaves by where they are kept.
-        shards: the plan of each server that keeps any part of the state; the others take no part.
-        rounding: what travels rounded between servers and workers.
-        in_turn: pairs of steps whose closures must not mix; see `colocation.in_turn`.
-    """
-
+    # the steps that read or update it; a step's number is its place here
     steps: tuple[SplitStep, ...]
     groups: Groups
-    shards: tuple[ShardPlan, ...]
-    rounding: Rounding
+    shards: tuple[ShardPlan, ...]  # the plan of each server that keeps a part of the state
+    rounding: Rounding  # the arrays that travel rounded
+    # pairs of steps whose closures must not mix; see `colocation.in_turn`
     in_turn: frozenset[tuple[int, int]]
 
     @property
@@ -47,12 +41,7 @@ class Layout:
         return [self.rounding.of_leaf(i, self.shapes[i]) for i in self.steps[step].read]
 
     def worker(self, step: int, function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-        """Adds the rounding to both ends of a step's function, where XLA fuses it with what is computed.
-
-        Args:
-            step: the step's number.
-            function: from what the step reads and a closure's arguments to what it pushes and the rest of its results.
-        """
+        """Adds the rounding to both ends of a step's function, where XLA fuses it with the computation."""
         read, pushed = self.steps[step].read, self.steps[step].pushed
         n, m = len(read), len(pushed)
 
@@ -67,12 +56,9 @@ class Layout:
         return run
 
     def program(self, shard: ShardPlan, step: int) -> Callable[[list[Any]], list[Any]]:
-        """Makes the program by which a server applies a push.
-
-        Returns:
-            From its arrays and those pushed, in whatever precision these came, to those of its arrays that change;
-            after them come rounded copies of those that are `rounded`.
-        """
+        """Makes the program by which a server applies a push."""
+        # It maps the server's arrays and the pushed ones, in any precision, to the server's arrays
+        # that change, followed by rounded copies of those that are `rounded`.
         update, share = self.steps[step].update, shard.views[step]
 
         def run(values: list[Any]) -> list[Any]:
@@ -113,12 +99,8 @@ class Layout:
         return [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.rows] for shard in self.shards]
 
     def join_leaves(self, kept: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[np.ndarray]:
-        """Puts whole leaves together from what each server keeps; the arrays are the caller's own.
-
-        Args:
-            kept: the arrays of each server.
-            leaves: those leaves that no server keeps, by number; the rest is not looked at.
-        """
+        """Joins full leaves from each server's arrays; the arrays belong to the caller."""
+        # `leaves` gives, by number, those that no server keeps; its other entries are ignored.
         on_servers = {rows.of for shard in self.shards for rows in shard.rows}
         joined = [
             np.empty(shape.shape, shape.dtype) if i in on_servers else np.array(leaves[i])
@@ -145,20 +127,7 @@ def make_layout(
     rules: Rules = Rules(),  # noqa: B008  # it is frozen
     is_sync: bool = False,
 ) -> Layout:
-    """Lays a state out over servers.
-
-    Args:
-        steps: the steps that will read and update it.
-        num_ps: how many servers there are.
-        partitioner: into how many pieces leaves are cut whose updates allow it.
-        placement: which server gets the next piece, as for `partition.place`.
-        wire: as what float32 arrays travel, as for `jdist.parameter_server`.
-        rules: what servers do with late gradients, and with those that are not finite.
-        is_sync: whether several closures make an update.
-
-    Raises:
-        StrategyError: as `partition.place`.
-    """
+    """Lays a state out over servers."""
     groups, shapes = make_groups([step.update for step in steps]), steps[0].update.shapes
     firsts = [shapes[group.leaves[0]] for group in groups.groups]
     pieces = place(
@@ -192,14 +161,8 @@ def _plan(
     is_first: bool,
     is_sync: bool,
 ) -> ShardPlan:
-    """Plans a shard.
-
-    Args:
-        steps, groups, rounding, rules, is_sync: as in `Layout` and `make_layout`.
-        server: its number.
-        pieces: its rows of the groups, by a group's number.
-        is_first: whether workers pull from it what all servers, or it alone, keep.
-    """
+    """Plans the shard of a server, which keeps `pieces` (rows by a group's number)."""
+    # `is_first`: workers pull from it the leaves that all servers, or it alone, keep.
     kept = [Rows(i) for i in groups.everywhere]
     for piece in pieces:
         kept += [dataclasses.replace(piece, of=i) for i in groups.groups[piece.of].leaves]

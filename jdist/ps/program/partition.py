@@ -21,16 +21,11 @@ Placement = Literal["round_robin", "bytes"]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Some rows of a numbered array.
+    """Some rows of a numbered array."""
 
-    Attributes:
-        of: the array's number: a leaf of the state, or a pushed array.
-        start: the first row.
-        stop: the row after the last; None for the whole array, which may be a scalar.
-    """
-
-    of: int
+    of: int  # the array's number: a leaf of the state, or a pushed array
     start: int = 0
+    # the row after the last; None for the full array, which may be a scalar
     stop: int | None = None
 
     def cut(self, array: Any) -> Any:
@@ -121,12 +116,7 @@ def max_size(size_bytes: int, max_shards: int | None = None) -> Partitioner:
 
 
 def row_sizes(rows: int, pieces: int) -> list[int]:
-    """Divides rows over pieces, which differ by one row at most; the larger come first.
-
-    Example:
-        >>> row_sizes(13, 5)
-        [3, 3, 3, 2, 2]
-    """
+    """Divides rows over pieces that differ by one row at most; the larger come first."""
     return [rows // pieces + (i < rows % pieces) for i in range(pieces)]
 
 
@@ -138,26 +128,9 @@ def place(
     whole: Sequence[bool] | None = None,
     placement: Placement = "round_robin",
 ) -> list[tuple[int, Rows]]:
-    """Cuts leaves, and assigns each piece to a server.
-
-    Args:
-        leaves: shape and dtype of each.
-        num_ps: how many parameter servers there are.
-        partitioner: says into how many pieces a leaf is cut.
-        whole: for each leaf whether it must not be cut.
-        placement: "round_robin", one piece after the other; or "bytes", each to the server that has least so far.
-
-    Returns:
-        For each piece, in the order of the leaves and rows, the number of the server that keeps it, and the rows.
-
-    Raises:
-        StrategyError: a number of pieces that the leaf does not have rows for, or a placement that is not known.
-
-    Example:
-        >>> four = [((3,), np.dtype("float32"))] * 4
-        >>> [ps for ps, _ in place(four, num_ps=3, partitioner=fixed_shards(1))]
-        [0, 1, 2, 0]
-    """
+    """Cuts leaves (shape and dtype) and assigns the pieces, in the order of leaves and rows, to servers."""
+    # Leaves with `whole` must not be cut. "round_robin" places one piece after the other; "bytes"
+    # places each on the server that has least so far.
     if placement not in get_args(Placement):
         raise StrategyError(
             f"`placement` is {placement!r}; allowed are {', '.join(map(repr, get_args(Placement)))}."

@@ -16,51 +16,37 @@ MOST_RESULT_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShare:
-    """The part of one step that workers exchange with a shard.
-
-    Attributes:
-        rows: which rows of which pushed arrays a worker brings.
-        pushes: the specs of all that comes with a closure: `rows`, then in asynchronous mode the scalars.
-        scalars: of what comes with the commit of several closures as one update, in synchronous mode.
-        pulled: places in `ShardPlan.kept` of what a worker pulls when the version has changed.
-        pulled_once: of what it pulls besides when it has nothing yet, as it never changes.
-        unweighted: places in `rows` of what is no gradient, and counts in full however late it is.
-    """
+    """The part of one step that workers exchange with a shard."""
 
     WIRE_NAME: ClassVar[str] = "StepView"
 
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows, ...]  # the rows of pushed arrays that a worker brings
+    # the specs of all arrays of a closure: `rows`, in asynchronous mode followed by the scalars
     pushes: tuple[Spec, ...]
-    scalars: tuple[Spec, ...]
+    scalars: tuple[Spec, ...]  # of the commit of several closures as one update (synchronous mode)
+    # places in `ShardPlan.kept` that a worker pulls when the version has changed
     pulled: tuple[int, ...]
+    # places of constant arrays, pulled by a worker that has nothing yet
     pulled_once: tuple[int, ...]
+    # places in `rows` that are no gradients: they count in full, however late
     unweighted: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """The part of a state that one server keeps, and what it does with it. Servers and workers receive it as it is.
-
-    Attributes:
-        server: the server's number.
-        rows: which rows of which leaves it keeps; those that change come first.
-        kept: their specs.
-        changing: how many of them change.
-        views: the share of each step.
-        max_staleness, on_stale, non_finite: as in `shard.Rules`.
-        rounded: places in `kept` of what workers are sent rounded; programs return the copies of those that change.
-        weighs: whether gradients are weighted, late ones or several for a mean; programs then take them `wire.wide`.
-    """
+    """The part of a state that one server keeps, and its work. Servers and workers receive it unchanged."""
 
     server: int
-    rows: tuple[Rows, ...]
-    kept: tuple[Spec, ...]
-    changing: int
-    views: tuple[StepShare, ...]
-    max_staleness: int | None
+    rows: tuple[Rows, ...]  # rows of leaves that it keeps; those that change come first
+    kept: tuple[Spec, ...]  # their specs
+    changing: int  # how many of them change
+    views: tuple[StepShare, ...]  # the share of each step
+    max_staleness: int | None  # this and the next two as in `shard.Rules`
     on_stale: OnStale
     non_finite: NonFinite
+    # places in `kept` that workers get rounded; programs return copies of those that change
     rounded: tuple[int, ...] = ()
+    # gradients are weighted (late ones, or several for a mean); programs take them `wire.wide`
     weighs: bool = False
 
     @property
@@ -83,16 +69,8 @@ class ShardPlan:
         return self.weighs and any(wide(spec) != spec for spec in self.views[view].pushes)
 
     def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
-        """Returns the places in `kept` of the arrays that answer a pull.
-
-        Args:
-            view: which step's.
-            changed: whether the worker has an older version.
-            first: whether it has none.
-
-        Raises:
-            WireError: there is no such view.
-        """
+        """Returns the places in `kept` of the arrays that answer a pull."""
+        # `changed`: the worker has an older version; `first`: it has none.
         if not 0 <= view < len(self.views):
             raise WireError(f"there is no view {view}; there are {len(self.views)}")
         step = self.views[view]
@@ -103,14 +81,7 @@ SHARD_PLAN: dict[str, type] = {"ShardPlan": ShardPlan}
 
 
 def program_spec(size: object) -> Spec:
-    """Returns the spec of a program's bytes.
-
-    Args:
-        size: how many a caller says they are.
-
-    Raises:
-        WireError: there cannot be so many.
-    """
+    """Returns the spec of a program's bytes; refuses impossible sizes."""
     return _bytes(size, MOST_PROGRAM_BYTES, "a program")
 
 

@@ -36,27 +36,17 @@ PyTree = Any
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SplitStep:
-    """A step in two parts, for batches of one size. Arrays are numbered, and PRNG keys travel as their data.
-
-    Attributes:
-        spec: the step, and how it is run.
-        plan: the gradient part, which takes the state that `filled` returns.
-        update: the update part.
-        carried: what it computes from the batch and puts into the state by way of no gradient.
-        late: places of the outputs and flags that wait for the combined gradients.
-        treedef: of the state.
-        impls: the implementation of each leaf of the state that is a PRNG key, None of the others.
-        arguments: shapes of a call's `(batches, others)`.
-    """
+    """A step in two parts, for batches of one size. Arrays are numbered; PRNG keys travel as their data."""
 
     spec: ProgramSpec
-    plan: Plan
-    update: Update
-    carried: CarriedLeaves
-    late: tuple[int, ...]
-    treedef: Any
+    plan: Plan  # the gradient part, which takes the state that `filled` returns
+    update: Update  # the update part
+    carried: CarriedLeaves  # state that it computes from the batch without a gradient
+    late: tuple[int, ...]  # places of the outputs and flags that wait for the combined gradients
+    treedef: Any  # of the state
+    # the implementation of each leaf of the state that is a PRNG key, else None
     impls: tuple[Any, ...]
-    arguments: PyTree
+    arguments: PyTree  # shapes of a call's `(batches, others)`
 
     @functools.cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -124,16 +114,8 @@ class SplitStep:
     def worker(
         self, read: Sequence[Any], batches: PyTree, others: PyTree
     ) -> tuple[list[Any], list[Any], Any, list[Any]]:
-        """Computes the worker's part; to be traced.
-
-        Args:
-            read: the leaves of that name, PRNG keys as their data.
-            batches: the batch, as a call of the step has it.
-            others: further arguments.
-
-        Returns:
-            `(pushed arrays, scalars, whether all gradients are finite, leaves of the outputs)`.
-        """
+        """Computes the worker's part: `(pushed arrays, scalars, all gradients finite, output leaves)`."""
+        # This is traced. `read` are the leaves of that name, PRNG keys as their data.
         plan, strategy = self.plan, self.spec.strategy
         traced, kinds, num_outputs = plan.split.traced, plan.kinds, self.outputs_treedef.num_leaves
 
@@ -173,21 +155,9 @@ class SplitStep:
 
 
 def split_step(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, *, closures: int = 1) -> SplitStep:
-    """Traces a step and splits it.
-
-    Args:
-        spec: the step, under a strategy of one worker's devices.
-        state: the state, or a tree of what has its leaves' shapes and dtypes.
-        batches: the rows of one call of the step.
-        others: further arguments.
-        closures: into how many closures a call is cut, whose gradients are averaged; 1: each call is one.
-
-    Raises:
-        BoundaryError: it cannot be split; says what stands in the way and what to write instead.
-
-    Warns:
-        UserWarning: results are left out that depend on what the update has changed.
-    """
+    """Traces a step and splits it; warns of results that it drops because they depend on the update."""
+    # `spec` has a strategy of one worker's devices; the gradients of `closures` closures are
+    # averaged.
     pure = spec.splittable([])
     step = _split(spec, pure, state, batches, others, closures)
     if paths := _known_to_servers(step):
@@ -219,12 +189,10 @@ def _split(spec: ProgramSpec, pure: Pure, state: PyTree, batches: PyTree, others
 def _trace(
     spec: ProgramSpec, pure: Pure, state: PyTree, batches: PyTree, others: PyTree, closures: int
 ) -> tuple[functools.partial[SplitStep], Any]:
-    """Traces a step as one replica runs it.
-
-    Returns:
-        The step without its `update`, and the jaxpr of that, `(state leaves, others, cuts, carried) -> (leaves, late)`, with
-        all that `CarriedLeaves.pushed` returns as `carried`.
-    """
+    """Traces a step as one replica runs it. Returns the step without its `update`, and the jaxpr of
+    that."""
+    # The jaxpr is `(state leaves, others, cuts, carried) -> (leaves, late)`; `carried` is all that
+    # `CarriedLeaves.pushed` returns.
     strategy = spec.strategy
     plan = make_plan(
         strategy,
@@ -280,14 +248,7 @@ def _trace(
 
 
 def _check_carried(split: Split, state: PyTree, carries: Sequence[int], of_gradients: set[Any]) -> None:
-    """Refuses leaves of the state that a worker would write over what others have written meanwhile.
-
-    Args:
-        split: the step.
-        state: its state.
-        carries: numbers of the leaves that it computes from the batch by way of no gradient.
-        of_gradients: the variables that depend on a gradient.
-    """
+    """Refuses carried leaves if a worker would overwrite other workers' changes."""
     paths = [jax.tree_util.keystr(path) or "it" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     both = [paths[c.leaf] for c in split.carried if split.traced.new_state[c.leaf] in of_gradients]
     if both:

@@ -31,15 +31,7 @@ PyTree = Any
 
 
 def make_sync_function(step: SplitStep, closures: int) -> StepFunction:
-    """Makes the function of a step whose calls are cut into closures.
-
-    Args:
-        step: the step, split for so many closures.
-        closures: how many.
-
-    Raises:
-        BoundaryError: the step needs what no worker has in synchronous mode; says what to write instead.
-    """
+    """Makes the function of a step whose calls are cut into `closures` closures."""
     _check_keys(step)
     _check_phases(step)
     one = _Round(step, closures)
@@ -49,16 +41,7 @@ def make_sync_function(step: SplitStep, closures: int) -> StepFunction:
 
 
 class _Round:
-    """The closures of a call, whose gradients make one update.
-
-    Args:
-        step: the step.
-        closures: how many closures a call has.
-
-    Attributes:
-        arguments: shapes of a closure's arguments: its rows, the other arguments, its number, the counts of all closures.
-        reported: shapes of what a closure returns after its flag.
-    """
+    """The closures of a call, whose gradients make one update."""
 
     def __init__(self, step: SplitStep, closures: int):
         self._step, self._n = step, closures
@@ -89,10 +72,9 @@ class _Round:
         ]
 
     def run(self, values: list[Any]) -> list[Any]:
-        """Computes, of inputs and a closure's arguments, the pushed arrays, a flag, and what the closure reports.
-
-        The flag says whether the gradients are finite, where a worker needs to know it for its loss scale; else True.
-        """
+        """Computes the pushed arrays, a flag and the closure's report from inputs and arguments."""
+        # The flag says whether the gradients are finite if a worker needs that for its loss scale;
+        # else True.
         n, strategy = len(self._step.read), self._step.spec.strategy
         whole, rows = PartitionSpec(), PartitionSpec(strategy.axes)
         in_specs = [*[whole] * n, *[rows] * self._num_rows, *[whole] * (len(values) - n - self._num_rows)]
@@ -179,18 +161,9 @@ class _Round:
     def _run_phase(
         self, phase: Phase, state: PyTree, leaves: Sequence[Any], combined: list[Any], numbers: Sequence[Any]
     ) -> list[list[Any]]:
-        """Runs a phase over parts of a batch.
-
-        Args:
-            phase: the phase.
-            state: the state.
-            leaves: the arguments of a call, or a closure; each part has as many rows.
-            combined: the combined arrays of the phases before.
-            numbers: the number of each part's microbatch.
-
-        Returns:
-            The operands of cuts, the carried leaves, the outputs; of each the values of all parts.
-        """
+        """Runs a phase over parts of a batch; returns `(cut operands, carried leaves, outputs)` of all parts."""
+        # `leaves` are the arguments of a call or closure, in parts of as many rows; `combined` the
+        # combined arrays of earlier phases; `numbers` the number of each part's microbatch.
         rows, others = leaves[: self._num_rows], leaves[self._num_rows :]
         sizes = [x.shape[0] // len(numbers) for x in rows]
         _, others_tree = jax.tree.unflatten(self._treedef, leaves)

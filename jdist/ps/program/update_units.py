@@ -25,29 +25,19 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Unit:
-    """Leaves that are updated together.
+    """Leaves that are updated together."""
 
-    Attributes:
-        leaves: their numbers in the state.
-        pushed: numbers of the pushed arrays that the update reads.
-        by_rows: whether the update may be computed for some of the rows alone; all arrays then have one shape.
-    """
-
-    leaves: tuple[int, ...]
-    pushed: tuple[int, ...]
-    by_rows: bool
+    leaves: tuple[int, ...]  # their numbers in the state
+    pushed: tuple[int, ...]  # numbers of the pushed arrays that the update reads
+    by_rows: bool  # the update may be computed for some rows alone; all arrays then have one shape
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """A step's update part, and where its leaves are updated.
+    """A step's update part, and the places of its leaves."""
 
-    Attributes:
-        closed: the update part in the form of `elementwise.prepared`, `(state leaves, pushed arrays) -> (state leaves, late
-            results)`.
-        num_leaves: number of leaves of the state.
-    """
-
+    # the update in the form of `elementwise.prepared`: `(state leaves, pushed arrays) -> (state
+    # leaves, late results)`
     closed: Any
     num_leaves: int
 
@@ -78,11 +68,9 @@ class Update:
 
     @functools.cached_property
     def everywhere(self) -> tuple[int, ...]:
-        """Small leaves that depend on nothing a worker pushes (a counter, a key).
-
-        Each server has its own copy, and after the same number of these updates all copies are the same. Where several
-        steps change one, see `colocation.in_turn`.
-        """
+        """Small leaves that depend on no pushed array (a counter, a key)."""
+        # Each server has its own copy, and after the same number of these updates all copies are
+        # the same. If several steps change one, see `colocation.in_turn`.
         chosen = {
             i
             for i, reads in self._reads.items()
@@ -137,18 +125,10 @@ class Update:
     def new_leaves(
         self, leaves: Sequence[int], old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]
     ) -> dict[int, Any]:
-        """Computes the new values of leaves that are updated together.
-
-        Args:
-            leaves: whole units of this update.
-            old: what they are computed from, by number: they themselves, those that are everywhere and the constant
-                ones; of units that are all `by_rows` as many rows as there are.
-            pushed: the units' pushed arrays, the same rows of them.
-            scalars: what `worker_scalars` returned.
-
-        Returns:
-            The leaves, by number.
-        """
+        """Computes new values, by number, of leaves in full units of this update."""
+        # `old` are their inputs, by number: the leaves, the everywhere ones and the constant ones.
+        # If all units are `by_rows`, `old` and `pushed` may hold any of the rows. `scalars` comes
+        # from `worker_scalars`.
         values = {self._state[i]: x for i, x in old.items()}
         values |= {self._pushed[j]: x for j, x in pushed.items()}
         values |= dict(zip(self._scalars, scalars, strict=True))
@@ -245,12 +225,7 @@ class Update:
 
 
 def connected(members: Iterable[int], links: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Sorts members into sets that links join; links of others are left out.
-
-    Example:
-        >>> connected([1, 2, 3, 4], [(1, 3), (3, 4), (2, 7)])
-        [(1, 3, 4), (2,)]
-    """
+    """Sorts members into sets that links join; ignores links of non-members."""
     sets = {i: {i} for i in members}
     for i, j in links:
         if i in sets and j in sets and sets[i] is not sets[j]:

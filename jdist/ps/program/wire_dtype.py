@@ -17,15 +17,10 @@ Wire = Literal["float32", "bf16"]
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which arrays are rounded on their way.
+    """The arrays that travel rounded."""
 
-    Attributes:
-        leaves: those of the state's leaves that workers pull so.
-        pushed: for each step, those of the pushed arrays.
-    """
-
-    leaves: frozenset[int]
-    pushed: tuple[frozenset[int], ...]
+    leaves: frozenset[int]  # leaves of the state that workers pull rounded
+    pushed: tuple[frozenset[int], ...]  # for each step, its pushed arrays that are rounded
 
     def of_leaf(self, i: int, shape: Any) -> Any:
         """Returns shape and dtype of a leaf as workers pull it."""
@@ -37,12 +32,7 @@ class Rounding:
 
 
 def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
-    """Chooses the arrays that are rounded: those of float32, but no single number and nothing that workers carry.
-
-    Args:
-        steps: the steps of a state.
-        wire: as for `jdist.parameter_server`.
-    """
+    """Chooses the arrays to round: float32, but no single numbers and no carried leaves."""
     if wire == "float32":
         return Rounding(frozenset(), tuple(frozenset() for _ in steps))
     carried = {i for step in steps for i in _carried(step)}
@@ -57,10 +47,8 @@ def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
 
 
 def _carried(step: SplitStep) -> set[int]:
-    """Finds the leaves that a worker reads and computes anew, as a layer's running statistics.
-
-    Rounded both ways, they would lose each small change.
-    """
+    """Finds the leaves that a worker reads and recomputes, such as a layer's running statistics."""
+    # Rounded both ways, they would lose each small change.
     reads, carried = step.update.reads, step.carried.leaves
     return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
 

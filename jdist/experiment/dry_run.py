@@ -34,20 +34,9 @@ PyTree = Any
 
 
 def dry_run(config: Config, document: Document, *, fresh: bool = False, console: Console | None = None) -> int:
-    """Checks what a config describes, compiles its steps, and says what a run would do.
-
-    Args:
-        config: the checked config; its `platform` has been applied.
-        document: what the config was read from.
-        fresh: whether the run would set an existing folder aside.
-        console: where to report; standard output if None.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        JDistError: what a run would be refused for.
-    """
+    """Checks a config, compiles its steps, and describes a run; returns exit code 0."""
+    # `config` was checked and its `platform` applied. With `fresh` the run would set an existing
+    # folder aside.
     parts = prepare(config, document, make=without_servers)
     check_init_from(config.init_from, document)
     strategy, task = parts.strategy, parts.task
@@ -144,10 +133,8 @@ def _batch(tree: PyTree) -> str:
 
 
 def state_shapes(config: Config, parts: Parts) -> tuple[PyTree, list[PyTree]]:
-    """Finds the shapes of the state, and of what the optimizer is initialised with: the parameters, a tree for each time.
-
-    The devices of the strategy need not be here.
-    """
+    """Finds the shapes of the state, and of the parameter trees that initialise the optimizer."""
+    # The devices of the strategy need not be here.
     parameters: list[PyTree] = []
 
     def init(params: PyTree) -> PyTree:

@@ -24,12 +24,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment(parts: Parts, make: str) -> dict[str, Any]:
-    """Lists what the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
-
-    Args:
-        parts: what the run is made of.
-        make: `task.make` of its config.
-    """
+    """Lists everything that a run's bits depend on, as plain values; equal if a run repeats to the bit."""
     devices = parts.strategy.devices or tuple(jax.devices())
     kinds = sorted({f"{device.platform} {device.device_kind}" for device in devices})
     sources = {"training data": parts.train_data, "evaluation data": parts.task.eval_data(parts.eval_batch)}
@@ -59,10 +54,7 @@ def _processor() -> str:
 
 
 def checksums(state: PyTree) -> dict[str, str]:
-    """Computes the sha256 of each leaf's dtype, shape and bytes, by its path.
-
-    Args:
-        state: a tree of arrays, PRNG keys and numbers on the host.
+    """Computes the sha256 of each host leaf's dtype, shape and bytes, by its path.
 
     Example:
         >>> list(checksums({"w": np.zeros(3)}))

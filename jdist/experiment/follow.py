@@ -27,22 +27,10 @@ _POLL_S = 1.0
 
 
 def follow(config: Config, document: Document, *, console: Console | None = None) -> int:
-    """Evaluates each checkpoint that a running job of the same config saves, into its folder's eval.jsonl.
-
-    Nothing that the job does waits for this. It ends with the evaluation of the run's last step, when a signal asks for it,
-    or when nobody has trained for five minutes.
-
-    Args:
-        config: the checked config; its `platform` has been applied.
-        document: what the config was read from.
-        console: where to report; standard output if None.
-
-    Returns:
-        The exit code: 0 at the end of the run, 130 after Ctrl-C, 143 after SIGTERM.
-
-    Raises:
-        JDistError: the config or the data is not right, a checkpoint does not fit, or the job is gone.
-    """
+    """Evaluates each checkpoint of a running job of the same config into its eval.jsonl; returns the exit code."""
+    # The job never waits for this. It ends with the evaluation of the run's last step (0), on a
+    # signal (130, 143), or when nobody has trained for five minutes. `config` was checked and its
+    # `platform` applied.
     console = console or Console(soft_wrap=True)
     parts = prepare(config, document, make=_of_one_process)
     folder = RunFolder(Path(config.log.folder) / config.name)

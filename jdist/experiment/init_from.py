@@ -52,20 +52,8 @@ def check_init_from(section: InitSection | None, document: Document) -> None:
 
 
 def init_from(section: InitSection, state: PyTree, strategy: Strategy, say: Callable[[str], None]) -> PyTree:
-    """Replaces leaves of a new state by those of a checkpoint or of safetensors; all processes call it.
-
-    Args:
-        section: of the config, checked.
-        state: laid out by the strategy.
-        strategy: where.
-        say: prints a line; what keeps its value is listed.
-
-    Returns:
-        The state.
-
-    Raises:
-        CheckpointError: what is there does not fit, or is there no more.
-    """
+    """Replaces leaves of a new state by a checkpoint's or safetensors'; all processes call it."""
+    # `state` is laid out by the strategy. `say` prints a line about leaves that keep their values.
     path = Path(section.path).expanduser()
     with warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always", CheckpointWarning)

@@ -60,24 +60,10 @@ _Loader.yaml_implicit_resolvers = {
 def parse(
     text: str, where: str, *, line_numbers: bool = True, within: Key = ()
 ) -> tuple[Any, dict[Key, str], list[str]]:
-    """Reads one YAML text.
-
-    Args:
-        text: the YAML.
-        where: what to call it: a file, an override.
-        line_numbers: whether a place in it is named by its line, as in `configs/digits.yaml:12`.
-        within: the key that the text is the value of; empty for a whole file.
-
-    Returns:
-        Nested dicts, lists and scalars; the place of each key; and what is wrong but leaves the rest readable, one line each.
-
-    Raises:
-        ConfigError: it is not YAML, or holds something that is not a plain value; names the line.
-
-    Example:
-        >>> parse("a: {b: 1}", "x.yaml")
-        ({'a': {'b': 1}}, {('a',): 'x.yaml:1', ('a', 'b'): 'x.yaml:1'}, [])
-    """
+    """Reads YAML: returns plain values, the place of each key, and problems that leave the rest readable."""
+    # `where` names the text in messages. Places have line numbers (`configs/digits.yaml:12`) unless
+    # `line_numbers` is false. `within` is the key that the text is the value of; empty for a full
+    # file.
     try:
         loader = _Loader(text)
     except yaml.YAMLError as exc:  # a character that YAML does not allow, seen at once
@@ -195,23 +181,9 @@ class Document:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Reads a config file and applies overrides; the schema is not looked at yet.
-
-    Args:
-        path: the YAML file.
-        overrides: `key.path=value` each, the value written as in YAML; a later one wins.
-
-    Returns:
-        The values and where each came from. Problems that leave the rest readable (a key given twice, an override that
-        does not fit) are listed in it, so that all problems can be reported together.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a YAML mapping.
-
-    Example:
-        >>> load("configs/digits.yaml", ["train.steps=500"]).origins["train", "steps"]
-        'override train.steps=500'
-    """
+    """Reads a config file and applies overrides (`key.path=value`, later ones win) without the schema."""
+    # Problems that leave the rest readable (a key given twice, an override that does not fit) go
+    # into the document, so that all problems are reported together.
     file = str(path)
     values, origins, problems = parse(_read(Path(path)), file)
     if values is None or not isinstance(values, dict):

@@ -28,7 +28,7 @@ KEY: Key = ("train", "optimizer")
 
 
 def fill_lengths(section: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
-    """Gives each schedule of `train.optimizer` that needs a length and has none the length of the run.
+    """Gives each schedule of `train.optimizer` without a required length the length of the run.
 
     Example:
         >>> fill_lengths({"name": "sgd", "learning_rate": {"schedule": "cosine_decay_schedule"}}, steps=9)
@@ -44,14 +44,8 @@ def check_optimizer(
     filled: Set[Key] = frozenset(),
     length: Key = ("train", "steps"),
 ) -> Iterator[Problem]:
-    """Yields a problem for each unknown name or option of `train.optimizer`, and each value that cannot be meant.
-
-    Args:
-        section: `train.optimizer` as plain values, with lengths filled in.
-        global_batch: rows of one step, which `scaling` converts the options to.
-        filled: the keys of those lengths.
-        length: the key that gives the length of the run.
-    """
+    """Yields a problem for each unknown name or option and each impossible value in `train.optimizer`."""
+    # `filled` are the keys of filled-in lengths; `length` is the key of the run's length.
     name, options = section["name"], _options(section)
     function = _optimizers().get(name)
     if function is None:
@@ -68,19 +62,9 @@ def check_optimizer(
 def build_optimizer(
     section: Mapping[str, Any], *, global_batch: int, clip_norm: float | None = None
 ) -> optax.GradientTransformation:
-    """Makes the optax optimizer that a checked section describes.
-
-    Args:
-        section: `train.optimizer` as plain values, with lengths filled in.
-        global_batch: rows of one step, which `scaling` converts the options to.
-        clip_norm: gradients are first scaled down to at most this global norm; None for no clipping.
-
-    Raises:
-        ConfigError: the section was not checked, and is wrong.
-
-    Example:
-        >>> tx = build_optimizer({"name": "adamw", "learning_rate": 1e-3}, global_batch=128)
-    """
+    """Makes the optax optimizer that a checked section, with lengths filled in, describes."""
+    # `global_batch` are the rows of one step, the target of `scaling`. Gradients are first scaled
+    # down to the global norm `clip_norm`.
     function = _optimizers().get(section["name"])
     if function is None:
         raise ConfigError(f"optax has no optimizer {section['name']!r}.{nearest(section['name'], _optimizers())}")
@@ -110,11 +94,9 @@ def _built(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Says what is wrong with a value for a parameter of optax, by its annotation and its name; None if nothing is.
-
-    optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the parameters
-    (masks); a config can describe the first kind of function only.
-    """
+    """Describes the fault of a value for a parameter of optax, by annotation and name; None if it is allowed."""
+    # optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the
+    # parameters (masks); a config can describe only the first kind of function.
     types = alternatives(parameter.annotation)
     if value is None and (parameter.default is None or any(each is type(None) for each in types)):
         return None
@@ -143,10 +125,8 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _try_out(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yields problems of values that optax cannot use: builds the optimizer and traces one update.
-
-    Where that fails, each option is tried by itself, with the defaults for the others.
-    """
+    """Yields problems of values that optax cannot use: builds the optimizer and traces one update."""
+    # If that fails, each option is tried alone, with the defaults for the others.
     whole = _failure(name, options)
     if whole is None:
         return
@@ -189,15 +169,7 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
 def scale_options(
     section: Mapping[str, Any] | None, options: Mapping[str, Any], *, global_batch: int
 ) -> dict[str, Any]:
-    """Converts an optimizer's options, schedules made, to the global batch of the run.
-
-    Args:
-        section: `train.optimizer.scaling` as plain values; None leaves the options as they are.
-        options: what the optimizer is to be called with.
-        global_batch: rows of one step, over all replicas.
-
-    Raises:
-        ScalingError: the rule does not reach as far as that batch.
+    """Converts an optimizer's options, with schedules made, to the run's global batch.
 
     Example:
         >>> section = {"rule": "linear", "base_batch": 32}
@@ -216,10 +188,8 @@ def scale_options(
 def _check_scaling(
     section: Mapping[str, Any] | None, name: str, options: Mapping[str, Any], *, global_batch: int
 ) -> Iterator[Problem]:
-    """Yields a problem where there is nothing to scale, the rule is not for this optimizer, or does not reach as far.
-
-    The options are right by themselves, their schedules made.
-    """
+    """Yields a problem if there is nothing to scale, or the rule does not fit this optimizer or batch."""
+    # The options are right by themselves; their schedules are made.
     if section is None:
         return
     key: Key = (*KEY, "scaling")
@@ -239,7 +209,7 @@ def _check_scaling(
 
 
 def explain(optimizer: Mapping[str, Any], *, global_batch: int) -> str:
-    """Says what the scaling of `train.optimizer`, plain values, comes to.
+    """Describes the effect of the scaling of `train.optimizer`, given as plain values.
 
     Example:
         >>> scaling = {"rule": "linear", "base_batch": 256}

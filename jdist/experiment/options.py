@@ -43,15 +43,9 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Says what is wrong with giving a value, as YAML holds it, for a parameter: `"x" is not a whole number`.
-
-    None if the value is allowed, or if the annotation names a type that a config has no word for: what may be given is
-    then for the function to say.
-
-    Example:
-        >>> misfit("x", inspect.Parameter("n", inspect.Parameter.KEYWORD_ONLY, annotation=int | None))
-        '"x" is not a whole number or null'
-    """
+    """Describes why a YAML value does not fit a parameter: `"x" is not a whole number`; else None."""
+    # Also None if the annotation names a type that a config has no word for. The function then
+    # checks.
     if value is None and parameter.default is None:
         return None
     kinds = [_kind(part, value) for part in alternatives(parameter.annotation)]
@@ -86,15 +80,9 @@ def check_options(
     key: Key,
     wrong: Callable[[Any, inspect.Parameter], str | None] = misfit,
 ) -> Iterator[Problem]:
-    """Yields a problem for each option that a function does not take, has the wrong type, or is missing.
-
-    Args:
-        function: the function that is to be called with `**options`.
-        options: names and values.
-        called: what to call the function in a message, such as `optax.adamw`.
-        key: the config key that the options are under.
-        wrong: says what is wrong with a value for a parameter, or None; `misfit` by its annotation.
-    """
+    """Yields a problem for each option that a function does not take, is missing, or has the wrong type."""
+    # `called` names the function in messages, such as `optax.adamw`; `wrong` finds the fault of a
+    # value.
     parameters = signature(function).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -28,19 +28,7 @@ VARIABLES = (
 
 
 def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -> dict[str, str]:
-    """Makes the environment variables that a config's `platform` asks for.
-
-    Args:
-        section: `platform` of the config.
-        environ: the environment as it is; XLA flags in it that are not asked for are kept.
-
-    Raises:
-        ConfigError: `platform.cpu_devices` contradicts JAX_PLATFORMS.
-
-    Example:
-        >>> platform_environment(PlatformSection(cpu_devices=8), {})["JAX_PLATFORMS"]
-        'cpu'
-    """
+    """Makes the environment variables for a config's `platform`; keeps other XLA flags of the environment."""
     flags, variables = {}, {}
     if section.cpu_devices is not None:
         chosen = environ.get("JAX_PLATFORMS", "")
@@ -59,11 +47,7 @@ def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -
 
 
 def apply_platform(section: PlatformSection) -> None:
-    """Sets what `platform` asks for; to be called before JAX has been used.
-
-    Raises:
-        ConfigError: `platform.cpu_devices` contradicts JAX_PLATFORMS, or JAX has started with other devices already.
-    """
+    """Sets the variables for `platform`; must be called before JAX is used."""
     started = "jax" in sys.modules
     os.environ.update(platform_environment(section, os.environ))
     os.environ.update(quiet_environment(os.environ))

@@ -41,11 +41,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[RunFolder]:
-    """Makes the run folder if need be, and holds it for this process alone until the block ends.
-
-    Raises:
-        ConfigError: it cannot be made, holds something that is not a run, or another process writes it.
-    """
+    """Makes the run folder if necessary, and holds it for this process until the block ends."""
     folder = RunFolder(path)
     with contextlib.ExitStack() as stack:
         with writing(path):
@@ -62,11 +58,7 @@ def open_folder(path: Path) -> Iterator[RunFolder]:
 
 
 def check_can_be_made(path: Path) -> None:
-    """Refuses what `open_folder` would refuse, and leaves nothing behind.
-
-    Raises:
-        ConfigError: the folder cannot be made or written, or holds something that is not a run.
-    """
+    """Refuses folders that `open_folder` would refuse, and leaves nothing behind."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -92,11 +84,7 @@ def _check_no_strangers(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Renames a run folder to the first free of `NAME.1`, `NAME.2`, ...; returns its new name, None if there is no folder.
-
-    Raises:
-        ConfigError: another process is writing it, it is not a run folder, or the file system refuses.
-    """
+    """Renames a run folder to the first free of `NAME.1`, `NAME.2`, ...; returns that, or None without a folder."""
     if not path.exists():
         return None
     aside = first_free(path)

@@ -29,19 +29,8 @@ _OneLine.add_representer(
 
 
 def describe(values: Mapping[str, Any], document: Document, *, derived: Mapping[Key, str] | None = None) -> str:
-    """Writes a config as YAML, each line ending in a comment with the origin of its value.
-
-    Args:
-        values: the whole config as nested mappings.
-        document: what it was read from.
-        derived: origin of each value that follows from others.
-
-    Example:
-        >>> document = Document(file="a.yaml", values={"name": "a"}, origins={("name",): "a.yaml:1"}, problems=())
-        >>> print(describe({"name": "a", "seed": 0}, document, derived={("seed",): "default"}), end="")
-        name: a  # a.yaml:1
-        seed: 0  # default
-    """
+    """Writes a config as YAML, each line ending in a comment with the origin of its value."""
+    # `derived` gives the origin of each value that follows from others.
     lines = list(_lines(values, (), document, derived or {}))
     width = min(60, max(len(text) for text, origin in lines if origin))
     return "".join(f"{text:<{width}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)

@@ -49,11 +49,7 @@ class Result:
 
 
 def write_start(folder: RunFolder, start: Start) -> None:
-    """Adds a start to those of a run, without those that left nothing in it, and copies the task's source.
-
-    Raises:
-        ConfigError: the file system refuses, or the file there is none of these.
-    """
+    """Adds a start to a run's starts, drops those that left nothing, and copies the task's source."""
     starts = [asdict(earlier) for earlier in read_starts(folder) if earlier.step < start.step]
     write_atomically(folder.environment, json.dumps({"starts": [*starts, asdict(start)]}, indent=1) + "\n")
     with writing(folder.source):
@@ -64,29 +60,17 @@ def write_start(folder: RunFolder, start: Start) -> None:
 
 
 def read_starts(folder: RunFolder) -> list[Start]:
-    """Reads the starts of a run, in order; none if there is no file.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Reads the starts of a run, in order; none without a file."""
     return _read(folder.environment, lambda content: [Start(**start) for start in content["starts"]]) or []
 
 
 def write_result(folder: RunFolder, result: Result) -> None:
-    """Writes the end of a run.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
+    """Writes the result of a run."""
     write_atomically(folder.result, json.dumps(asdict(result), indent=1) + "\n")
 
 
 def read_result(folder: RunFolder) -> Result | None:
-    """Reads the end of a run; None if it has not come to it.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Reads the result of a run; None before its end."""
     return _read(folder.result, lambda content: Result(**content))
 
 
@@ -103,12 +87,8 @@ def _read(path: Path, make: Callable[[Any], T]) -> T | None:
 
 
 def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
-    """Lists what may keep a repetition from coming to the same bits, a line each for each start of the original.
-
-    Args:
-        starts: those of the original, at least one; the repetition has the config of the last.
-        here: the environment of the repetition.
-    """
+    """Lists the differences that may change the bits of a repetition, a line for each original start."""
+    # The repetition has the config of the last start.
     lines = []
     again = {dotted(key): value for key, value in leaves(starts[-1].config)}
     for start in starts:

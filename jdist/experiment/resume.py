@@ -36,16 +36,8 @@ _ABSENT = object()
 
 
 def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Document) -> None:
-    """Refuses to go on from what a run left in a folder if its config means another run.
-
-    Args:
-        folder: the run folder; one without a checkpoint or a row of metrics may take any config.
-        values: the whole config as plain values.
-        document: what it was read from.
-
-    Raises:
-        ConfigError: names each key that differs, with both values, and what to do.
-    """
+    """Refuses to continue a run folder if its config describes another run."""
+    # A folder without a checkpoint or a row of metrics may take any config.
     if not folder.config.exists() or not (folder.has_checkpoints() or folder.has_rows()):
         return
     there = validate(load(folder.config)).model_dump()  # fills in keys that are newer than the run
@@ -68,11 +60,7 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
 
 
 def check_goes_on(restored: Resume, folder: RunFolder, config: Config, document: Document, *, total: int) -> None:
-    """Refuses a checkpoint that a run of `total` steps cannot go on from.
-
-    Raises:
-        ConfigError: it lies beyond the end, no number of calls leads from it to the end, or no run saved it.
-    """
+    """Refuses a checkpoint from which a run of `total` steps cannot continue."""
     step, per_call = restored.step, config.train.steps_per_call
     if step > total:
         raise ConfigError(

@@ -56,25 +56,11 @@ def run(
     original: Sequence[Start] = (),
     console: Console | None = None,
 ) -> int:
-    """Trains, evaluates, logs, saves and plots what a config describes; goes on where the run folder left off.
-
-    Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots; all of them make the steps,
-    evaluate, save and stop together.
-
-    Args:
-        config: the checked config; its `platform` has been applied.
-        document: what the config was read from.
-        command: the command line that starts this run, for messages.
-        fresh: set an existing run folder aside and start again.
-        original: the starts of a run that this one repeats; what differs from them is printed first.
-        console: where to report; standard output if None.
-
-    Returns:
-        The exit code: 0 at the end of the run, 130 after Ctrl-C, 143 after SIGTERM.
-
-    Raises:
-        JDistError: the config, the data, the run folder or a checkpoint is not right, or training failed.
-    """
+    """Trains, evaluates, logs, saves and plots a config, continuing its run folder; returns the exit code."""
+    # Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots;
+    # all make the steps, evaluate, save and stop together. `config` was checked and its `platform`
+    # applied; `original` are the starts of a run that this one repeats, whose differences are
+    # printed first.
     begun = time.monotonic()
     # What the config names, and the config as it is understood.
     with together("preparing the run", _PREPARE_S):
@@ -216,18 +202,7 @@ def _recording(
     here: dict[str, Any],
     say: Callable[[str], None],
 ) -> Callback:
-    """Makes the callback that writes the run folder.
-
-    Args:
-        saves: the callback that saves and restores the checkpoints in it.
-        config: the checked config.
-        document: what it was read from.
-        parts: what `prepare` made of it.
-        folder: the run folder.
-        resolved: the config as text.
-        here: the environment.
-        say: prints a line.
-    """
+    """Makes the callback that writes the run folder; `saves` handles its checkpoints."""
     total = parts.total_steps
     metrics = MetricsFile(folder.metrics)
 

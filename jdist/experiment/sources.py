@@ -17,16 +17,8 @@ _JDIST, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 
 
 def task_sources(make: str) -> dict[str, Path]:
-    """Finds the files of a task that is not jdist's own: what is loaded of its package, and other modules from beside it.
-
-    Neither what is installed (the standard library, packages, jdist) nor the program that runs is among them.
-
-    Args:
-        make: `task.make`, whose module was imported.
-
-    Returns:
-        Each file by its path from where the package is: `my_package/my_task.py`.
-    """
+    """Finds the files of a user's task: the loaded modules of its package and next to it, by relative path."""
+    # Installed files (the standard library, packages, jdist) and the running program do not count.
     package = make.partition(":")[0].partition(".")[0]
     if package == "jdist":  # the digest of all of it is recorded
         return {}

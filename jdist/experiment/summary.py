@@ -45,16 +45,9 @@ def arithmetic(config: Config, parts: Parts) -> str:
 def non_finite_advice(
     error: NonFiniteError, good: int, saved: int, *, total: int, steps_per_call: int, batch: PyTree = None
 ) -> str:
-    """Says what to do after a step that was not finite.
-
-    Args:
-        error: what the step raised.
-        good: the step before it.
-        saved: the step of the newest checkpoint; 0 if there is none.
-        total: the steps of the run.
-        steps_per_call: how many of them one call makes, which the steps that are left have to divide by.
-        batch: that of the step; None: not known any longer.
-    """
+    """Advises what to do after a step that was not finite; `good` is the step before it."""
+    # `saved` is the newest checkpoint's step, 0 without one. One call makes `steps_per_call` steps,
+    # which must divide the remaining ones. `batch` is that of the step, if still known.
     if saved and saved == good:
         where, begin = f"The state before it, at step {good:,}, is saved.", "go on from here"
     elif saved:

@@ -33,33 +33,15 @@ _TEXT_BYTES = 1 << 18  # of a description by all processes; a message holds four
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The processes that feed one dataset.
+    """The processes that feed one dataset."""
 
-    Attributes:
-        exchanges: sends values to all of them.
-        share: which of them this is.
-        name: of the dataset, the same on all processes and used once.
-    """
-
-    exchanges: Exchanges
-    share: ProcessShard
-    name: str
+    exchanges: Exchanges  # sends values to all of them
+    share: ProcessShard  # this process's
+    name: str  # of the dataset, the same on all processes and used once
 
     def together(self, what: str, make: Callable[[], T], describe: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Makes something on every process, or fails on all if one of them fails.
-
-        Args:
-            what: names it, and what failed: "the dataset function".
-            make: makes it.
-            describe: describes it for the others.
-
-        Returns:
-            It, and each process's description.
-
-        Raises:
-            PeerFailedError: another process failed.
-            Exception: what `make` or `describe` raised here.
-        """
+        """Makes something on every process, or fails on all; returns it and all processes' descriptions."""
+        # `what` names it in errors: "the dataset function".
         result, message, failure = _attempt(make, lambda made: {"is": describe(made)})
         messages = Channel(self, what, StopRequest()).exchange("", message, failure, what)
         assert messages is not None, "nobody can ask this wait to stop"
@@ -85,22 +67,9 @@ class Channel:
     def exchange(
         self, key: str, message: dict[str, Any], failure: Exception | None, what: str
     ) -> list[dict[str, Any]] | None:
-        """Sends a message and waits for those of all processes.
-
-        Args:
-            key: used once.
-            message: what the others have to know.
-            failure: the error that this message reports, if any.
-            what: names what failed, for the other processes.
-
-        Returns:
-            The messages by process. None: the wait was stopped; a call with the same `key` goes on waiting.
-
-        Raises:
-            PeerFailedError: another process reports an error.
-            ClusterError: a process did not come in time, has left, or is lost.
-            Exception: `failure`.
-        """
+        """Sends a message and returns all processes' messages; None if the wait was stopped."""
+        # A key is used once. A call with the same `key` continues a stopped wait. `failure` is the
+        # error that the message reports; `what` names its cause for the other processes.
         key = self._prefix + key
         if self._sent != key:
             self._sent = key
@@ -161,16 +130,9 @@ def _attempt(
 
 
 def check_alike(texts: list[str], what: str, remedy: str) -> None:
-    """Refuses processes that differ where they must not.
-
-    Args:
-        texts: of each process, a JSON object with a text for each name; or `bounded`'s hash of it.
-        what: is different, "the batches of the processes".
-        remedy: a sentence.
-
-    Raises:
-        DatasetError: names two processes and the first thing in which they differ.
-    """
+    """Refuses processes that differ, with the two processes and the first difference."""
+    # `texts` has a JSON object for each process, with a text for each name, or `bounded`'s hash of
+    # it. `what` is different: "the batches of the processes".
     for process, text in enumerate(texts):
         if text != texts[0]:
             difference = _difference(texts[0], text, process)
@@ -187,21 +149,10 @@ def _difference(first: str, other: str, process: int) -> str:
 
 
 def parts_in_step(local: LocalBatches, channel: Channel, *, start: int) -> Iterator[tuple[int, LocalRows] | None]:
-    """Yields this process's parts of global batches, with the position after each.
-
-    A process whose batches have ended goes on with parts of no real rows, until all have. None comes where the wait for the
-    other processes was stopped; the next item goes on waiting.
-
-    Args:
-        local: the batches that this process makes.
-        channel: to the other processes.
-        start: the number of the first batch, the same on all.
-
-    Raises:
-        DatasetError: a process has no row to begin with.
-        PeerFailedError: another process's source failed.
-        Exception: what this process's own source raised.
-    """
+    """Yields this process's parts of global batches, with the position after each."""
+    # A process whose batches have ended continues with empty parts until all have ended. None comes
+    # if the wait for the other processes was stopped; the next item continues the wait. `start`,
+    # the number of the first batch, is the same on all.
     full = ()
     for step in itertools.count(start):
         _, message, failure = _attempt(local.next_rows, lambda rows: {"rows": rows, "end": local.ended})
@@ -218,18 +169,9 @@ def parts_in_step(local: LocalBatches, channel: Channel, *, start: int) -> Itera
 
 
 def batches_in_step(batches: Iterator[PyTree], channel: Channel) -> Iterator[PyTree | None]:
-    """Yields global batches that every process makes whole, once all have the same rows, leaves and end.
-
-    Else one process would wait in a step for another whose loop is over, or whose array has another shape. See
-    `parts_in_step` for None, and for errors.
-
-    Args:
-        batches: the batches that this process makes, with numpy leaves.
-        channel: to the other processes.
-
-    Raises:
-        DatasetError: the processes' batches differ.
-    """
+    """Yields global batches that every process makes in full, once rows, leaves and end agree."""
+    # Otherwise one process would wait in a step for another whose loop is over, or whose array has
+    # another shape. For None see `parts_in_step`.
     bounded = channel.peers.bounded
     for number in itertools.count():
         batch, message, failure = _attempt(
@@ -258,13 +200,11 @@ def _outline(batch: PyTree | None) -> dict[str, str]:
 
 
 class LocalBatches:
-    """The batches that a process makes, each its part of a global one.
+    """The batches that a process makes, each its part of a global one."""
 
-    Args:
-        batches: one for each step.
-        full: rows of a full one; None: as many as the first has. Asked after the first was made.
-        last: the last batch of the source, to fill up with where it has ended before the first step; or None.
-    """
+    # `full` returns the rows of a full batch, None for as many as the first has; it is asked after
+    # the first was made. `last` is the source's last batch, which fills up if the source ended
+    # before the first step.
 
     def __init__(self, batches: Iterator[PyTree], *, full: Callable[[], int | None], last: Callable[[], PyTree | None]):
         self._batches = batches
@@ -277,11 +217,7 @@ class LocalBatches:
         self.ended = False
 
     def next_rows(self) -> int:
-        """Goes to the next batch and counts its rows; 0 after the end.
-
-        Raises:
-            BatchError: it is not like the first.
-        """
+        """Moves to the next batch and counts its rows; 0 after the end."""
         if self.ended:
             return 0
         try:

@@ -63,17 +63,12 @@ class PushBack(Iterator[T]):
 
 
 class Prefetcher(Iterator[T]):
-    """An iterator that a background thread runs, at most `depth` items ahead of the consumer.
+    """An iterator that a background thread runs, at most `depth` items ahead of the consumer."""
 
-    The thread holds the iterator and this object, never the consumer, which has `close` or `abandon` called when it
-    goes away.
-
-    Args:
-        items: the iterator; only the thread calls it, until the thread has ended. None among its items is left out.
-        depth: how many items may wait, at least 1.
-        keep_unused: keep items that were not taken for `unused`, instead of freeing them at the stop.
-        stop: asks the iterator to stop waiting, which it answers by None.
-    """
+    # The thread holds the iterator and this object, never the consumer, which arranges that `close`
+    # or `abandon` is called when it goes away. Only the thread calls `items`, until it has ended;
+    # None items are dropped. With `keep_unused`, items that were not taken stay for `unused`.
+    # `stop` asks the iterator to stop waiting, which it answers by None.
 
     def __init__(
         self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: StopRequest | None = None
@@ -96,13 +91,7 @@ class Prefetcher(Iterator[T]):
         return self._thread.is_alive()
 
     def __next__(self) -> T:
-        """Waits for the next item.
-
-        Raises:
-            StopIteration: the iterator has ended, or this prefetcher was stopped.
-            DatasetError: the thread is gone, as after a fork.
-            BaseException: the iterator's own exception, with its traceback.
-        """
+        """Waits for the next item; raises the iterator's own exception, or DatasetError without its thread."""
         with self._changed:
             if not (self._ready or self._ended or self._stopped):
                 with awaiting(self._thread.ident):

@@ -20,21 +20,13 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessShard:
-    """A process's part of every global batch: the rows whose places in the padded batch are those of its replicas.
+    """A process's part of every global batch: the rows whose places in the padded batch belong to its replicas."""
 
-    So a row is on the same replica whatever the number of processes, and the padding is at the end of the whole batch.
+    # So a row is on the same replica for any number of processes, and the padding is at the end of
+    # the global batch.
 
-    Attributes:
-        index: the process, from 0.
-        count: how many processes share a batch.
-
-    Example:
-        >>> ProcessShard(index=1, count=2).sizes(6, 8)  # of 6 rows, filled up to 8: the second process has two
-        (4, 2)
-    """
-
-    index: int = 0
-    count: int = 1
+    index: int = 0  # the process
+    count: int = 1  # how many processes share a batch
 
     def sizes(self, num_rows: int, padded: int) -> tuple[int, ...]:
         """Counts the real rows of each process in a batch that is filled up to `padded` rows over all processes."""
@@ -47,16 +39,11 @@ WHOLE = ProcessShard()
 
 
 class LocalRows(NamedTuple):
-    """This process's rows of a global batch.
+    """This process's rows of a global batch."""
 
-    Attributes:
-        batch: leaves [rows, ...]: its own rows, then perhaps others to fill up with.
-        sizes: the number of rows of each process.
-        full: that of a full batch; empty: as the source's global batch is shared.
-    """
-
-    batch: PyTree
-    sizes: tuple[int, ...]
+    batch: PyTree  # leaves [rows, ...]: its own rows, then perhaps rows that fill up
+    sizes: tuple[int, ...]  # the number of rows of each process
+    # sizes of a full batch; empty: shared like the source's global batch
     full: tuple[int, ...] = ()
 
 
@@ -88,10 +75,9 @@ def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: 
 
 
 def _select(num_rows: int, share: ProcessShard, rows: int) -> slice | np.ndarray:
-    """Selects this process's rows among those of a batch, and the rows that fill its part up.
-
-    They are those that one process would put there: the batch's own, and behind its end the first ones in turn.
-    """
+    """Selects this process's rows of a batch, and the rows that fill its part up."""
+    # These are the rows that one process would put there: the batch's own, then again from its
+    # first row.
     each = rows // share.count
     start, stop = share.index * each, (share.index + 1) * each
     if stop <= num_rows:

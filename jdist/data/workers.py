@@ -18,20 +18,16 @@ def ordered_map(
 ) -> Iterator[T]:
     """Maps a function over items by several threads; yields the results in the items' order.
 
-    Thread k takes items k, k + workers, and so on, so an exception comes where its item's result would. What a thread waits for
-    (a disk, a network, a decoder in C) others work beside; Python itself runs in one of them at a time.
-
-    Args:
-        function: called from `workers` threads at once; it may not return None.
-        items: makes an iterator over the items; each thread counts its own through.
-        workers: how many threads; 1: none, the consumer's own.
-        ahead: how many results of a thread may wait for the consumer.
-
     Example:
         >>> from jdist.data.workers import ordered_map
         >>> list(ordered_map(lambda n: n * n, lambda: iter(range(5)), workers=2))
         [0, 1, 4, 9, 16]
     """
+    # Thread k takes items k, k + workers, and so on, so an exception comes at its item's place.
+    # Waits (for a disk, a network, a decoder in C) overlap; Python itself runs in one thread at a
+    # time. `function` may not return None. Each thread counts its own iterator of `items` through;
+    # `ahead` results of a thread may wait for the consumer. One worker is the consumer's own
+    # thread.
 
     def results(number: int) -> Iterator[T]:
         # No `map`: a StopIteration of the function would end it, and what follows were lost in silence.

@@ -25,13 +25,10 @@ _WORKERS = 4  # threads that read batches; Grain's own default is 16, which hold
 
 
 class GrainElements:
-    """The elements of a `grain.MapDataset`, which orders and transforms those of each epoch anew where it is random.
+    """The elements of a `grain.MapDataset`, which reorders and transforms them in each epoch if it is random."""
 
-    Args:
-        dataset: the dataset.
-        stack: joins a list of its elements to a batch; None: the elements are batches.
-        is_fresh: whether what they return is nobody else's memory.
-    """
+    # `stack` joins a list of elements to a batch; None: the elements are batches. `is_fresh`:
+    # nobody else has the memory of what they return.
 
     kind = "grain MapDataset"
 
@@ -169,10 +166,9 @@ class _GrainBatches(StatefulBatches):
 
 
 class DataLoaderSource(GrainSource):
-    """Batches of a `grain.DataLoader`, whose iterators write their state as JSON: most of what an adapter would add.
+    """Batches of a `grain.DataLoader`; keeps its state's values and writes them only when it is saved."""
 
-    So behind each batch the values of the state are kept, and are written when it is saved.
-    """
+    # Its iterators write their state as JSON, which would be most of the adapter's cost.
 
     def open(self, epoch: int, state: Any) -> StatefulBatches:
         batches = super().open(epoch, None if state is None else _written(state))

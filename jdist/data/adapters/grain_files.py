@@ -53,16 +53,10 @@ def row_text(dataset: Any, index: int, number: int, epoch: int) -> str:
 
 
 def batch_text(dataset: Any, number: int, error: Exception) -> str | None:
-    """Describes which elements of a MapDataset are in a batch of the IterDataset that is made of it.
-
-    They are read again, one by one: the one that raises the same error again is named, or else all of them. None where they
-    are not known: behind a filter, a mixture or packing, or where a worker has died, which reading would do to this process.
-
-    Args:
-        dataset: of batches.
-        number: of the batch in the pass.
-        error: raised while it was made.
-    """
+    """Describes the MapDataset elements in a batch of an IterDataset; None if they are unknown."""
+    # The elements are read again, one by one: the one that raises the same error again is named, or
+    # else all of them. They are unknown behind a filter, a mixture or packing, or if a worker died,
+    # which reading would do to this process.
     if isinstance(error, RuntimeError) and "terminated unexpectedly" in str(error):
         return None
     try:
@@ -88,15 +82,9 @@ def _within_epoch(node: Any, index: int) -> tuple[int, int]:
 
 
 def _elements(node: Any, number: int, worker: int, workers: int, maps: tuple) -> Iterator[tuple[Any, int, tuple]]:
-    """Yields the MapDatasets and their indexes that element `number` of a dataset is made of.
-
-    Args:
-        node: the dataset.
-        number: of its element.
-        worker: which one of `workers` processes makes it.
-        workers: each has every n-th element of the MapDataset.
-        maps: what is done to each element of the MapDataset before a batch is made of it.
-    """
+    """Yields the MapDatasets and indexes that element `number` of a dataset is made of."""
+    # `worker` of `workers` processes makes it; each has every n-th element. `maps` are applied to
+    # each element before a batch is made.
     name = type(node).__name__
     if name == "InterleaveIterDataset" and isinstance(node._datasets, list) and workers == 1:
         count = len(node._datasets)

@@ -15,11 +15,7 @@ _TYPE = "__type__"
 
 
 def to_plain(value: Any, kind: str, path: str = "") -> Any:
-    """Converts a tree of plain values, bytes, arrays and torch tensors to what JSON can hold.
-
-    Raises:
-        DatasetError: names the first value that is none of these.
-    """
+    """Converts a tree of plain values, bytes, arrays and torch tensors to JSON values."""
     torch = sys.modules.get("torch")
     if value is None or isinstance(value, str | bool | int | float):
         return value

@@ -27,15 +27,8 @@ _ADAPTERS = {
 
 
 def adapted(source: Any, global_batch: int | None = None) -> Any:
-    """Makes a source of what another library calls a dataset; returns anything else as it is.
-
-    Args:
-        source: anything.
-        global_batch: rows of a batch, if the elements of the dataset are rows; None: they are batches.
-
-    Raises:
-        DatasetError: it is such a dataset, but not one of batches, or not one of rows; or there is no such `global_batch`.
-    """
+    """Makes a source of another library's dataset; returns anything else unchanged."""
+    # `global_batch` is given if the dataset's elements are rows; None: they are batches.
     adapt = _adapter(source)
     if adapt is None:
         return source

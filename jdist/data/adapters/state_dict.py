@@ -14,12 +14,7 @@ PyTree = Any
 
 
 class StateDictSource(StatefulSource):
-    """Batches of a loader that has `state_dict` and `load_state_dict`.
-
-    Args:
-        loader: the loader; it is iterated over by one consumer at a time.
-        kind: its name in messages.
-    """
+    """Batches of a loader that has `state_dict` and `load_state_dict`; one consumer at a time iterates."""
 
     how_to_share = "a part of the data for each `strategy.cluster.process_index`"
 

@@ -18,11 +18,11 @@ _HOW_TO_SHARE = "`sampler=DistributedSampler(dataset, num_replicas=num_processes
 
 
 class StatefulLoaderSource(StateDictSource):
-    """Batches of a `torchdata.stateful_dataloader.StatefulDataLoader`.
+    """Batches of a `torchdata.stateful_dataloader.StatefulDataLoader`."""
 
-    Its state lacks what the loader's generator has drawn beside the order, without workers: the next pass would get another
-    order than in a run that was not interrupted. So the generator's own state is kept beside it.
-    """
+    # Without workers, its state lacks draws of the loader's generator other than the order: the
+    # next pass would get another order than in an uninterrupted run. So the generator's own state
+    # is kept as well.
 
     how_to_share = _HOW_TO_SHARE
 
@@ -154,10 +154,9 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _row_text(error: Exception) -> str | None:
-    """Describes the row that made an error, if this process read it: the loader's frame has the numbers of the batch's rows.
-
-    They are read again, and the one that raises the same error again is named, or the first one unlike those before.
-    """
+    """Describes the row that made an error, if this process read it: the loader's frame has the batch's row numbers."""
+    # The rows are read again. The one that raises the same error is named, or the first one unlike
+    # those before.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     fetch = next((frame.f_locals for frame in frames if "possibly_batched_index" in frame.f_locals), None)
     if fetch is None or not isinstance(numbers := fetch["possibly_batched_index"], list):

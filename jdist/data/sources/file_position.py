@@ -12,23 +12,14 @@ from jdist.support.checks import as_int
 
 @dataclass(frozen=True)
 class FilePosition:
-    """The next row of a source of files.
-
-    Attributes:
-        epoch: from 0.
-        file: number of the first file of the window, in the epoch's order.
-        row: rows of the window that were handed out.
-        rows: rows of the epoch before the window.
-        seen: the same, those of other shards included.
-        counts: rows of each file of the window; empty where it was not read.
-    """
+    """The next row of a source of files."""
 
     epoch: int = 0
-    file: int = 0
-    row: int = 0
-    rows: int = 0
-    seen: int = 0
-    counts: tuple[int, ...] = ()
+    file: int = 0  # number of the first file of the window, in the epoch's order
+    row: int = 0  # rows of the window that were handed out
+    rows: int = 0  # rows of the epoch before the window
+    seen: int = 0  # the same, including other shards' rows
+    counts: tuple[int, ...] = ()  # rows of each file of the window; empty if it was not read
 
     def to_json(self) -> dict[str, Any]:
         """Writes it as a dict that JSON can hold."""
@@ -36,11 +27,7 @@ class FilePosition:
 
     @classmethod
     def from_json(cls, saved: Any) -> FilePosition:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            DatasetError: it is something else.
-        """
+        """Reads a position that `to_json` wrote."""
         fields = dict(saved) if isinstance(saved, Mapping) else {}
         counts = fields.pop("counts", None)
         numbers = [*fields.values(), *(counts if isinstance(counts, list | tuple) else [None])]

@@ -23,12 +23,9 @@ class LoadedFile(NamedTuple):
 
 
 class FileWindow:
-    """Rows of files that are in memory together.
+    """Rows of files that are in memory together."""
 
-    Args:
-        files: at least one.
-        seed: words from which the rows' order is drawn; None: the order of the files, of which there is one.
-    """
+    # `seed` words draw the rows' order; None: the order of the files, and there is one file.
 
     def __init__(self, files: Sequence[LoadedFile], seed: Sequence[int] | None):
         self.counts = tuple(file.num_rows for file in files)
@@ -65,11 +62,7 @@ class FileCheck:
         self._first: tuple[str, TreeSpec] | None = None
 
     def check_alike(self, file: LoadedFile) -> None:
-        """Refuses a file whose rows do not look like those of the first one; of one without rows nothing is known.
-
-        Raises:
-            BatchError: names both files and the leaves that differ.
-        """
+        """Refuses a file whose rows are unlike those of the first one; a file without rows passes."""
         if file.num_rows == 0:
             return
         spec = tree_spec(file.rows)
@@ -81,11 +74,7 @@ class FileCheck:
             )
 
     def check_memory(self, file: LoadedFile, held: Sequence[LoadedFile]) -> None:
-        """Refuses a file whose rows are in the memory of another one that is still in use.
-
-        Raises:
-            BatchError: names both files.
-        """
+        """Refuses a file whose rows share memory with a file that is still in use."""
         addresses = _addresses(file.rows)
         for other in held:
             if other.path != file.path and addresses & _addresses(other.rows):

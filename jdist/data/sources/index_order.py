@@ -11,29 +11,12 @@ _ROUNDS = 10
 
 
 def rows_at(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Computes which rows stand at some places of an epoch's random order of `count` rows.
-
-    A Feistel network permutes a grid of `height * width` cells, of which the first `count` are the rows: it splits a number
-    into two halves, and adds to each in turn a hash of the other. A cell behind the rows is permuted again until it is one of
-    them, which is rare: the grid has at most one row of cells too many.
-
-    Args:
-        places: whole numbers [n], from 0 to `count - 1`.
-        count: how many rows there are.
-        seed: of the order, with `epoch`; both 0 or more.
-        epoch: see `seed`.
-
-    Returns:
-        int64 [n], the row at each place.
-
-    Example:
-        >>> import numpy as np
-        >>> from jdist.data.sources.index_order import rows_at
-        >>> sorted(rows_at(np.arange(5), 5, seed=0, epoch=0).tolist())
-        [0, 1, 2, 3, 4]
-
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: the generalized Feistel cipher.
-    """
+    """Computes the rows at some places of an epoch's random order of `count` rows, as int64."""
+    # A Feistel network permutes a grid of `height * width` cells, of which the first `count` are
+    # the rows: it splits a number into two halves, and adds to each in turn a hash of the other. A
+    # cell behind the rows is permuted again until it is a row, which is rare: the grid has at most
+    # one row of cells too many. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    # CT-RSA 2002: the generalized Feistel cipher.
     width = math.isqrt(count - 1) + 1
     height = -(-count // width)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)

@@ -11,27 +11,18 @@ PyTree = Any
 
 @dataclass(kw_only=True, eq=False)
 class PlainSource(Iterable[PyTree]):
-    """Batches of another library's loader.
+    """Batches of another library's loader."""
 
-    Attributes:
-        kind: its name in messages.
-        begin: opens a pass by its number, from 0.
-        advice: why it has no position, and what has one.
-        how_to_share: what makes the library give each process its own part, as code.
-        length: batches of a pass; None: not known.
-        own_part: `(index, count)` where the library gives this process only its part of the data; None: all of it.
-        describe_row: describes the row in which an error was raised, for its message; None: not known.
-        next_pass: number of the pass that begins next.
-    """
-
-    kind: str
-    begin: Callable[[int], Iterator[PyTree]]
-    advice: str
-    how_to_share: str
-    length: int | None = None
+    kind: str  # its name in messages
+    begin: Callable[[int], Iterator[PyTree]]  # opens a pass by its number, from 0
+    advice: str  # why it has no position, and which loader has one
+    how_to_share: str  # code that makes the library give each process its own part
+    length: int | None = None  # batches of a pass; None: unknown
+    # `(index, count)` if the library gives this process only its part of the data
     own_part: tuple[int, int] | None = None
+    # describes the row that raised an error; None: unknown
     describe_row: Callable[[Exception], str | None] = lambda _: None
-    next_pass: int = field(default=0, init=False)
+    next_pass: int = field(default=0, init=False)  # number of the pass that begins next
 
     def __iter__(self) -> Iterator[PyTree]:
         number, self.next_pass = self.next_pass, self.next_pass + 1

@@ -21,23 +21,11 @@ PyTree = Any
 def from_function(
     fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int
 ) -> RandomAccessReplicaBatches | ReplicaBatches:
-    """Calls a dataset function once for each pipeline, and joins their per-replica batches to global ones.
-
-    Args:
-        fn: from an `InputContext` to a source of per-replica batches.
-        contexts: one for each pipeline that feeds replicas of this process.
-        num_replicas: how many replicas of this process they feed; a multiple of their number. Pipeline 0 feeds the
-            first replicas, and so on.
-
-    Returns:
-        A source of batches for `num_replicas` replicas: a random-access one if all pipelines are, an iterator if one
-        of them is.
-
-    Raises:
-        DatasetError: `fn` is no function, or does not return a source.
-
-    Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
-    """
+    """Calls a dataset function once for each pipeline, and joins per-replica batches to global ones."""
+    # `contexts` has one for each pipeline that feeds replicas of this process; their number divides
+    # `num_replicas`, the replicas that they feed. Pipeline 0 feeds the first replicas, and so on.
+    # The result has random access if all pipelines have. Source:
+    # `tf.distribute.Strategy.distribute_datasets_from_function`.
     if not callable(fn):
         raise DatasetError(
             f"a {type(fn).__name__} is not a dataset function; pass a function from an `jdist.InputContext` to a "
@@ -84,12 +72,7 @@ class RandomAccessReplicaBatches:
         return " ".join(parts)
 
     def batch_at(self, step: int) -> PyTree:
-        """Makes the global batch number `step`, from 0.
-
-        Raises:
-            DatasetError: there is no such step.
-            BatchError: the per-replica batches do not fit each other.
-        """
+        """Makes the global batch number `step`, from 0."""
         check_step(step, self.num_steps)
         elements = [
             _copied(source.batch_at(number))

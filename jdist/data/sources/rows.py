@@ -19,15 +19,10 @@ _ENDLESS = 1 << 48  # rows; Grain gives a dataset without end a length of about 
 
 
 class Elements(Protocol):
-    """What a library reads by number: rows, or whole batches.
+    """Elements that a library reads by number: rows, or full batches."""
 
-    Attributes:
-        kind: its name in messages, "grain MapDataset".
-        is_fresh: whether nobody else has or reuses the memory of what `read` and `element` return.
-    """
-
-    kind: str
-    is_fresh: bool
+    kind: str  # its name in messages, "grain MapDataset"
+    is_fresh: bool  # nobody else has or reuses the memory of what `read` and `element` return
 
     def __len__(self) -> int:
         """Counts those of one epoch."""
@@ -91,20 +86,11 @@ class _Epochs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource(_Epochs):
-    """Batches of rows that are read by number, each made from its number alone; see `jdist.data.from_rows`.
-
-    Attributes:
-        elements: the rows.
-        global_batch: rows of a full batch.
-        shuffle_seed: seed of the order; None: the rows' own order.
-        epochs: how often to go through the rows; None: without end.
-        workers: threads that read batches ahead.
-        drop_short: leave out the short last batch of each epoch.
-    """
+    """Batches of rows that are read by number, each made from its number alone; see `jdist.data.from_rows`."""
 
     global_batch: int
-    shuffle_seed: int | None = None
-    drop_short: bool = False
+    shuffle_seed: int | None = None  # None: the rows' own order
+    drop_short: bool = False  # leave out the short last batch of each epoch
 
     def __post_init__(self) -> None:
         if self.num_rows == 0:
@@ -137,12 +123,7 @@ class RowSource(_Epochs):
         return min(self.global_batch, self.num_rows - within * self.global_batch)
 
     def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
-        """Reads the rows of a batch, or those of them that `part` selects.
-
-        Raises:
-            DatasetError: there is no such step.
-            Exception: what the library raised, with a note of the row.
-        """
+        """Reads the rows of a batch that `part` selects; notes the row in the library's errors."""
         epoch, within = self._place(step)
         start = within * self.global_batch
         numbers = np.arange(start, min(start + self.global_batch, self.num_rows))[part]
@@ -192,12 +173,7 @@ class BatchSource(_Epochs):
         return known[0]
 
     def batch_at(self, step: int) -> PyTree:
-        """Reads a batch.
-
-        Raises:
-            DatasetError: there is no such step.
-            Exception: what the library raised, with a note of the batch.
-        """
+        """Reads a batch; notes the batch in the library's errors."""
         epoch, within = self._place(step)
         return _noting(step, self.kind, lambda: self.elements.element(within, epoch))
 

@@ -81,11 +81,7 @@ def has_files_for(source: Any, num_shards: int) -> bool:
 
 
 def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy") -> FileSource:
-    """Takes one of `num_shards` parts of a source's files; `option` is the argument that errors name.
-
-    Raises:
-        DatasetError: the source cannot be shared by file.
-    """
+    """Takes one of `num_shards` parts of a source's files; errors name the argument `option`."""
     if not isinstance(source, FileSource):
         raise DatasetError(
             f"a {type(source).__name__} cannot be shared file by file, as it does not tell its files; make it with "

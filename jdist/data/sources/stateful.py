@@ -26,20 +26,14 @@ class StatefulBatches(Iterator[PyTree], abc.ABC):
 
 
 class StatefulSource(Iterable[PyTree], abc.ABC):
-    """Batches in their order, of a library that can save a place among them and go on there without reading.
+    """Batches in order, of a library that can save a place and continue there without reading."""
 
-    Attributes:
-        kind: its name in messages, "grain IterDataset".
-        num_steps: batches of a pass; None: not known.
-        is_endless: whether it is known that a pass does not end.
-        own_part: `(index, count)` where the library gives this process only its part of the data; None: all of it.
-        how_to_share: what makes the library give each process its own part, as code; "": jdist shares it.
-    """
-
-    kind: str
-    num_steps: int | None = None
-    is_endless: bool = False
+    kind: str  # its name in messages, "grain IterDataset"
+    num_steps: int | None = None  # batches of a pass; None: unknown
+    is_endless: bool = False  # a pass is known to be endless
+    # `(index, count)` if the library gives this process only its part of the data
     own_part: tuple[int, int] | None = None
+    # code that makes the library share the data among processes; "": jdist shares it
     how_to_share: str = ""
 
     @abc.abstractmethod
@@ -74,16 +68,12 @@ class StatefulSource(Iterable[PyTree], abc.ABC):
 
 
 class Position(NamedTuple):
-    """Where a consumer is in a pass.
+    """A consumer's position in a pass."""
 
-    Attributes:
-        step: how many batches it has had.
-        state: of a `StatefulSource`, behind them.
-        ended: whether this source has no more, while those of other processes may have; `state` is then the one at the end.
-    """
-
-    step: int
-    state: Any = None
+    step: int  # how many batches it has had
+    state: Any = None  # of a `StatefulSource`, after these batches
+    # this source is exhausted, while those of other processes may continue; `state` is then the
+    # last
     ended: bool = False
 
 
@@ -92,17 +82,11 @@ BEGINNING = Position(0)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A place in a `StatefulSource`, as one process sees it.
+    """A place in a `StatefulSource`, as one process sees it."""
 
-    Attributes:
-        epoch: number of the pass.
-        position: in the pass.
-        full: rows of a full batch of the source; None: not known.
-    """
-
-    epoch: int = 0
-    position: Position = BEGINNING
-    full: int | None = None
+    epoch: int = 0  # number of the pass
+    position: Position = BEGINNING  # in the pass
+    full: int | None = None  # rows of a full batch of the source; None: unknown
 
 
 def describe_place(source: StatefulSource, place: Place) -> dict[str, Any]:
@@ -114,13 +98,9 @@ def describe_place(source: StatefulSource, place: Place) -> dict[str, Any]:
 
 
 def write_place(source: StatefulSource, place: Place, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Writes a place as a dict that JSON can hold.
-
-    Args:
-        source: this process's.
-        place: in it.
-        sources: what `describe_place` returned: of this process, or of all where each has a source of its own.
-    """
+    """Writes a place in this process's source as a JSON dict."""
+    # `sources` are the results of `describe_place`: of this process, or of all if each has its own
+    # source.
     return {
         "version": STATE_VERSION,
         "step": place.position.step,
@@ -131,11 +111,7 @@ def write_place(source: StatefulSource, place: Place, sources: Sequence[Mapping[
 
 
 def read_place(source: StatefulSource, saved: Mapping[str, Any], *, index: int, count: int) -> Place:
-    """Reads a place that `write_place` wrote, for process `index` of `count` with sources of their own.
-
-    Raises:
-        DatasetError: it is no such dict, or was saved of other data or by another number of processes.
-    """
+    """Reads a place that `write_place` wrote, for process `index` of `count` with their own sources."""
     check_saved(saved)
     sources = saved.get("sources")
     if not isinstance(sources, Sequence):

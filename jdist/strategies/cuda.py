@@ -51,10 +51,9 @@ class _PassedOver(types.ModuleType):
 
 
 def pass_over_plugin(*, dev: Path = Path("/dev")) -> None:
-    """Has JAX start without the CUDA plugin where there is no driver; one that is loaded already stays.
-
-    Before JAX is imported, its GPU kernels are passed over too, so that it starts as it does without the plugin.
-    """
+    """Makes JAX start without the CUDA plugin if there is no driver; a loaded plugin stays."""
+    # Before JAX is imported, its GPU kernels are skipped too, so that it starts as without the
+    # plugin.
     name = installed_plugin()
     if name is None or has_driver(dev):
         return
@@ -72,11 +71,7 @@ def import_jax() -> None:
 
 
 def load_plugin() -> None:
-    """Registers the CUDA plugin with JAX, with or without a driver.
-
-    Raises:
-        ImportError: it is not installed, or cannot be loaded.
-    """
+    """Registers the CUDA plugin with JAX, with or without a driver."""
     name = installed_plugin()
     if name is None:
         raise ImportError("no CUDA plugin is installed")

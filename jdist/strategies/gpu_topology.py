@@ -16,33 +16,19 @@ from jdist.support.tracebacks import callers_level
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What XLA's compiler has to know of a chip.
+    """The properties of a chip that XLA's compiler needs."""
 
-    Attributes:
-        kind: JAX's name of the device.
-        capability: CUDA's compute capability, (major, minor).
-        cores: streaming multiprocessors.
-        fpus_per_core: float32 units of one.
-        shared_memory_bytes: of one core.
-        most_shared_bytes: of these, what one block of threads can have.
-        memory_bytes_per_s: bandwidth of the device's memory.
-        l2_bytes: its cache.
-        clock_ghz: of the cores.
-        memory_bytes: the device's memory, as the driver counts it.
-        gpus_per_host: the most that the maker's nodes join by NVLink.
-    """
-
-    kind: str
-    capability: tuple[int, int]
-    cores: int
-    fpus_per_core: int
-    shared_memory_bytes: int
-    most_shared_bytes: int
+    kind: str  # JAX's name of the device
+    capability: tuple[int, int]  # CUDA's compute capability, (major, minor)
+    cores: int  # streaming multiprocessors
+    fpus_per_core: int  # float32 units
+    shared_memory_bytes: int  # of one core
+    most_shared_bytes: int  # of these, for one block of threads
     memory_bytes_per_s: int
     l2_bytes: int
     clock_ghz: float
-    memory_bytes: int
-    gpus_per_host: int = 8
+    memory_bytes: int  # as the driver counts it
+    gpus_per_host: int = 8  # the most that the maker's nodes join by NVLink
 
 
 # From XLA's own descriptions, https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, which has none
@@ -128,16 +114,7 @@ MOST_GPUS = 2**20  # which JAX takes 20 s to describe; beyond 2^31 XLA reads no 
 
 
 def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]:
-    """Describes GPUs that are not here, those of each host together: devices to compile for, which hold nothing.
-
-    Args:
-        chip: a name in `GPUS`.
-        hosts: how many, one process each.
-        gpus_per_host: of each.
-
-    Raises:
-        DeviceError: more than `MOST_GPUS`; or JAX's CUDA plugin is missing, of another version than JAX, or cannot be loaded.
-    """
+    """Describes absent GPUs, host by host: devices to compile for, which hold nothing."""
     gpu = GPUS[chip]
     name = f"{chip}:{gpus_per_host}" if hosts == 1 else f"{chip}:{hosts}x{gpus_per_host}"
     if hosts * gpus_per_host > MOST_GPUS:

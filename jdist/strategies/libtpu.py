@@ -21,32 +21,18 @@ def is_installed() -> bool:
 
 
 def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
-    """Lists the variables to set for a process that uses libtpu as a compiler; those that are set already are kept.
-
-    Args:
-        environ: the environment as it is.
-        dev: where device files are.
-    """
+    """Lists the variables for a process that uses libtpu as a compiler; those already set stay."""
     wanted = _NO_LOCK if has_tpu(dev) else _NO_LOCK | _NO_WORKER
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def quiet_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
-    """Lists the variables that keep libtpu quiet where it is installed and JAX looks for a TPU that is not there.
-
-    Args:
-        environ: the environment as it is.
-        dev: where device files are.
-    """
+    """Lists the variables that keep an installed libtpu quiet when JAX looks for an absent TPU."""
     if not is_installed() or has_tpu(dev):
         return {}
     return {name: value for name, value in _NO_WORKER.items() if name not in environ}
 
 
 def has_tpu(dev: Path = Path("/dev")) -> bool:
-    """Whether this machine has a TPU, by its device files.
-
-    Args:
-        dev: where those are.
-    """
+    """Whether this machine has a TPU, by its device files."""
     return any(dev.glob("accel*")) or any(dev.glob("vfio/[0-9]*"))  # /dev/vfio/vfio alone is the driver's

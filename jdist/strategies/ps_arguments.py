@@ -55,11 +55,7 @@ class PsKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PsArguments:
-    """The arguments of `jdist.parameter_server`, which says what they are; making one checks each by itself.
-
-    Raises:
-        StrategyError: an argument is not allowed, or this process is one of the servers.
-    """
+    """The arguments of `jdist.parameter_server`, which documents them; each is checked by itself."""
 
     cluster: ClusterSpec | None = None
     local_workers: int | None = None
@@ -142,15 +138,9 @@ class PsArguments:
         return any(getattr(self, name) is not None for name in _LOCAL)
 
     def resolve(self) -> tuple[ClusterSpec | None, PsOptions | None]:
-        """Checks the arguments against the cluster; looks for no server.
-
-        Returns:
-            The cluster, None for processes of this machine; and how it works, None in the cluster's evaluator.
-
-        Raises:
-            StrategyError: the cluster lacks workers or servers.
-            ClusterConfigError: the environment is not right.
-        """
+        """Checks the arguments against the cluster; looks for no server."""
+        # Returns no cluster for processes of this machine, and no options in the cluster's
+        # evaluator.
         spec = self.cluster if self.cluster is not None or self.is_local else cluster_of_environment()
         if spec is not None and spec.task_type == "evaluator":
             return spec, None
@@ -215,12 +205,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def strategy_of_worker(num_devices: int, *, axis: str) -> Strategy:
-    """Makes a strategy to trace a worker's part of a step under; nothing can be run under it here.
-
-    Args:
-        num_devices: the worker's devices, over which the step is mirrored.
-        axis: name of their mesh axis.
-    """
+    """Makes a strategy that traces a worker's part of a step, mirrored over its devices; nothing runs here."""
     if num_devices == 1:
         return one_device(jax.devices()[0], axis=axis)
     return Strategy(

@@ -24,16 +24,9 @@ DEFAULTS = {"of": "state", "within": None, "whole_below": 1024, "most_whole": 0.
 
 
 def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strategy:
-    """Makes of a strategy that keeps a copy of the state on every device one that keeps parts.
-
-    Args:
-        strategy: over a mesh of one axis.
-        shard: what is in parts; or a mapping of `of`, `within`, `whole_below`, `most_whole`, `mesh` and `rules`, as
-            `jdist.sharded` takes them.
-
-    Raises:
-        StrategyError: an option is not allowed, or does not go with the strategy's others.
-    """
+    """Converts a strategy with a copy of the state on every device, on one axis, to one that keeps parts."""
+    # A mapping has `of`, `within`, `whole_below`, `most_whole`, `mesh` and `rules`, as
+    # `jdist.sharded` takes them.
     given = dict(shard) if isinstance(shard, Mapping) else {"of": shard}
     for option in given:
         if option not in DEFAULTS:

@@ -51,17 +51,12 @@ _MOST_CHIPS = {"v2": 256, "v3": 1024, "v4": 2048, "v5e": 256, "v5p": 4096, "v6e"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The parts of a name such as "v5p:8x8x8,slices=2" or "h100:4x8".
-
-    Attributes:
-        chip: "v5p".
-        shape: of a TPU, chips of one slice along each dimension of its torus; of GPUs, (hosts, GPUs of each).
-        slices: how many such slices of a TPU, joined by the data-centre network.
-    """
+    """The parts of a name such as "v5p:8x8x8,slices=2" or "h100:4x8"."""
 
     chip: str
+    # chips of a TPU slice along each dimension of its torus; (hosts, GPUs of each)
     shape: tuple[int, ...]
-    slices: int = 1
+    slices: int = 1  # TPU slices that the data-centre network joins
 
     @property
     def platform(self) -> str:
@@ -81,26 +76,7 @@ class Topology:
 
 
 def parse_topology(name: str) -> Topology:
-    """Reads a topology's name.
-
-    Args:
-        name: of a TPU CHIP:SHAPE, CHIP:SHAPE,slices=N, or an accelerator type of Cloud TPU, CHIP-SIZE; of GPUs CHIP:GPUS or
-            CHIP:HOSTSxGPUS.
-
-    Returns:
-        Its parts.
-
-    Raises:
-        DeviceError: it is none; says the forms and the nearest chip.
-
-    Example:
-        >>> parse_topology("v5p:8x8x8").shape
-        (8, 8, 8)
-        >>> str(parse_topology("v5e-16")), str(parse_topology("v4-32"))
-        ('v5e:4x4', 'v4:2x2x4')
-        >>> parse_topology("h100:4x8").shape
-        (4, 8)
-    """
+    """Reads CHIP:SHAPE, CHIP:SHAPE,slices=N or CHIP-SIZE of a TPU, CHIP:GPUS or CHIP:HOSTSxGPUS."""
     if gpus := re.fullmatch(_GPU_FORM, str(name)):
         hosts, each = (1, gpus[2]) if gpus[3] is None else (gpus[2], gpus[3])
         return Topology(chip=gpus[1], shape=(int(hosts), int(each)))
@@ -157,12 +133,7 @@ def _undescribed(name: str) -> str:
 
 
 def nearest(name: str) -> str:
-    """Suggests a known topology for `name`, as a sentence for an error; empty where none is close.
-
-    Example:
-        >>> nearest("V5E:4x4"), nearest("v5p")
-        (" Did you mean 'v5e:4x4'?", " Did you mean 'v5p:8x8x8'?")
-    """
+    """Suggests a known topology for `name`, as a sentence for an error; empty if none is close."""
     chip, _, rest = name.lower().partition(":")
     chips = [*CHIPS, *GPUS]
     known = [each for each in chips if chip and (each.startswith(f"{chip}-") or chip.startswith(f"{each}-"))]
@@ -178,17 +149,8 @@ def nearest(name: str) -> str:
 
 
 def topology_devices(name: str) -> tuple[Device, ...]:
-    """Makes the devices of a topology that need not be here, in the order of their interconnect; of GPUs, host by host.
-
-    Args:
-        name: as `parse_topology` reads it.
-
-    Returns:
-        Devices to build a mesh of and to compile for; nothing can be put on them.
-
-    Raises:
-        DeviceError: no such topology, or the compiler (libtpu, JAX's CUDA plugin) is missing or cannot be loaded.
-    """
+    """Makes the devices of a topology, which may be absent, in interconnect order; GPUs host by host."""
+    # They serve to build a mesh and to compile; nothing can be put on them.
     topology = parse_topology(name)
     if topology.platform == "gpu":
         return gpu_devices(topology.chip, *topology.shape)
@@ -219,14 +181,8 @@ def topology_devices(name: str) -> tuple[Device, ...]:
 
 
 def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Orders TPU devices such that neighbours in the order are neighbours in the torus; slices stay together.
-
-    Args:
-        devices: all devices of one slice, or of several slices of one shape.
-
-    Returns:
-        The same devices.
-    """
+    """Orders TPU devices so that neighbours in the order are neighbours in the torus; slices stay together."""
+    # `devices` are all of one slice, or of several slices of one shape.
     slices = sorted({getattr(d, "slice_index", None) or 0 for d in devices})
     if len(slices) == 1:
         return tuple(mesh_utils.create_device_mesh((len(devices),), devices=devices).flat)
@@ -235,16 +191,8 @@ def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
-    """Finds the devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
-
-    Starts the TPU if nothing has yet.
-
-    Args:
-        num_processes: how many processes drive it, one a host.
-
-    Raises:
-        DeviceError: JAX sees no TPU here, or one of another number of hosts.
-    """
+    """Finds the devices of this machine's TPU in interconnect order, host by host; starts the TPU."""
+    # Each of `num_processes` processes drives one host.
     try:
         devices = jax.devices("tpu")
     except RuntimeError as exc:
@@ -259,11 +207,7 @@ def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
 
 
 def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]:
-    """Sorts devices by host, so that a process feeds successive rows; else they keep their order.
-
-    Raises:
-        DeviceError: they are of another number of hosts than there are processes.
-    """
+    """Sorts devices by host, so that a process feeds successive rows; else they keep their order."""
     hosts = list(dict.fromkeys(d.process_index for d in devices))
     if len(hosts) != num_processes:
         processes = "1 process" if num_processes == 1 else f"{num_processes} processes"

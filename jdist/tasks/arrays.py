@@ -106,17 +106,11 @@ def make(
 
 
 class MLP(nn.Module):
-    """Dense layers with ReLU between them; without hidden layers a linear model.
+    """Dense layers with ReLU between them; without hidden layers a linear model."""
 
-    Attributes:
-        widths: features of each hidden layer.
-        outputs: classes, or numbers predicted.
-        dropout: share of each hidden layer dropped in training.
-    """
-
-    widths: tuple[int, ...]
-    outputs: int
-    dropout: float
+    widths: tuple[int, ...]  # features of each hidden layer
+    outputs: int  # classes, or numbers predicted
+    dropout: float  # share of each hidden layer dropped in training
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:

@@ -15,16 +15,13 @@ _CHUNK_BYTES = 1 << 24  # counted at once: bounds the memory of the 8-byte indic
 class Order2Model:
     """P(c | a, b) = (count(a, b, c) + 1) / (count(a, b) + 256), for any three bytes in a row.
 
-    Attributes:
-        counts: how often each triple was seen, int32 [256 * 256, 256]; row `256 * a + b`, column `c`.
-
     Example:
         >>> model = fit_order2(np.frombuffer(b"abcabc", np.uint8))
         >>> float(model.probabilities(ord("a"), ord("b"))[ord("c")]) == 3 / 258
         True
     """
 
-    counts: np.ndarray
+    counts: np.ndarray  # of each triple, int32 [256 * 256, 256]; row `256 * a + b`, column `c`
 
     def probabilities(self, a: int, b: int) -> np.ndarray:
         """Computes P(c | a, b) of every byte c, float64 [256]."""

@@ -28,20 +28,10 @@ class Corpus:
 
 
 def load(patterns: Sequence[str] | None) -> Corpus:
-    """Reads the files that some patterns match, in the order of their relative paths, and splits them.
-
-    Whether a file is held out depends on its path below the folder that its pattern starts from, never on
-    where that folder lies: one in ten by hash, and where that leaves a side empty, the one file whose hash is
-    next.
-
-    Args:
-        patterns: as for `glob`, `**` for any depth; None for the `.py` files of the running Python's standard
-            library.
-
-    Raises:
-        ConfigError: a pattern matches no file, a file cannot be read, or there are fewer than two files that
-            are not empty.
-    """
+    """Reads the files that some patterns match, in the order of their relative paths, and splits them."""
+    # Whether a file is held out depends on its path below the pattern's start folder, never on that
+    # folder's place: one in ten by hash, and if that leaves a side empty, the one file whose hash
+    # is next. None reads the `.py` files of the standard library.
     contents: dict[str, bytes] = {}
     seen: set[Path] = set()
     for pattern in [None] if patterns is None else patterns:
@@ -65,15 +55,7 @@ def load(patterns: Sequence[str] | None) -> Corpus:
 
 
 def held_out_names(names: Iterable[str]) -> frozenset[str]:
-    """Picks the files to hold out: those whose hash is divisible by ten, at least one and never all of two or more.
-
-    Args:
-        names: relative paths, with forward slashes.
-
-    Example:
-        >>> sorted(held_out_names(["a.txt", "b.txt", "c.txt"]))
-        ['c.txt']
-    """
+    """Picks the relative paths whose hash is divisible by ten; at least one, and never all of two or more."""
     by_hash = sorted((_hash(name) % _HELD_OUT_OF, _hash(name), name) for name in names)
     divisible = sum(remainder == 0 for remainder, _, _ in by_hash)
     count = min(max(divisible, 1), len(by_hash) - 1)

@@ -50,16 +50,10 @@ def make(*, width: int = 32, dropout: float = 0.3, shift: int = 1) -> Task:
 
 
 class ConvNet(nn.Module):
-    """Two pairs of convolutions, each pair followed by a 2 x 2 maximum, then one hidden layer.
+    """Two pairs of convolutions, each pair followed by a 2 x 2 maximum, then one hidden layer."""
 
-    Attributes:
-        width: features of the first pair.
-        dropout: share of the hidden layer dropped in training.
-        num_classes: number of classes.
-    """
-
-    width: int
-    dropout: float
+    width: int  # features of the first pair
+    dropout: float  # share of the hidden layer dropped in training
     num_classes: int
 
     @nn.compact
@@ -76,17 +70,7 @@ class ConvNet(nn.Module):
 
 
 def random_shift(key: jax.Array, images: jax.Array, *, most: int) -> jax.Array:
-    """Moves each image by its own random offset; what enters from outside is 0.
-
-    Args:
-        key: a PRNG key.
-        images: [rows, height, width, channels].
-        most: the largest offset along each axis, in pixels.
-
-    Example:
-        >>> random_shift(jax.random.key(0), jnp.ones((2, 8, 8, 1)), most=1).shape
-        (2, 8, 8, 1)
-    """
+    """Moves each image [rows, height, width, channels] by a random offset of at most `most` pixels; fills with 0."""
     if most == 0:
         return images
     padded = jnp.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
@@ -99,17 +83,9 @@ def random_shift(key: jax.Array, images: jax.Array, *, most: int) -> jax.Array:
 
 
 def image_task(model: nn.Module, *, train: dict[str, np.ndarray], test: dict[str, np.ndarray], shift: int) -> Task:
-    """Makes a classification task from a model and two sets of labelled images.
-
-    Args:
-        model: called as `model(images, train=...)`, it returns logits [rows, classes].
-        train: {"image": [rows, height, width, channels], "label": [rows]}.
-        test: likewise.
-        shift: the largest random offset of a training image, in pixels.
-
-    Returns:
-        The task; its metrics are "loss" (cross-entropy, nats) and "accuracy".
-    """
+    """Makes a classification task from a model and two sets of labelled images."""
+    # `model(images, train=...)` returns logits [rows, classes]. The sets are {"image": [rows,
+    # height, width, channels], "label": [rows]}. Metrics: "loss" (cross-entropy, nats), "accuracy".
     image_shape = (1, *train["image"].shape[1:])
 
     def create_state(key: jax.Array, tx: optax.GradientTransformation) -> jdist.TrainState:
@@ -150,11 +126,7 @@ def image_task(model: nn.Module, *, train: dict[str, np.ndarray], test: dict[str
 
 
 def load_split() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Loads the images and labels, as `(train, test)`; the same split every time.
-
-    Raises:
-        ConfigError: scikit-learn is not installed.
-    """
+    """Loads images and labels as `(train, test)`; the same split every time."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split

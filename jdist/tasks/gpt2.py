@@ -14,15 +14,10 @@ _EPSILON = 1e-5
 
 
 class Attention(nn.Module):
-    """Causal attention with one projection for queries, keys and values.
+    """Causal attention with one projection for queries, keys and values."""
 
-    Attributes:
-        heads: attention heads; they divide the width.
-        dtype: dtype of the activations.
-    """
-
-    heads: int
-    dtype: Any
+    heads: int  # divide the width
+    dtype: Any  # of the activations
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:

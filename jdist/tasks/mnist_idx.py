@@ -26,19 +26,7 @@ _AGAIN = "Fetch the file again, or make it anew."
 
 
 def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
-    """Finds the IDX file of a data set, whichever of its usual names it has.
-
-    Args:
-        folder: where to look.
-        stem: beginning of the name, such as "train-images".
-        rank: number of dimensions, which is part of the name.
-
-    Returns:
-        The first that is there of `STEM-idxN-ubyte`, `STEM.idxN-ubyte`, and both with `.gz`.
-
-    Raises:
-        OptionError: none of them is there.
-    """
+    """Finds the first of `STEM-idxN-ubyte`, `STEM.idxN-ubyte` (N is the rank) and both with `.gz`."""
     plain = (f"{stem}-idx{rank}-ubyte", f"{stem}.idx{rank}-ubyte")
     candidates = [folder / f"{name}{suffix}" for suffix in ("", ".gz") for name in plain]
     for path in candidates:
@@ -58,19 +46,7 @@ def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
 
 
 def read_idx(path: Path, *, rank: int) -> np.ndarray:
-    """Reads an IDX file of unsigned bytes, plain or, if its name ends in `.gz`, compressed.
-
-    Args:
-        path: the file.
-        rank: number of dimensions it must have: 3 for images, 1 for labels.
-
-    Returns:
-        uint8 array of the shape that the file declares.
-
-    Raises:
-        ConfigError: it cannot be read, is cut short or too long, or is no such IDX file. The message names
-            the file.
-    """
+    """Reads an IDX file of unsigned bytes and `rank` dimensions, compressed if its name ends in `.gz`."""
     content = _content(path)
     header_bytes = 4 + 4 * rank
     if len(content) < header_bytes:
@@ -141,14 +117,7 @@ def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) 
 
 
 def load(folder: Path, part: str) -> dict[str, np.ndarray]:
-    """Loads one half of the data set, `part` "train" or "t10k".
-
-    Returns:
-        {"image": float32 [rows, height, width, 1] in [0, 1], "label": int32 [rows]}.
-
-    Raises:
-        ConfigError: a file is missing or unsound, there are no rows, or images and labels differ in number.
-    """
+    """Loads "train" or "t10k": {"image": float32 [rows, height, width, 1] in [0, 1], "label": int32 [rows]}."""
     image_path = find_idx(folder, f"{part}-images", rank=3)
     label_path = find_idx(folder, f"{part}-labels", rank=1)
     images, labels = read_idx(image_path, rank=3), read_idx(label_path, rank=1)

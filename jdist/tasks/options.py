@@ -51,15 +51,8 @@ def blaming(option: str) -> Iterator[None]:
 
 
 def near(path: Path, *, ending: str = "") -> str:
-    """Suggests the file or folder whose name is nearest to that of one that is not there.
-
-    Args:
-        path: what is not there.
-        ending: how the names of its kind end, such as ".npz"; nothing for a folder.
-
-    Returns:
-        ` Did you mean data.npz?`, with a leading space; nothing if no name is near.
-    """
+    """Suggests ` Did you mean data.npz?`, the nearest name to a missing file or folder's; else nothing."""
+    # `ending` is that of its kind's names, such as ".npz"; nothing for a folder.
     there = {p.name.removesuffix(ending): p for p in path.parent.glob(f"*{ending}") if ending or p.is_dir()}
     name = closest(path.name.removesuffix(ending), there)
     return f" Did you mean {there[name]}?" if name else ""

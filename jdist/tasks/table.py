@@ -25,18 +25,9 @@ class Table:
 
 
 def load(path: str, *, kind: str | None, standardise: bool, held_out: float, split_seed: int) -> Table:
-    """Reads, checks, splits and standardises the rows of a file.
-
-    Args:
-        path: the `.npz` file.
-        kind: "classification", "regression", or None: as the dtype of `y` says.
-        standardise: shift and scale `x`, and `y` in regression, by the training rows' mean and deviation.
-        held_out: share of the rows to hold out; at least one row is, and at least one is not.
-        split_seed: seeds the choice of the held-out rows.
-
-    Raises:
-        ConfigError: the file or an array in it does not serve.
-    """
+    """Reads, checks, splits and standardises the rows of an `.npz` file."""
+    # `kind` None decides by the dtype of `y`. Standardising uses the training rows' mean and
+    # deviation. At least one row is held out, and at least one is not.
     x, y = _read(path)
     x = _numbers(x, name="x", path=path)
     classify = kind == "classification" or (kind is None and y.dtype.kind in "iubU")
@@ -65,12 +56,9 @@ def load(path: str, *, kind: str | None, standardise: bool, held_out: float, spl
 
 
 def constant_score(data: Table) -> float:
-    """Scores the best constant prediction on the held-out rows.
-
-    Returns:
-        The accuracy of always naming the commonest training class, or the mean absolute error, in units of
-        the file, of always predicting the training median.
-    """
+    """Scores the best constant prediction on the held-out rows."""
+    # The accuracy of the commonest training class, or the mean absolute error, in units of the
+    # file, of the training median.
     if data.classes is not None:
         commonest = np.bincount(data.train["y"], minlength=data.outputs).argmax()
         return float(np.mean(data.test["y"] == commonest))

@@ -126,19 +126,8 @@ def make(
 
 
 def training_rows(data: np.ndarray, *, length: int) -> np.ndarray:
-    """Cuts bytes into rows that predict each byte once; the bytes after the last whole row are left out.
-
-    Args:
-        data: uint8 [n].
-        length: bytes predicted by a row.
-
-    Returns:
-        uint16 [n // length, length + 1]; each row starts with the last byte of the one before, the first with
-        BEGIN.
-
-    Raises:
-        OptionError: there are fewer bytes than one row predicts.
-    """
+    """Cuts bytes into uint16 rows [n // length, length + 1] that predict each byte once; drops the rest."""
+    # Each row starts with the last byte of the row before, the first with BEGIN.
     if data.size < length:
         raise OptionError(
             "length",
@@ -150,16 +139,9 @@ def training_rows(data: np.ndarray, *, length: int) -> np.ndarray:
 
 
 def evaluation_rows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
-    """Cuts bytes into overlapping rows such that each byte is among the last `scored` of exactly one row.
-
-    Args:
-        data: uint8 [n]; `n` is a multiple of `scored`.
-        length: tokens that the model sees of a row.
-        scored: bytes that a row is scored on; it sees `length - scored` before them.
-
-    Returns:
-        uint16 [n // scored, length + 1]; what would lie before the first byte is BEGIN.
-    """
+    """Cuts bytes into overlapping rows so that each byte is among the last `scored` of exactly one row."""
+    # `n` is a multiple of `scored`. A row [length + 1] sees `length - scored` bytes before the
+    # scored ones; BEGIN stands before the first byte.
     return _windows(data, length=length, scored=scored)
 
 

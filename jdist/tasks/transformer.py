@@ -12,17 +12,12 @@ from flax import linen as nn
 def rotary(x: jax.Array, *, base: float = 10_000.0) -> jax.Array:
     """Turns each pair of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
 
-    Args:
-        x: queries or keys, [rows, length, heads, head_width]; `head_width` is even.
-        base: the longest wavelength, in positions over 2 pi.
-
-    Returns:
-        An array of the shape and dtype of `x`; the angles are computed in float32.
-
     Example:
         >>> rotary(jnp.ones((1, 4, 2, 8))).shape
         (1, 4, 2, 8)
     """
+    # `x`: [rows, length, heads, even head_width]; `base`: the longest wavelength, in positions over
+    # 2 pi. The angles are computed in float32.
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency
@@ -33,19 +28,12 @@ def rotary(x: jax.Array, *, base: float = 10_000.0) -> jax.Array:
 
 
 class Block(nn.Module):
-    """One layer: causal attention, then a feed-forward network, each added to its input.
+    """One layer: causal attention, then a feed-forward network, each added to its input."""
 
-    Attributes:
-        heads: attention heads; they divide the width.
-        layers: depth of the whole model; it scales the start of what is added to the residual stream.
-        dropout: share of what each half adds that is dropped; 0 outside training.
-        dtype: dtype of the activations; the parameters stay float32.
-    """
-
-    heads: int
-    layers: int
-    dropout: float
-    dtype: Any
+    heads: int  # divide the width
+    layers: int  # of the full model; scales the initial additions to the residual stream
+    dropout: float  # share of each half's addition that is dropped; 0 outside training
+    dtype: Any  # of the activations; the parameters stay float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -32,19 +32,12 @@ class BucketError(CheckpointError):
 
 @dataclass(frozen=True, eq=False)
 class BucketPath:
-    """A path in an object store.
+    """A path in an object store."""
 
-    Attributes:
-        fs: fsspec's file system.
-        path: as that knows it, without the protocol.
-        protocol: of its URL.
-        timeout_s: the longest wait for one answer.
-    """
-
-    fs: Any
-    path: str
-    protocol: str
-    timeout_s: float
+    fs: Any  # fsspec's file system
+    path: str  # for `fs`, without the protocol
+    protocol: str  # of its URL
+    timeout_s: float  # the longest wait for one answer
 
     def __str__(self) -> str:
         return f"{self.protocol}://{self.path}"
@@ -215,12 +208,7 @@ class _Handle:
 
 
 def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) -> Path | BucketPath:
-    """Makes a path of a local path or a URL.
-
-    Raises:
-        CheckpointError: the URL's protocol is not known, or what reads it is not installed.
-        BucketError: its credentials are not to be had.
-    """
+    """Makes a path of a local path or a URL."""
     if isinstance(directory, BucketPath):
         return directory
     check_is_path(directory)

@@ -122,15 +122,9 @@ def new_checkpoints(
     poll_s: float,
     known: Iterable[int] = (),
 ) -> Iterator[Restored]:
-    """Restores the checkpoints of a running job, each once, in the order of saving; the last is that of `final_step`.
-
-    See `train_and_evaluate` for errors, and for the other arguments.
-
-    Args:
-        is_alive: whether the job runs now.
-        is_over: whether to end although the job does not.
-        known: steps to leave out.
-    """
+    """Restores a running job's checkpoints, each once, in order of saving; the last is `final_step`'s."""
+    # `is_alive`: the job runs now. `is_over`: end although the job runs on. `known`: steps to leave
+    # out. For errors and other arguments see `train_and_evaluate`.
     seen, alive_s = set(known), time.monotonic()
     while not is_over() and max(seen, default=-1) < final_step:
         if is_alive():  # before looking for steps: a job that ends now has saved

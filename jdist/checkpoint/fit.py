@@ -24,19 +24,13 @@ _MOST_LISTED, _MOST_NEAREST = 5, 3
 
 @dataclass(frozen=True)
 class Fit:
-    """What goes where.
+    """The mapping from saved leaves to the state's."""
 
-    Attributes:
-        numbers: of each leaf of the state the number of the saved one that it takes; None: it keeps its value.
-        not_restored: the paths of those that keep their values.
-        unused: the paths of the saved leaves that none takes.
-        passed_over: what does not fit and was passed over, in words.
-    """
-
+    # of each leaf of the state, the number of its saved leaf; None: it keeps its value
     numbers: list[int | None]
-    not_restored: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    not_restored: tuple[str, ...] = ()  # the paths of leaves that keep their values
+    unused: tuple[str, ...] = ()  # the paths of saved leaves that no leaf takes
+    passed_over: tuple[str, ...] = ()  # descriptions of skipped leaves that do not fit
 
 
 @dataclass(frozen=True)
@@ -154,21 +148,11 @@ def name_of(path: str) -> str:
 def fit(
     checkpoint: Place, saved: list[dict[str, Any]], wanted: list[dict[str, Any]], selection: Selection = ALL
 ) -> Fit:
-    """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
-
-    Without a number is what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
-    with another all-reduce or on other devices; a loss scale, after a run in another precision; values kept beside the
-    state, where they were not saved; and what a selection leaves.
-
-    Args:
-        checkpoint: for messages.
-        saved: the descriptions of the leaves in the checkpoint.
-        wanted: those of the state's.
-        selection: which are to be restored, and from where.
-
-    Raises:
-        CheckpointError: a leaf that is to be restored is missing or unlike, or the selection names what is not there.
-    """
+    """Finds the saved leaf of each wanted leaf; refuses a tree that is not the saved one."""
+    # Some leaves start again, without a number: residuals that were not saved, or for another
+    # number of replicas (a run may continue with another all-reduce or on other devices); a loss
+    # scale after another precision; values kept with the state, if not saved; and leaves outside a
+    # selection.
     if selection.is_all:
         keys = [leaf["path"] for leaf in wanted]
         numbers = {leaf["path"]: i for i, leaf in enumerate(saved)}
@@ -264,13 +248,7 @@ def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: s
 
 
 def check_has_values(where: object, like: Mapping[str, Any], filled: Container[str]) -> None:
-    """Refuses a state of which a leaf is to keep its value and has none.
-
-    Args:
-        where: the values come from, for the message.
-        like: the leaves of the state by path.
-        filled: the paths of those that get a value.
-    """
+    """Refuses a state with a leaf that must keep its value and has none; `filled` are paths with values."""
     for path, leaf in like.items():
         stored = leaf.stored if is_sharded_leaf(leaf) else leaf
         if path not in filled and isinstance(stored, jax.ShapeDtypeStruct):
@@ -281,10 +259,8 @@ def check_has_values(where: object, like: Mapping[str, Any], filled: Container[s
 
 
 def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether shapes and dtypes are the same, or a number is Python's in one of them, which `place` converts.
-
-    A counter that starts as Python's 0 is an array after the first step.
-    """
+    """Whether shapes and dtypes agree, or one side is Python's number, which `place` converts."""
+    # A counter that starts as Python's 0 is an array after the first step.
     dtypes = (saved["dtype"], wanted["dtype"])
     is_number = saved["shape"] == [] and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
     return saved["shape"] == wanted["shape"] and (dtypes[0] == dtypes[1] or is_number)

@@ -62,10 +62,9 @@ def _entries(directory: Place) -> list[Place]:
 
 
 def next_name(directory: Place, step: int) -> str:
-    """Makes a name that no save in the directory has had.
-
-    In a bucket it ends at random: a job that was given up may still write, or remove, what it began under the same number.
-    """
+    """Makes a name that no save in the directory has had."""
+    # In a bucket it ends at random: a job that was given up may still write, or remove, the files
+    # that it began under the same number.
     matches = (NAME.search(path.name) for path in directory.iterdir())
     number = 1 + max((int(match[2]) for match in matches if match), default=0)
     tag = "" if isinstance(directory, Path) else f"_{secrets.token_hex(4)}"
@@ -249,11 +248,7 @@ def write_manifest(part: Place, body: dict[str, Any]) -> None:
 
 
 def size_of(file: Place) -> int:
-    """Finds the size of a file in bytes.
-
-    Raises:
-        FileNotFoundError: it is not there.
-    """
+    """Finds the size of a file in bytes."""
     if isinstance(file, Path):
         return file.stat().st_size
     return _size_in(file.parent.sizes(), file)
@@ -299,23 +294,9 @@ _POLL_S = 0.05
 def open_shared(
     directory: Place, cluster: Runtime, timeout_s: float, name: str, *, make: bool
 ) -> tuple[list[Path], bool]:
-    """Removes what killed processes left in a folder, and checks that all processes see the same one.
-
-    Args:
-        directory: the folder.
-        cluster: the processes.
-        timeout_s: the longest wait for another process.
-        name: of the values that they exchange.
-        make: make the folder, to save in it. Else one that is not there, or may only be read, is left as it is.
-
-    Returns:
-        On process 0, folders named as a killed process's that hold something else; whether the folder is there, the same one
-        for all.
-
-    Raises:
-        CheckpointError: it cannot be made, or is not the one that process 0 writes to.
-        ClusterError: so on another process.
-    """
+    """Removes killed processes' leftovers from a folder, and checks that all processes see the same folder."""
+    # Returns, on process 0, folders that are named as leftovers but hold something else; and
+    # whether the folder exists. Without `make`, a missing or read-only folder stays as it is.
     strangers: list[Path] = []
     token = directory / f".shared_{secrets.token_hex(8)}"
     is_open = False

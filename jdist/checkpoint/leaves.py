@@ -74,10 +74,9 @@ def without_keys(leaf: Any) -> Any:
 
 
 def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
-    """Copies to the host what this process writes of a leaf without keys: of a spread array the shards with replica id 0.
-
-    The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
-    """
+    """Copies this process's part of a leaf to the host: of a spread array the shards with replica id 0."""
+    # Nobody else has the copies: a view of a CPU buffer would make the next step's donation copy
+    # instead.
     if is_sharded_leaf(leaf):
         return _in_parts(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

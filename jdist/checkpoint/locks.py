@@ -96,13 +96,9 @@ _claiming = threading.Lock()
 
 
 def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
-    """Holds a directory for the saves of this process; returns a function that lets go, as the end of the process does.
-
-    Several callers of one process hold it together. A forked child does not hold it, so it outlives no parent.
-
-    Raises:
-        CheckpointError: another process holds it, and still does after `timeout_s`; says which.
-    """
+    """Holds a directory for the saves of this process; returns a function that releases it."""
+    # The end of the process releases it, too. Several callers of one process share the hold. A
+    # forked child does not hold it, so the hold ends with its owner.
     key = os.path.realpath(directory)
     with _claiming:
         handle, count = _claims.get(key, (None, 0))

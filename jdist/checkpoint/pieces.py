@@ -43,21 +43,13 @@ class LocalLeaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A box of a leaf in a file, as a manifest describes it.
+    """A box of a leaf in a file, as a manifest describes it."""
 
-    Attributes:
-        file: a path in the checkpoint.
-        offset: of its first byte in the file.
-        start: the index of its first element in the leaf.
-        shape: of the box.
-        crc32: of its bytes.
-    """
-
-    file: str
-    offset: int = 0
-    start: Sequence[int]
-    shape: Sequence[int]
-    crc32: int
+    file: str  # a path in the checkpoint
+    offset: int = 0  # of its first byte in the file
+    start: Sequence[int]  # the index of its first element in the leaf
+    shape: Sequence[int]  # of the box
+    crc32: int  # of its bytes
 
     def meets(self, extents: Sequence[Extent] | None) -> bool:
         """Whether the piece has elements in one of the boxes; None stands for the whole leaf."""
@@ -98,20 +90,10 @@ def write_pieces(file: Place, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
 def read_leaves(
     checkpoint: Place, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
 ) -> Iterator[dict[int, np.ndarray]]:
-    """Reads leaves of a checkpoint one by one, small ones a megabyte at a time, each as it was saved to the bit.
-
-    It keeps none that it has given. Those of format 1 that Orbax wrote come all at once.
-
-    Args:
-        checkpoint: its folder.
-        body: of its manifest.
-        needed: the numbers of the leaves, and the boxes of each that are needed, None for all of it. Pieces outside of these
-            are not read, and their elements are not set.
-
-    Raises:
-        Damaged: a file is not as it was written.
-        CheckpointError: the checkpoint has format 1, and Orbax is not installed.
-    """
+    """Reads leaves of a checkpoint one by one, each as it was saved to the bit, and keeps none."""
+    # Small leaves come a megabyte at a time; format 1 by Orbax comes all at once. `needed` has the
+    # boxes of each leaf by number, None for all of it: other pieces are not read, and their
+    # elements are not set.
     leaves = body["leaves"]
     by_orbax = [i for i, leaf in enumerate(leaves) if "pieces" not in leaf]
     if by_orbax:

@@ -29,23 +29,10 @@ def read_together(
     name: str,
     timeout_s: float,
 ) -> tuple[dict[str, Any], list[Any], Fit] | None:
-    """Reads the last of some checkpoints in which no process finds damage; all processes call this.
-
-    Args:
-        paths: of the checkpoints, in the order of saving; the same on all.
-        like: the leaves to fill, by path.
-        problems: is filled with what is wrong with those that are passed over, by the checkpoint's name.
-        selection: which of the leaves to fill, and from where.
-        cluster: the processes.
-        name: of the values that they exchange.
-        timeout_s: the longest wait for a checkpoint to be read, and for another process.
-
-    Returns:
-        The body of its manifest, the leaves, and which of them were filled; None if there is none that can be read.
-
-    Raises:
-        CheckpointError: it does not fit, or cannot be read for another reason than damage, here or on another process.
-    """
+    """Reads the last checkpoint in which no process finds damage; all processes call this."""
+    # Returns the manifest's body, the leaves, and the filled ones; None if no checkpoint can be
+    # read. `problems` is filled with the faults of skipped checkpoints, by name. `paths` are the
+    # same on all processes, in the order of saving.
     # First, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
     described = [codec.describe_leaf(path, leaf) for path, leaf in like.items()]
     for path in reversed(paths):

@@ -30,20 +30,9 @@ def save_together(
     timeout_s: float,
     prune: Callable[[], None],
 ) -> None:
-    """Writes a checkpoint, which is committed once all processes, each of which calls this, have written their part.
-
-    Args:
-        directory: of the checkpoints.
-        body: of the manifest, without the leaves' pieces; the same on all.
-        leaves: what this process writes of each.
-        cluster: the processes.
-        name: of the values that they exchange.
-        timeout_s: the longest wait for another writer or process.
-        prune: removes older checkpoints after the commit.
-
-    Raises:
-        CheckpointError: it cannot be written, here or on another process; nothing is committed then.
-    """
+    """Writes a checkpoint, which is committed once all processes have written their part."""
+    # Every process calls this, with the same `body`, without the leaves' pieces. `prune` removes
+    # older checkpoints after the commit.
     path: Place = directory / f"step_{body['step']:08d}"
     part: Place | None = None
     committed = False
@@ -83,11 +72,9 @@ def save_together(
 
 
 def _write_local(part: Place, leaves: list[LocalLeaf], process: int) -> dict[str, Any]:
-    """Writes this process's pieces; of processes other than 0 also a note for process 0.
-
-    Returns:
-        As JSON holds it: the pieces of each leaf, the size of each file in bytes, and the name of the note.
-    """
+    """Writes this process's pieces; processes other than 0 also write a note for process 0."""
+    # Returns JSON values: the pieces of each leaf, the size of each file in bytes, and the note's
+    # name.
     disk.check_room(part, sum(box.values.nbytes for leaf in leaves for box in leaf.boxes))
     file = part / f"pieces_{process}.bin"
     pieces = [[asdict(piece) for piece in each] for each in write_pieces(file, leaves)]

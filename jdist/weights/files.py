@@ -47,19 +47,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file.
-
-    Attributes:
-        name: its name.
-        file: where it is.
-        shape: its shape.
-        dtype: its dtype, as safetensors calls it.
-    """
+    """A tensor in a file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # in the terms of safetensors
 
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name}"
@@ -73,13 +66,7 @@ class Tensor:
 
 
 class Reader:
-    """Opens files of safetensors and reads boxes of their tensors.
-
-    Attributes:
-        tensors: by their names.
-        heads: by file, which numbers of attention heads a `config.json` beside it says that the model has.
-        bytes_read: of all boxes so far.
-    """
+    """Opens files of safetensors and reads boxes of their tensors."""
 
     def __init__(self, files: Any):
         safe_open = _safetensors().safe_open
@@ -118,11 +105,9 @@ class Reader:
         self._open.close()
 
     def read(self, tensor: Tensor, box: Sequence[slice]) -> np.ndarray:
-        """Reads a box of a tensor, some rows at a time; raises a `CheckpointError` where it cannot be read.
-
-        safetensors holds Python's lock while it reads: of a large tensor long enough that other processes would take this one
-        for lost.
-        """
+        """Reads a box of a tensor, some rows at a time."""
+        # safetensors holds Python's lock while it reads. A large tensor takes so long that other
+        # processes would count this one as lost.
         dtype, shape = tensor.numpy_dtype, tuple(each.stop - each.start for each in box)
         rows = max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
         if not shape or shape[0] <= rows:
@@ -220,10 +205,8 @@ def local_path(path: Any) -> Path:
 
 
 def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
-    """Finds the one index in a folder, or else the one file that is whole by itself.
-
-    Files of several without their index are what a save that was killed leaves.
-    """
+    """Finds the one index in a folder, or else the one file that is complete by itself."""
+    # Several files without an index are leftovers of a killed save.
     parts: list[Path] = []
     for pattern in (f"*{_SUFFIX}{INDEX}", f"*{_SUFFIX}"):
         there = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))

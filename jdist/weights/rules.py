@@ -22,19 +22,12 @@ Rules = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors of which one is a part of a leaf, or all of it.
+    """Tensors that hold the same part of a leaf, or all of it."""
 
-    Attributes:
-        names: of the tensors, the one first that a save writes.
-        axes: of tensor and leaf.
-        sizes: of factors, as far as rule and leaf say them.
-        index: of each axis that one side alone has.
-    """
-
-    names: tuple[str, ...]
-    axes: Axes
-    sizes: Mapping[str, int]
-    index: Mapping[str, int]
+    names: tuple[str, ...]  # of the tensors; a save writes the first
+    axes: Axes  # of tensor and leaf
+    sizes: Mapping[str, int]  # of factors, as far as rule and leaf determine them
+    index: Mapping[str, int]  # of each axis that only one side has
 
     @property
     def part(self) -> frozenset[tuple[str, int]]:
@@ -95,17 +88,7 @@ class Rule:
     def sources(
         self, path: str, shape: Sequence[int], fields: Mapping[str, str], lengths: Mapping[str, int]
     ) -> Iterator[Source]:
-        """Lists the tensors that a leaf comes from.
-
-        Args:
-            path: of the leaf.
-            shape: of the leaf.
-            fields: of its path.
-            lengths: of axes that several rules make together.
-
-        Raises:
-            CheckpointError: the leaf's shape does not fit the rule's axes, or an index is missing.
-        """
+        """Lists the tensors of a leaf; `lengths` are those of axes that several rules make together."""
         axes = self.axes or Axes.same(len(shape))
         index = self.index(axes, fields)
         # A field of the tensor's name that is an axis of the leaf counts along it: a stack of layers.
@@ -138,16 +121,8 @@ def parse_rules(rules: Rules) -> list[Rule]:
 
 
 def sources_of(rules: Sequence[Rule] | None, path: str, shape: Sequence[int]) -> list[list[Source]]:
-    """Lists the tensors that a leaf comes from, by its parts; those of one part stand for each other.
-
-    Args:
-        rules: None: a tensor is called as its leaf, with "." between the names.
-        path: of the leaf.
-        shape: of the leaf.
-
-    Raises:
-        CheckpointError: a rule does not fit the leaf.
-    """
+    """Lists a leaf's tensors by its parts; those of one part are alternatives."""
+    # Without rules, a tensor has the name of its leaf, with "." between the names.
     if rules is None:
         return [[Source((path.replace("/", "."),), Axes.same(len(shape)), _sizes(shape), {})]]
     matching = [(rule, fields) for rule in rules if (fields := rule.fields(path)) is not None]

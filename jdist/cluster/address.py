@@ -16,22 +16,12 @@ ALLOWED = "host:port, with a port from 1 to 65535"
 
 
 def join(host: str, port: int) -> str:
-    """Joins host and port as `host:port`, an IPv6 address in brackets.
-
-    Example:
-        >>> join("n1", 2222), join("fe80::1", 2222)
-        ('n1:2222', '[fe80::1]:2222')
-    """
+    """Joins host and port as `host:port`, an IPv6 address in brackets: `[fe80::1]:2222`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits a valid address into its host (an IPv6 address without brackets) and its port.
-
-    Example:
-        >>> split("[fe80::1]:2222")
-        ('fe80::1', 2222)
-    """
+    """Splits a valid address into its host (an IPv6 address without brackets) and its port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -48,12 +38,7 @@ def normalized(address: str) -> tuple[str, int]:
 
 
 def problem(address: str) -> str | None:
-    """Finds the remedy for a text that is not an address `host:port`; None if it is one.
-
-    Example:
-        >>> problem("n1:2222"), problem("grpc://n1:2222")
-        (None, 'Leave out what comes before the host (grpc://).')
-    """
+    """Finds the remedy for a text that is not an address `host:port`; None if it is one."""
     scheme, marked, _ = address.partition("://")
     if marked:
         return f"Leave out what comes before the host ({scheme[:20]}://)."
@@ -81,19 +66,9 @@ def host_problem(host: str) -> str | None:
 
 
 def refused(variable: str, value: object, allowed: str, mend: str, *, field: str | None = None) -> ClusterConfigError:
-    """Makes the error for a value that is not allowed.
-
-    Args:
-        variable: the environment variable or argument.
-        value: its value; None if it is not set.
-        allowed: what it must be, as the end of a sentence.
-        mend: the remedy, a sentence.
-        field: the part of the variable that holds the value; None for all of it.
-
-    Example:
-        >>> str(refused("SLURM_PROCID", "x", "a whole number", "Set it by srun."))
-        "SLURM_PROCID is 'x'; it must be a whole number. Set it by srun."
-    """
+    """Makes the error for a value that is not allowed."""
+    # `allowed` ends a sentence, `mend` is one. `value` None: not set. `field` is the part of the
+    # variable that holds the value.
     where = variable if field is None else f"{variable}: `{field}`"
     state = "is not set" if value is None else f"is {_SHORT.repr(value)}"
     return ClusterConfigError(

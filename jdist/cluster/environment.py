@@ -33,11 +33,7 @@ def whole_number(digits: str) -> int | None:
 
 
 def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0) -> int | None:
-    """Reads the whole number in a variable; None if it is not set.
-
-    Raises:
-        ClusterConfigError: it holds something else, or a number below `least`.
-    """
+    """Reads the whole number in a variable; None if it is not set."""
     written = text(environ, variable)
     if written is None:
         return None

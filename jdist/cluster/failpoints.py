@@ -71,15 +71,7 @@ _times: dict[Point, int] = {}
 
 
 def parse(text: str) -> tuple[Failure, ...]:
-    """Parses failures with ";" between them.
-
-    Raises:
-        ClusterConfigError: one has another form, or names an unknown point.
-
-    Example:
-        >>> parse("process=1:step=after:kill@3")[0].point
-        <Point.AFTER_STEP: 'step=after'>
-    """
+    """Parses failures with ";" between them."""
     return tuple(_parse(part.strip()) for part in text.split(";"))
 
 

@@ -145,10 +145,8 @@ def lsf_slots(listed: str) -> dict[str, int]:
 
 
 def sagemaker_rank_0(environ: Mapping[str, str], current: str) -> tuple[str, str]:
-    """Finds the address of process 0 under SageMaker's mpirun, and its variables.
-
-    mpirun runs on rank 0's host, and passes that host's SM_CURRENT_HOST, `current`, to all ranks.
-    """
+    """Finds the address of process 0 under SageMaker's mpirun, and its variables."""
+    # mpirun runs on rank 0's host, and passes that host's SM_CURRENT_HOST, `current`, to all ranks.
     if (wrong := host_problem(current)) is not None:
         raise refused(SM_CURRENT, current, "the name of a host", wrong)
     port, port_from = chosen_port(environ, _SM_PORT, "")

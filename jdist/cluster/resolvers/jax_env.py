@@ -78,10 +78,8 @@ def workers_spec(
     gpus: tuple[int, ...] | None = None,
     gpus_from: str | None = None,
 ) -> ClusterSpec:
-    """Makes the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`.
-
-    JAX_LOCAL_DEVICE_IDS replaces `gpus`.
-    """
+    """Makes the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`."""
+    # JAX_LOCAL_DEVICE_IDS replaces `gpus`.
     devices, devices_from = chosen_devices(environ, gpus, gpus_from)
     return ClusterSpec(
         jobs={"worker": addresses},
@@ -94,11 +92,7 @@ def workers_spec(
 
 
 def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> tuple[int, str]:
-    """Reads the port of process 0 from JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS; returns it with its variable.
-
-    Raises:
-        ClusterConfigError: it is no port, or the two differ.
-    """
+    """Reads process 0's port and its variable: JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS."""
     port, at = environment.port(environ, PORT), environment.address(environ, ADDRESS)
     if port is not None and at is not None and address.split(at)[1] != port:
         raise refused(PORT, port, f"the port in {ADDRESS}, which is {at}", "Unset one of the two.")
@@ -110,11 +104,7 @@ def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> 
 def chosen_coordinator(
     environ: Mapping[str, str], processes: Sequence[str | None], *sources: str
 ) -> tuple[tuple[str | None, ...], str]:
-    """Moves process 0 to JAX_COORDINATOR_ADDRESS, if that is set.
-
-    Returns:
-        The addresses of all processes, and their variables, each once, with commas between them.
-    """
+    """Moves process 0 to JAX_COORDINATOR_ADDRESS, if set; returns all addresses and their variables."""
     at = environment.address(environ, ADDRESS)
     if at is not None and processes:
         processes, sources = (at, *processes[1:]), (*sources, ADDRESS)
@@ -122,14 +112,9 @@ def chosen_coordinator(
 
 
 def derived_port(job: int | str) -> int:
-    """Computes the port of process 0 from a job's number or name: even, as the one after it is the watch's.
-
-    It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different ports.
-
-    Example:
-        >>> derived_port(0), derived_port(4095), derived_port(4096)
-        (20000, 28190, 20000)
-    """
+    """Computes the port of process 0 from a job's number or name: even, as the next is the watch's."""
+    # It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different
+    # ports.
     number = job if isinstance(job, int) else zlib.crc32(job.encode("utf-8", "replace"))
     return _FIRST_PORT + 2 * (number % _PORTS)
 
@@ -137,14 +122,7 @@ def derived_port(job: int | str) -> int:
 def chosen_devices(
     environ: Mapping[str, str], default: tuple[int, ...] | None = None, default_from: str | None = None
 ) -> tuple[tuple[int, ...] | None, dict[str, str]]:
-    """Reads the GPUs of this process from JAX_LOCAL_DEVICE_IDS ("0,1"), else takes the default.
-
-    Returns:
-        Their numbers, None for all; and their entry in the spec's `origins`.
-
-    Raises:
-        ClusterConfigError: these are not whole numbers, or one is there twice.
-    """
+    """Reads this process's GPUs (None: all) and their origins; JAX_LOCAL_DEVICE_IDS ("0,1") overrides."""
     written = environment.text(environ, DEVICES)
     if written is None:
         return default, {} if default_from is None else {"local_device_ids": default_from}

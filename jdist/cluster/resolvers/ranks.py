@@ -50,17 +50,9 @@ class Launcher:
 def ranked(
     environ: Mapping[str, str], launcher: Launcher, first: Callable[[], tuple[str, str] | None] = lambda: None
 ) -> ClusterSpec:
-    """Makes the spec of a rank.
-
-    Args:
-        environ: the environment.
-        launcher: names the variables.
-        first: finds the address of process 0 and its variables, None if it is not known; called only where the ranks are on
-            several hosts and JAX_COORDINATOR_ADDRESS is not set.
-
-    Raises:
-        ClusterConfigError: a number is missing or is no number, or process 0's host is not known.
-    """
+    """Makes the spec of a rank; `launcher` names the variables."""
+    # `first` finds process 0's address and its variables. It is called only if the ranks are on
+    # several hosts and JAX_COORDINATOR_ADDRESS is not set.
     mend = launcher.mend
     count = environment.needed(environ, launcher.count, mend, least=1)
     if count > MOST:

@@ -66,24 +66,17 @@ _FOR_SEVERAL = (
 
 
 def unplaced(environ: Mapping[str, str]) -> None:
-    """Refuses an environment in which this process was started as one of several, without their addresses.
-
-    Raises:
-        ClusterConfigError: there is a rank without the number of ranks, or a node of torchrun or a host of a TPU without
-            the others.
-    """
+    """Refuses an environment that names this process as one of several, without their addresses."""
+    # For example a rank without the number of ranks, a node of torchrun or a host of a TPU without
+    # the others.
     _refuse_first(environ, _OF_SEVERAL)
 
 
 def allocation(environ: Mapping[str, str]) -> None:
-    """Refuses an environment with room for several processes, where this one was not started as one of them.
-
-    It does not concern a strategy of one process, as in a notebook of an allocation.
-
-    Raises:
-        ClusterConfigError: there is a coordinator's address alone, a pod of an Indexed Job without more variables or of an
-            MPIJob outside mpirun, or an allocation of Slurm or LSF outside srun and blaunch.
-    """
+    """Refuses an environment with room for several processes in which this one is not one of them."""
+    # It does not concern a strategy of one process, as in a notebook of an allocation. It finds a
+    # coordinator's address alone, a pod of an Indexed Job without more variables or of an MPIJob
+    # outside mpirun, and an allocation of Slurm or LSF outside srun and blaunch.
     if (address := environment.text(environ, ADDRESS)) is not None:
         raise refused(ADDRESS, address, f"set together with {COUNT} and {INDEX}", "Set all three, or none.")
     index = environment.text(environ, COMPLETION_INDEX)

@@ -104,11 +104,10 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
 
 
 def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> bool:
-    """Whether srun itself has started this process as `rank` (None: any) of `count`.
-
-    Some scripts and MPI plug-ins set another launcher's variables in srun's tasks. If these agree with Slurm's own, Slurm's
-    lists count, which tell where each task is. They do not agree where a launcher has started its helpers by srun.
-    """
+    """Whether srun itself has started this process as `rank` (None: any) of `count`."""
+    # Some scripts and MPI plug-ins set another launcher's variables in srun's tasks. If these agree
+    # with Slurm's own, Slurm's lists count: they give the place of each task. They do not agree if
+    # a launcher has started its helpers by srun.
     if environment.text(environ, NODES) is None or not _is_in_step(environ):
         return False
     tasks = next((value for name in COUNTS if (value := environment.text(environ, name)) is not None), None)
@@ -172,19 +171,14 @@ def _assigned(
 
 
 def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
-    """Shares the GPUs of this node among its `tasks`, of which this is number `local`.
-
-    Returns:
-        The numbers of this task's GPUs among those that it sees, and their variables; None for all, where the task is alone,
-        sees only its own, or there are none.
-
-    Raises:
-        ClusterConfigError: all tasks see all GPUs, which cannot be shared equally.
+    """Shares this node's GPUs among its `tasks`; returns number `local`'s, and their variables.
 
     Example:
         >>> own_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, tasks=2, local=1)
         ((2, 3), 'SLURM_GPUS_ON_NODE, SLURM_LOCALID')
     """
+    # The GPUs are numbered among those that the task sees. None for all: the task is alone, sees
+    # only its own, or there are none.
     visible = next((name for name in VISIBLE if environment.text(environ, name) is not None), None)
     on_node = environment.number(environ, ON_NODE, "Slurm sets it.")
     if tasks == 1 or visible is None or not on_node or environment.text(environ, PLATFORMS) == "cpu":
@@ -202,15 +196,7 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
 
 
 def expand_nodes(listed: str, variable: str) -> list[str]:
-    """Expands Slurm's list of nodes, in its order; numbers keep their leading zeros.
-
-    Raises:
-        ClusterConfigError: it is no such list, a range counts down, or a node is there twice.
-
-    Example:
-        >>> expand_nodes("n[1-2],m5,o[08-10]", "SLURM_STEP_NODELIST")
-        ['n1', 'n2', 'm5', 'o08', 'o09', 'o10']
-    """
+    """Expands Slurm's list of nodes, in its order; numbers keep their leading zeros."""
     nodes: list[str] = []
     for item in re.split(r",(?![^\[]*\])", listed):  # commas outside brackets
         names = [""]
@@ -249,15 +235,7 @@ def _no_nodes(variable: str, listed: str) -> Exception:
 
 
 def expand_tasks(listed: str, variable: str) -> list[int]:
-    """Expands Slurm's list of the number of tasks on each node.
-
-    Raises:
-        ClusterConfigError: it is no such list, or a node has no task.
-
-    Example:
-        >>> expand_tasks("2(x2),1", "SLURM_STEP_TASKS_PER_NODE")
-        [2, 2, 1]
-    """
+    """Expands Slurm's list of the number of tasks on each node: "2(x2),1"."""
     tasks: list[int] = []
     for part in listed.split(","):
         match = _TASKS.fullmatch(part.strip())

@@ -13,10 +13,9 @@ from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 
 class Exchanges:
-    """The exchanges that a process takes part in: each says a value under a key, and hears everyone's.
+    """The exchanges of a process: each process sends a value under a key, and receives all values."""
 
-    Any thread may call it. `send` sends a message to process 0.
-    """
+    # Any thread may call it. `send` sends a message to process 0.
 
     def __init__(self, send: Callable[[Message], None]):
         self._send = send
@@ -26,18 +25,7 @@ class Exchanges:
         self._lost: PeerLostError | None = None
 
     def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """Says a value under `key`, and returns everyone's, by index, once all have come.
-
-        Args:
-            key: the same on all, used once.
-            value: this process's value, which JSON can hold in at most 1 MiB.
-            timeout_s: how long to wait.
-
-        Raises:
-            ClusterTimeoutError: not all values came in time.
-            ClusterError: one of them never will, or the value is too large.
-            PeerLostError: a process was lost meanwhile.
-        """
+        """Sends a JSON value of at most 1 MiB under a key, used once, and returns all values, by index."""
         self.say(key, value)
         with exchanging():
             values = self.hear(key, timeout_s)
@@ -51,11 +39,7 @@ class Exchanges:
         return values
 
     def say(self, key: str, value: Any) -> None:
-        """Sends this process's value of an exchange.
-
-        Raises:
-            ClusterError: the value is too large.
-        """
+        """Sends this process's value of an exchange."""
         message = {"type": "value", "key": key, "value": value}
         if (size := len(encode(message))) > MOST_BYTES:
             raise ClusterError(
@@ -67,12 +51,7 @@ class Exchanges:
         self._send(message)
 
     def hear(self, key: str, timeout_s: float) -> list[Any] | None:
-        """Waits for everyone's values under `key`, by index; None if not all came within `timeout_s`: ask again.
-
-        Raises:
-            ClusterError: one of them never will.
-            PeerLostError: a process was lost meanwhile.
-        """
+        """Waits for all values under `key`, by index; None if they did not come in time: ask again."""
         with self._changed:
             self._changed.wait_for(lambda: self._answers[key] or self._lost, timeout_s)
             answer = self._answers[key]
@@ -90,10 +69,8 @@ class Exchanges:
         )
 
     def forget(self, prefix: str) -> None:
-        """Leaves all exchanges whose keys begin with `prefix`; none of them may be said or heard after that.
-
-        It takes no lock and sends nothing, so the garbage collector may call it.
-        """
+        """Leaves all exchanges whose keys begin with `prefix`; none of them may be used after that."""
+        # It takes no lock and sends nothing, so the garbage collector may call it.
         self._forgotten.append(prefix)
 
     def send_forgotten(self) -> None:

@@ -22,11 +22,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, most_bytes: int = MOST_BYTES) -> tuple[list[Message], bytes]:
-    """Decodes the messages that are complete; returns them and the bytes after them.
-
-    Raises:
-        BadMessage: a line is longer than `most_bytes`, or no JSON object with a "type".
-    """
+    """Decodes the complete messages; returns them and the bytes after them."""
     *lines, rest = data.split(b"\n")
     if any(len(line) > most_bytes for line in (*lines, rest)):
         raise BadMessage(f"a line is longer than {most_bytes} bytes")
@@ -43,10 +39,10 @@ def decode(data: bytes, most_bytes: int = MOST_BYTES) -> tuple[list[Message], by
 
 
 class Connection:
-    """A socket that never blocks: unsent bytes are kept until the other end takes them in.
+    """A socket that never blocks: unsent bytes are kept until the other end takes them."""
 
-    It receives messages of at most `most_bytes`, and gives up an end that leaves more than `most_unsent_bytes` unread.
-    """
+    # It receives messages of at most `most_bytes`, and gives up an end that leaves more than
+    # `most_unsent_bytes` unread.
 
     def __init__(self, connection: socket.socket, *, most_bytes: int, most_unsent_bytes: int):
         connection.setblocking(False)
@@ -64,11 +60,7 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Sends a message, or what can be sent of it now.
-
-        Raises:
-            ConnectionError: the other end leaves too much unread.
-        """
+        """Sends a message, or as much of it as possible now."""
         self._unsent += encode(message)
         self.flush()
         if len(self._unsent) > self._most_unsent_bytes:
@@ -85,12 +77,7 @@ class Connection:
             self._unsent.clear()
 
     def receive(self) -> list[Message]:
-        """Receives the messages that are complete by now.
-
-        Raises:
-            OSError: the connection is broken, or was closed at its other end.
-            BadMessage: the bytes are no message.
-        """
+        """Receives the messages that are complete by now."""
         try:
             data = self.connection.recv(_CHUNK)
         except BlockingIOError:

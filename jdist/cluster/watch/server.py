@@ -34,10 +34,9 @@ class _Peer(Connection):
 
 
 class WatchServer:
-    """Receives the messages of `count` processes, and sends the membership's answers.
+    """Receives the messages of `count` processes, and sends the membership's answers."""
 
-    `server` is a listening socket; each hello must have the `token`. For the times see `Watch`.
-    """
+    # `server` is a listening socket; each hello must have the `token`. For the times see `Watch`.
 
     def __init__(self, server: socket.socket, count: int, *, silence_s: float, start_timeout_s: float, token: str):
         now_s = time.monotonic()

@@ -60,12 +60,9 @@ def is_exchanging(thread: int) -> bool:
 
 
 def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]:
-    """Describes what a thread does, for JSON; `busy` is the argument of `Runtime.busy`.
-
-    Returns:
-        `phase`, in words; `may_last`, whether that may take long; `where`, the innermost frame of the program's own code;
-        `stack`, the innermost frames, outermost first.
-    """
+    """Describes a thread's activity, for JSON; `busy` is the argument of `Runtime.busy`."""
+    # `phase`: in words; `may_last`: whether it may take long; `where`: the innermost frame of the
+    # program's own code; `stack`: the innermost frames, outermost first.
     frame = sys._current_frames().get(_acting(thread))
     frames = [] if frame is None else [*traceback.walk_stack(frame)]
     phase = busy or next((name for each, _ in frames if (name := _long_phase(each)) is not None), None)

@@ -28,15 +28,8 @@ def child_environment(
     attempt: int,
     devices_per_process: int | None = None,
 ) -> dict[str, str]:
-    """Makes the whole environment of one process.
-
-    Args:
-        environ: the launcher's own.
-        task: the process; the cluster does not contain the evaluator.
-        cluster: each job's addresses, host:port.
-        attempt: its number, from 0.
-        devices_per_process: number of virtual CPU devices; None: the devices stay as they are.
-    """
+    """Makes the full environment of one process; `devices_per_process` counts virtual CPU devices."""
+    # `cluster` has each job's addresses, host:port, without the evaluator. Attempts count from 0.
     variables = {name: value for name, value in environ.items() if name not in OF_CLUSTER}
     variables["TF_CONFIG"] = json.dumps(
         {"cluster": {job: list(a) for job, a in cluster.items()}, "task": {"type": task.type, "index": task.index}}
@@ -50,11 +43,7 @@ def child_environment(
 
 
 def free_ports(number: int) -> list[int]:
-    """Finds ports that are free on all interfaces, as is the one after each, where process 0 has its watch.
-
-    Raises:
-        OSError: there are fewer.
-    """
+    """Finds ports that are free on all interfaces, as is the next port, where process 0 has its watch."""
     candidates = random.SystemRandom().sample(_RANGE, min(_TRIES, len(_RANGE)))
     free = (port for port in candidates if _is_free(port) and _is_free(port + 1))
     ports = list(itertools.islice(free, number))

@@ -16,15 +16,8 @@ class Host(Protocol):
     """Places the processes of each attempt, and starts them."""
 
     def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
-        """Finds a place for each process of an attempt; returns their addresses, host:port, the port after each free as well.
-
-        Args:
-            tasks: the processes.
-            is_asked: whether the user has asked to stop meanwhile.
-
-        Raises:
-            OSError: there is none.
-        """
+        """Finds a place for each process of an attempt; returns addresses whose next port is free, too."""
+        # `is_asked`: the user has asked to stop meanwhile.
         ...
 
     def spawn(
@@ -37,11 +30,7 @@ class Host(Protocol):
         prefixes: tuple[bytes, bytes],
         console: Console,
     ) -> Controlled:
-        """Starts a process in its place; arguments as of `Process`.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Starts a process in its place; arguments as of `Process`."""
         ...
 
 

@@ -93,11 +93,7 @@ def launch(
 
 
 def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
-    """Makes the folder of the logs; of None a new one, runs/launch-TIME.
-
-    Raises:
-        LaunchError: it cannot be made.
-    """
+    """Makes the folder of the logs; None makes a new one, runs/launch-TIME."""
     try:
         if log_dir is not None:
             folder = Path(log_dir)

@@ -17,15 +17,7 @@ _RESTARTS_OF_A_RANGE = 3
 
 
 def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
-    """Parses the fewest and the most processes: 4, "4", "1:4" or (1, 4).
-
-    Raises:
-        LaunchError: it is none of these, or the numbers are not positive and rising.
-
-    Example:
-        >>> parse_processes("1:4"), parse_processes(2)
-        ((1, 4), (2, 2))
-    """
+    """Parses the fewest and the most processes: 4, "4", "1:4" or (1, 4)."""
     parts = [str(part) for part in processes] if isinstance(processes, tuple) else str(processes).split(":")
     if len(parts) in (1, 2) and all(part.isascii() and part.isdigit() for part in parts):
         smallest, largest = int(parts[0]), int(parts[-1])
@@ -38,15 +30,7 @@ def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
 
 
 def parse_servers(workers: int | None, ps: int | None, processes: object) -> tuple[int, int] | None:
-    """Checks the numbers of workers and parameter servers; None for a job without them.
-
-    Raises:
-        LaunchError: only one of them is given, one is not positive, or `processes` is given as well.
-
-    Example:
-        >>> parse_servers(2, 1, None), parse_servers(None, None, "4")
-        ((2, 1), None)
-    """
+    """Checks the numbers of workers and parameter servers; None for a job without them."""
     if workers is None and ps is None:
         return None
     if processes is not None:
@@ -70,13 +54,7 @@ def make_settings(
     evaluator: bool = False,
     chief: bool = False,
 ) -> Settings:
-    """Checks what a launch's attempts are made by; the arguments are those of `jdist.cluster.launch`.
-
-    `chief`: the program is that of a parameter server's chief.
-
-    Raises:
-        LaunchError: an argument is not allowed.
-    """
+    """Checks the arguments of `jdist.cluster.launch`; `chief`: the program is a parameter server's chief."""
     smallest, largest = parse_processes(processes)
     restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
     for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
@@ -95,20 +73,8 @@ def make_settings(
 
 
 def command_line(command: Sequence[str], *, devices_per_process: int | None = None) -> list[str]:
-    """Makes the command line of each process.
-
-    Args:
-        command: a config (.yaml, .yml) and overrides, a script (.py) and arguments, `-m` with a module and arguments, or
-            a program and arguments.
-        devices_per_process: number of virtual CPU devices, which replaces a config's `platform.cpu_devices`.
-
-    Raises:
-        LaunchError: there is no command, or no such file or program.
-
-    Example:
-        >>> command_line(["-m", "my.train", "--steps=5"])[1:]
-        ['-m', 'my.train', '--steps=5']
-    """
+    """Makes the command line of each process from a config, script, `-m` module or program."""
+    # `devices_per_process` replaces a config's `platform.cpu_devices`.
     if not command or not command[0]:
         raise LaunchError(
             "nothing to launch. Give a config or a script after `--`: "
@@ -136,11 +102,7 @@ def command_line(command: Sequence[str], *, devices_per_process: int | None = No
 
 
 def check_cpu_devices(devices_per_process: int | None, environ: Mapping[str, str]) -> None:
-    """Checks the number of virtual CPU devices; None: the devices that JAX finds.
-
-    Raises:
-        LaunchError: it is less than one, or JAX_PLATFORMS rules CPU devices out.
-    """
+    """Checks the number of virtual CPU devices; None: the devices that JAX finds."""
     if devices_per_process is None:
         return
     whole_number("devices_per_process", devices_per_process, least=1)
@@ -153,11 +115,7 @@ def check_cpu_devices(devices_per_process: int | None, environ: Mapping[str, str
 
 
 def whole_number(name: str, value: int, *, least: int) -> int:
-    """Checks a whole number, Python's or NumPy's.
-
-    Raises:
-        LaunchError: it is none, or too small.
-    """
+    """Checks a whole number, Python's or NumPy's."""
     number = as_int(value)
     if number is None:
         raise LaunchError(f"{name}={value!r:.80} is not a number from {least} on: give a whole one.")

@@ -47,22 +47,17 @@ class LogFile:
 
 
 class Lines:
-    """Cuts one stream of a process into lines.
+    """Cuts one stream of a process into lines."""
 
-    A part that ends with a lone carriage return is progress, which a terminal overwrites: the newest is shown every few
-    seconds, while the log holds all.
-    """
+    # A part that ends with a lone carriage return is progress, which a terminal overwrites: the
+    # newest is shown every few seconds, while the log holds all.
 
     def __init__(self) -> None:
         self._rest = b""
         self._shown_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> tuple[bytes, bytes]:
-        """Takes in bytes at the time `now`, in seconds of a rising clock.
-
-        Returns:
-            The lines that are whole: as they came, for the log; and those to show, each ending with a newline.
-        """
+        """Takes in bytes at a time of a rising clock; returns complete lines for the log, and lines to show."""
         whole = self._rest + data
         # A carriage return at the very end may be the first half of an end of line.
         end = max(whole.rfind(b"\n"), whole.rfind(b"\r", 0, len(whole) - 1)) + 1
@@ -104,18 +99,10 @@ class Stream:
 
 
 class Controlled(abc.ABC):
-    """A process that the launcher controls, whose output is logged, and shown with `prefixes` on standard output and error.
+    """A process that the launcher controls: its output is logged, and shown with `prefixes`."""
 
-    Where it runs, a subclass knows. It is gone once `control` is at its end.
-
-    Args:
-        task: its place in the job.
-        control: the launcher's end of a socket.
-        pipes: to read its standard output and error from.
-        log: where the output goes as it came.
-        prefixes: of its lines on standard output and on standard error.
-        console: shows them.
-    """
+    # Subclasses know its place. The process is gone once `control`, the launcher's end of a socket,
+    # is at its end. `pipes` and `prefixes` are for standard output and standard error.
 
     def __init__(
         self,
@@ -150,11 +137,8 @@ class Controlled(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, now: float) -> tuple[int, float]:
-        """Reads the rest of the output and closes all, once the process is gone.
-
-        Returns:
-            The process's exit code, minus the signal's number if it was killed, and when it ended.
-        """
+        """Reads the rest of a gone process's output and closes all; returns `(exit code, end)`."""
+        # The exit code is minus the signal's number if the process was killed.
 
     @abc.abstractmethod
     def abandon(self) -> None:

@@ -22,19 +22,8 @@ GUARD_GONE_S = 10.0  # for a guard to end whose socket has closed
 def start_guard(
     command: Sequence[str], environ: Mapping[str, str], *, folder: str | None = None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts a process under its guard.
-
-    Args:
-        command: program and arguments.
-        environ: its whole environment.
-        folder: to run in; None: this process's own.
-
-    Returns:
-        The guard, whose standard output and error are the process's, and the socket to it.
-
-    Raises:
-        OSError: the guard cannot be started.
-    """
+    """Starts a process under its guard; returns the guard, with the process's output, and its socket."""
+    # `environ` is the full environment; the process runs in `folder`, or in this process's own.
     control, theirs = socket.socketpair()
     with theirs:
         try:
@@ -54,15 +43,9 @@ def start_guard(
 
 
 def end_of(guard: subprocess.Popen[bytes], told: bytes) -> tuple[int, float | None]:
-    """Waits for a guard whose socket is at its end, and finds how the process ended.
-
-    Args:
-        guard: as of `start_guard`.
-        told: all that came from its socket.
-
-    Returns:
-        The process's exit code, minus the signal's number if it was killed; and when it ended, None if only the guard knew.
-    """
+    """Waits for a guard whose socket is at its end; returns the process's exit code and its end."""
+    # The code is minus the signal's number if it was killed; the end is None if only the guard knew
+    # it. `told` is all that came from the socket.
     try:
         returned = guard.wait(GUARD_GONE_S)
     except subprocess.TimeoutExpired:
@@ -79,11 +62,7 @@ def end_of(guard: subprocess.Popen[bytes], told: bytes) -> tuple[int, float | No
 
 
 class Process(Controlled):
-    """A process under its guard, whose output is logged, and shown with `prefixes` on standard output and error.
-
-    Raises:
-        OSError: the guard cannot be started.
-    """
+    """A process under its guard, whose output is logged, and shown with `prefixes`."""
 
     def __init__(
         self,
@@ -119,11 +98,7 @@ class Process(Controlled):
         return not data
 
     def finish(self, now: float) -> tuple[int, float]:
-        """Reads the rest of the output and closes all, once the guard is gone.
-
-        Returns:
-            The process's exit code, minus the signal's number if it was killed, and when it ended.
-        """
+        """Reads the rest of the output and closes all, once the guard is gone; see `Controlled.finish`."""
         code, at = end_of(self._guard, self._from_guard)
         self.read_rest(now)
         self.close()

@@ -28,25 +28,16 @@ NAME = "events.jsonl"
 
 
 class Record:
-    """The record of a launch, appended as it goes on. A disk that refuses ends the record, not the job.
+    """The record of a launch, appended as it goes on. A disk that refuses ends the record, not the job."""
 
-    Args:
-        folder: of the launch's logs.
-        say: tells the user that the record is not whole.
-    """
+    # `say` tells the user that the record is incomplete.
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = folder / NAME, say
         self._is_whole = True
 
     def add(self, event: str, *, at: float | None = None, **values: Any) -> None:
-        """Adds a line.
-
-        Args:
-            event: what happened.
-            at: when, in seconds of `time.monotonic`; None: now.
-            **values: what else the line says.
-        """
+        """Adds a line about an event at a time of `time.monotonic` (None: now)."""
         if not self._is_whole:
             return
         ago = 0.0 if at is None else time.monotonic() - at
@@ -62,15 +53,8 @@ class Record:
 
 
 def launch_of(environ: Mapping[str, str], run: Path) -> dict[str, Any]:
-    """Describes the launch that started this process, for a run's own record.
-
-    Args:
-        environ: of this process.
-        run: the run's folder.
-
-    Returns:
-        The launch's folder as seen from the run's, so that both can be moved together, and the attempt; empty without a launch.
-    """
+    """Describes the launch that started this process, for a run's own record; empty without a launch."""
+    # The launch's folder is relative to the run's, so that both can be moved together.
     folder, attempt = environ.get(RECORD_FOLDER), environ.get(ATTEMPT, "")
     if not folder or not attempt.isdigit():
         return {}

@@ -19,22 +19,9 @@ _GONE_S = 10.0
 
 
 class ActorProcess(Controlled):
-    """A process that a Ray actor of `Place` runs. If the actor is gone, it counts as killed, as its guard kills it.
+    """A process that a Ray actor of `Place` runs; without the actor it counts as killed, by its guard."""
 
-    Args:
-        ray: the module.
-        actor: where it runs.
-        task: its place in the job.
-        line: as of `Place.start`.
-        variables: likewise.
-        folder: likewise.
-        log: as of `Controlled`.
-        prefixes: likewise.
-        console: likewise.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    # `line`, `variables` and `folder` as for `Place.start`, the rest as for `Controlled`.
 
     def __init__(
         self,

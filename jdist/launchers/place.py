@@ -20,14 +20,10 @@ POLL_S = 1.0
 
 
 class Place:
-    """A place for one process, of which the launcher finds the address, starts the process, reads the output and its end.
+    """A place for one process: finds the address, starts the process, and reads its output and end."""
 
-    The process is gone with this object's own: its guard kills all that it started. A thread may `send` while another waits in
-    `read`.
-
-    Args:
-        host: the address of this node.
-    """
+    # The process is gone with this object's process: its guard kills all that it started. A thread
+    # may `send` while another waits in `read`.
 
     def __init__(self, host: str):
         self._host = host
@@ -41,13 +37,9 @@ class Place:
         return join(self._host, free_ports(1)[0])
 
     def start(self, line: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
-        """Starts the process.
-
-        Args:
-            line: program and arguments; `sys.executable` of the launcher comes as "", and is this node's.
-            variables: added to this node's environment, in which no variable tells of another cluster.
-            folder: to run in, if it is there.
-        """
+        """Starts the process in `folder`, if that exists."""
+        # The launcher's `sys.executable` comes as "", and becomes this node's. `variables` are
+        # added to this node's environment, without variables of another cluster.
         environ = {name: value for name, value in os.environ.items() if name not in OF_CLUSTER} | dict(variables)
         if not os.path.isdir(environ.get(RECORD_FOLDER, "")):
             environ.pop(RECORD_FOLDER, None)  # it is on the launcher's machine alone
@@ -68,11 +60,8 @@ class Place:
                 self._control.send(bytes([number]))
 
     def read(self) -> tuple[bytes, bytes, int | None]:
-        """Waits a moment for output.
-
-        Returns:
-            Standard output, standard error, and the exit code (minus the signal's number) once the process is gone.
-        """
+        """Waits a moment for output; returns stdout, stderr, and the exit code once the process is gone."""
+        # The exit code is minus the number of the signal that killed the process.
         output = [b"", b""]
         is_gone = False
         for key, _ in self._selector.select(POLL_S):

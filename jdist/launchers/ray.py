@@ -159,11 +159,7 @@ class _RayHost:
         self._actors: dict[Task, Any] = {}
 
     def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
-        """Starts an actor for each task, and returns their addresses.
-
-        Raises:
-            OSError: the cluster has no room, an actor does not start, or the user has asked to stop.
-        """
+        """Starts an actor for each task, and returns their addresses."""
         self.close()
         deadline = time.monotonic() + self._start_timeout_s
 
@@ -218,11 +214,7 @@ class _RayHost:
         prefixes: tuple[bytes, bytes],
         console: Console,
     ) -> Controlled:
-        """Starts a process in its actor.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Starts a process in its actor."""
         variables = {
             name: value
             for name, value in environ.items()

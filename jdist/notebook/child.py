@@ -36,11 +36,7 @@ def restore(definition: Any, script: str, name: str) -> None:
 
 
 def run(fn: Callable[..., Any], script: str) -> None:
-    """Calls the function; process 0 writes its result beside the script.
-
-    Raises:
-        LaunchError: the result cannot be returned to the notebook.
-    """
+    """Calls the function; process 0 writes its result next to the script."""
     try:
         value = fn(*_inputs(script)["args"])
     except KeyboardInterrupt:  # the notebook's, which reports it itself

@@ -46,24 +46,15 @@ if __name__ == "__main__":
 
 
 class Program:
-    """A function with all that it needs.
+    """A function with everything that it needs."""
 
-    Attributes:
-        name: the function's name.
-        args: its arguments.
-        imports: lines of import.
-        constants: plain values of the notebook, by name.
-        changes: of functions and classes, by name, the values that differ from their source; see `source.changes`.
-        definitions: sources of functions and classes, each after the names that it needs at once.
-        future: whether annotations stay text.
-    """
+    # `imports` are lines; `constants` plain values of the notebook, by name. `changes`: of
+    # functions and classes, by name, the values that differ from their source; see
+    # `source.changes`. `definitions` are sources of functions and classes, each after the names
+    # that it needs at once. `future`: annotations stay text.
 
     def __init__(self, fn: Callable[..., Any] | str, args: Sequence[Any]) -> None:
-        """Collects what a function, or "package.module:function", needs.
-
-        Raises:
-            LaunchError: the function, something that it uses, or an argument cannot go to another process.
-        """
+        """Collects everything that a function, or "package.module:function", needs in another process."""
         self.imports, self.constants, self.changes = {f"import {_CHILD}"}, {}, {}
         self.definitions, self.future = [], False
         self._namespace: dict[str, Any] = {}

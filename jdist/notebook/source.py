@@ -43,15 +43,9 @@ class Source:
 
 
 def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
-    """Finds the source of a function or class that is defined at the top of a cell or of a script.
-
-    Args:
-        definition: the function or class, without its decorators' wrappers.
-        cells: the notebook's cells in the order in which they ran; of a script none.
-
-    Raises:
-        NoSource: there is none that would mean the same elsewhere.
-    """
+    """Finds the source of a function or class that is defined at the top of a cell or of a script."""
+    # `definition` comes without its decorators' wrappers. `cells` are in the order in which they
+    # ran; a script has none.
     name = definition.__name__
     if name == "<lambda>":
         raise NoSource("is a lambda; give it a name by `def`")
@@ -109,13 +103,8 @@ def _of_class(name: str, cells: Sequence[str]) -> str:
 
 
 def changes(definition: FunctionType | type, node: ast.stmt, namespace: Mapping[str, object]) -> Changes:
-    """Finds the plain values that a definition has now and its source may not yield.
-
-    `node` is its source, `namespace` the names that this uses, as they are now.
-
-    Raises:
-        NoSource: a value differs from the source, and is not plain.
-    """
+    """Finds the plain values that a definition has now and its source may not yield."""
+    # `node` is its source, `namespace` the current values of the names that this uses.
     current: Changes = {"defaults": {}, "attributes": {}}
     if isinstance(definition, FunctionType):
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -231,11 +220,7 @@ def _assigned(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _differs(value: Any, expression: ast.expr | None, namespace: Mapping[str, object], what: str) -> bool:
-    """Whether a value has to be restored.
-
-    Raises:
-        NoSource: it differs from its expression, and is not plain.
-    """
+    """Whether a value must be restored."""
     alike = _is_as_written(value, expression, namespace)
     if alike:
         return False

@@ -29,11 +29,7 @@ class NotPlain(Exception):
 
 
 def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
-    """Writes a plain value to an .npz file, with `jax_arrays` also arrays of JAX, which are read as NumPy's.
-
-    Raises:
-        NotPlain: part of it is something else.
-    """
+    """Writes a plain value to an .npz file; with `jax_arrays` also JAX arrays, which are read as NumPy's."""
     arrays: dict[str, np.ndarray] = {}
     tree = json.dumps(_plain(value, "", arrays, jax_arrays))
     with open(file, "wb") as opened:

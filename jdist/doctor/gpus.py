@@ -21,13 +21,9 @@ _LOCAL = ("lo", "docker", "veth", "virbr", "br-")
 def gpus(
     environ: Mapping[str, str], *, root: Path = Path("/"), loads: Callable[[str], bool] | None = None
 ) -> list[Finding]:
-    """Checks that JAX can use the GPUs that are here; says nothing where there are neither GPUs nor JAX's CUDA plugin.
-
-    Args:
-        environ: the environment.
-        root: where dev/ and proc/ are.
-        loads: whether a shared library can be loaded; None: asks the loader.
-    """
+    """Checks that JAX can use this machine's GPUs; silent without GPUs and JAX's CUDA plugin."""
+    # `root` has dev/ and proc/. `loads`: whether a shared library can be loaded; None: asks the
+    # loader.
     plugin, driver = cuda.installed_plugin(), cuda.has_driver(root / "dev")
     if not driver:
         if plugin is None:
@@ -63,13 +59,8 @@ def _flags(environ: Mapping[str, str]) -> Finding:
 
 
 def nccl(environ: Mapping[str, str], *, hosts: int, root: Path = Path("/")) -> list[Finding]:
-    """Checks the way that gradients take between GPUs: peer access within a host, an interface between hosts.
-
-    Args:
-        environ: the environment.
-        hosts: of the job.
-        root: where dev/ and sys/ are.
-    """
+    """Checks the gradients' path between GPUs: peer access in a host, an interface between `hosts` hosts."""
+    # `root` has dev/ and sys/.
     if not cuda.has_driver(root / "dev"):
         return []
     findings = []

@@ -126,12 +126,7 @@ def tls(environ: Mapping[str, str], jax_version: str) -> Finding:
 
 
 def handshake(certificate: str, key: str, authority: str) -> None:
-    """Makes a TLS handshake in memory, both sides with this certificate.
-
-    Raises:
-        OSError: a file cannot be read.
-        ssl.SSLError: they do not fit together, or one is expired.
-    """
+    """Makes a TLS handshake in memory, both sides with this certificate."""
     sides = []
     for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
         context = ssl.SSLContext(protocol)

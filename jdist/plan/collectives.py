@@ -40,11 +40,9 @@ class Collective:
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int], *, domain: int | None = None) -> tuple[Collective, ...]:
-    """Lists the collectives of a compiled program, equal ones together, the largest first.
-
-    `mesh_shape` has the devices along each mesh axis, in the order of the mesh; fast links join each `domain` of them in a
-    row, such as the GPUs of a host.
-    """
+    """Lists the collectives of a compiled program, equal ones together, the largest first."""
+    # `mesh_shape` has the devices along each mesh axis, in the order of the mesh; fast links join
+    # each `domain` of them in a row, such as the GPUs of a host.
     totals: dict[tuple[str, str, int, int, bool, int | None], Counter[str]] = {}
     starts = _starts(module)
     chains = {_chain(module.computations[computation][name]) for computation, name in starts}
@@ -94,10 +92,8 @@ def _kind(item: Executed) -> str | None:
 
 
 def _starts(module: Module) -> set[tuple[str, str]]:
-    """Finds the starts of collectives that a TPU runs beside other work, as computation and name.
-
-    Such a collective becomes a chain of several fusions, each of which holds it.
-    """
+    """Finds the starts of collectives that a TPU runs next to other work, as computation and name."""
+    # Such a collective becomes a chain of several fusions, each of which holds it.
     return {
         (computation, name)
         for computation, known in module.computations.items()
@@ -115,21 +111,11 @@ def _chain(instruction: Instruction) -> tuple[str, str] | None:
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | None:
-    """Reads the groups of devices of one collective.
-
-    Args:
-        attributes: of the instruction, with `replica_groups={{0,1},{2,3}}`, or `[2,2]<=[4]`, or with a transpose
-            `[2,2]<=[2,2]T(1,0)`, or by axes `mesh['host'=2,'core'=2] {'core'}`, with the order of the devices
-            `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}`, or `source_target_pairs`.
-        num_devices: devices of the program, for `{}`, which stands for all of them.
-
-    Returns:
-        Places of devices on the flattened mesh, group by group; None for an unknown form.
-
-    Example:
-        >>> replica_groups(", replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
-        [(0, 2), (1, 3)]
-    """
+    """Reads one collective's groups of places on the flattened mesh; None for an unknown form."""
+    # Known forms: `replica_groups={{0,1},{2,3}}`, `[2,2]<=[4]`, with a transpose
+    # `[2,2]<=[2,2]T(1,0)`, by axes `mesh['host'=2,'core'=2] {'core'}`, with the devices' order
+    # `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}`, and `source_target_pairs`. `{}` stands
+    # for all devices of the program.
     # One branch for each form that XLA writes.
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if pairs:
@@ -179,12 +165,7 @@ def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]
 
 
 def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str:
-    """Names the mesh axes whose devices form `groups`, joined by " x "; "?" if none do.
-
-    Example:
-        >>> axes_of([(0, 2), (1, 3)], {"host": 2, "core": 2})
-        'host'
-    """
+    """Names the mesh axes whose devices form `groups`, joined by " x "; "?" if none do."""
     distinct = {frozenset(group) for group in groups}
     # Each of several slices runs the program on its own, counted from 0.
     slice_size = 1 + max(itertools.chain(*groups))

@@ -93,12 +93,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
 
 
 def too_large(message: str) -> TooLarge:
-    """Reads the compiler's refusal.
-
-    Example:
-        >>> too_large("RESOURCE_EXHAUSTED: Ran out of memory. Used 17.50G of 15.75G hbm. Exceeded by 1.75G.").needed
-        18790481920
-    """
+    """Reads the compiler's refusal."""
     text = message.partition("RESOURCE_EXHAUSTED:")[2].strip() or message
     text = re.sub(r"^E\d+: \w+: ", "", text)  # newer compilers number their errors
     whole = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", text)
@@ -135,11 +130,10 @@ class MemoryCheck:
 
 
 def check_memory(config: Config, parts: Parts, planned: PlannedStep, memory: Memory) -> tuple[MemoryCheck, ...]:
-    """Makes one real step, on devices that are here, and compares its memory with the prediction.
-
-    On GPU the allocator has its peak, of all that this process ever held at once, the making of the state included. A CPU
-    has no such count; there the bytes of arguments and outputs are compared, and the temporaries are not.
-    """
+    """Makes one real step, on devices that are here, and compares its memory with the prediction."""
+    # On GPU the allocator has its peak, of all that this process ever held at once, including the
+    # creation of the state. A CPU has no such count; there the bytes of arguments and outputs are
+    # compared, and the temporaries are not.
     strategy = parts.strategy
     state = strategy.init(*state_maker(config, parts))
     dataset = strategy.distribute_dataset(parts.train_data, steps_per_call=config.train.steps_per_call, prefetch=0)

@@ -24,21 +24,14 @@ _HEADER = ("kind", "count", "bytes", "mesh axis", "groups")
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a step does: `print` it, or show it in a notebook.
-
-    Attributes:
-        state: where each leaf of the state is.
-        gathers: where leaves in parts are gathered, as traced: each leaf and place once, with its first line.
-        collectives: of one call of the compiled program.
-        arguments: bytes of a device's memory that state and batch take.
-        temporaries: bytes of it that activations, gradients and gathered arrays take, as the compiler says.
-    """
+    """The work of a step: `print` it, or show it in a notebook."""
 
     state: StateReport
+    # of leaves in parts, as traced: each leaf and place once, with its first line
     gathers: Sequence[Gather]
-    collectives: Sequence[Collective]
-    arguments: int
-    temporaries: int
+    collectives: Sequence[Collective]  # of one call of the compiled program
+    arguments: int  # bytes of a device's memory for state and batch
+    temporaries: int  # bytes for activations, gradients and gathered arrays, as the compiler says
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [

@@ -64,14 +64,7 @@ class Executed:
 
 
 def parse(text: str) -> Module:
-    """Reads a compiled program, as `jax.stages.Compiled.as_text()` writes it.
-
-    Example:
-        >>> import jax
-        >>> module = parse(jax.jit(lambda x: x + 1).lower(1.0).compile().as_text())
-        >>> [i.shape for i in module.computations[module.entry].values() if i.opcode == "parameter"]
-        ['f32[]']
-    """
+    """Reads a compiled program, as `jax.stages.Compiled.as_text()` writes it."""
     module, current = Module(), ""
     for line in text.splitlines():
         if line.startswith("HloModule"):
@@ -120,12 +113,7 @@ def _until_closed(text: str) -> tuple[str, str]:
 
 
 def shape_bytes(shape: str) -> int:
-    """Counts the bytes of a shape, without the padding of its layout; of a tuple, of all its parts.
-
-    Example:
-        >>> shape_bytes("(f32[2,3]{1,0:T(8,128)S(1)}, bf16[4]{0}, pred[])")
-        33
-    """
+    """Counts the bytes of a shape, without the padding of its layout; of a tuple, of all its parts."""
     total = 0
     for kind, dims in re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape):
         digits = re.search(r"\d+", kind)
@@ -136,10 +124,9 @@ def shape_bytes(shape: str) -> int:
 
 
 def executed(module: Module) -> Iterator[Executed]:
-    """Lists every instruction that one call runs, in loops and called computations too.
-
-    Of fusions only those that stand for a collective are followed, as TPU fuses a slice into an all-reduce.
-    """
+    """Lists every instruction that one call runs, in loops and called computations too."""
+    # Only fusions that stand for a collective are followed, as TPU fuses a slice into an
+    # all-reduce.
     yield from _executed(module, module.entry, 1, True)
 
 
@@ -165,11 +152,9 @@ def _is_collective(module: Module, computation: str) -> bool:
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Reads the number of trips of a loop; None if that is not possible.
-
-    XLA writes it down on CPU and GPU. On TPU it is read from the loop: a counter that starts at a constant and is
-    compared with one. JAX's loops count up by one.
-    """
+    """Reads the number of trips of a loop; None if that is impossible."""
+    # XLA writes it down on CPU and GPU. On TPU it is read from the loop: a counter that starts at a
+    # constant and is compared with one. JAX's loops count up by one.
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known[1])
@@ -215,11 +200,9 @@ _STARTS_OF_BOTH = ("all-gather-start", "collective-permute-start", "copy-start")
 
 
 def bytes_accessed(module: Module, *, loops_once: bool = False) -> int:
-    """Counts the bytes that one call moves between a device and its memory: what each instruction reads and writes.
-
-    Of an array of which an instruction reads or writes a slice or some rows, these count. With `loops_once` the body of each
-    loop counts once.
-    """
+    """Counts the bytes that one call's instructions move between a device and its memory."""
+    # If an instruction reads or writes a slice or some rows of an array, only these count. With
+    # `loops_once` the body of each loop counts once.
     total = 0
     for item in executed(module):
         instruction = item.instruction
@@ -293,14 +276,10 @@ def recomputed(module: Module) -> int:
 
 
 def overlap(module: Module) -> tuple[int, int]:
-    """Counts the payload of asynchronous collectives in one call, and how much of it is in flight beside matrix products.
-
-    A program that is scheduled has its instructions in the order in which they are issued: what stands between a collective's
-    start and its end runs meanwhile. Products and convolutions are what a device takes its time for.
-
-    Returns:
-        Bytes on one device, of all of them and of those beside which a product runs; (0, 0) in a program without any.
-    """
+    """Counts bytes of a call's asynchronous collectives, and of those that run next to matrix products."""
+    # A scheduled program has its instructions in the order of issue: those between a collective's
+    # start and its end run meanwhile. Products and convolutions take most of a device's time. The
+    # bytes are those on one device; (0, 0) without asynchronous collectives.
     total = beside = 0
     flying: dict[tuple[str, str], tuple[int, bool]] = {}
     for item in executed(module):

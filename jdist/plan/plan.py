@@ -59,15 +59,10 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
 def make_plan(
     config: Config, document: Document, target: Target, *, check: bool = True, only_if_state_fits: bool = False
 ) -> Plan:
-    """Compiles a config's step for a target and reads what it needs; on the devices themselves nothing is allocated.
-
-    `configure_platform` was called for the target. With `check`, and devices that are here, one step is made to compare its
-    memory with the prediction. With `only_if_state_fits` nothing is compiled where the state alone is too large.
-
-    Raises:
-        ConfigError: the config names something that is not there, or a global batch beyond all limits.
-        DeviceError: the target's devices cannot be found or described.
-    """
+    """Compiles a config's step for a target and reads its needs; allocates nothing on the devices."""
+    # `configure_platform` was called for the target. With `check`, and devices that are here, one
+    # step is made to compare its memory with the prediction. With `only_if_state_fits` nothing is
+    # compiled if the state alone is too large.
     check_global_batch("train.global_batch", config.train.global_batch)
     devices = find_target_devices(target)
     parts = prepare(config, document, make=functools.partial(strategy_on, target, devices), to_run=False)
@@ -177,14 +172,8 @@ def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
 
 
 def _memory_fraction() -> tuple[float, str]:
-    """Reads the share of a GPU's memory that JAX takes when it starts: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
-
-    Returns:
-        It, and the variable that says so, or could.
-
-    Raises:
-        ConfigError: the variable is no share, or there are two.
-    """
+    """Reads the share of a GPU's memory that JAX takes at its start, and the variable that sets it."""
+    # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
     there = [name for name in _MEMORY_FRACTION if os.environ.get(name)]  # to JAX an empty one is none
     if len(there) > 1:
         raise ConfigError(

@@ -56,21 +56,11 @@ def estimate(
     domain_chips: int | None = None,
     host_bytes: float = 0,
 ) -> Estimate:
-    """Models the step time on some number of chips, with the same work for each chip.
-
-    Args:
-        chip: public figures.
-        products: operations of one step on one chip, by the kind of product.
-        memory_bytes: bytes that one step moves to and from the chip's memory.
-        exchanged: collectives of one step; their bytes are those of one device.
-        chips: how many chips exchange.
-        domain_chips: how many of them the links join, where a topology of several slices says so; None: as many as
-            the links of this kind of chip join at most.
-        host_bytes: bytes that one step copies between all chips together and their hosts.
-
-    Returns:
-        The estimate, by `FORMULA`.
-    """
+    """Models the step time on some number of chips by `FORMULA`, with the same work for each chip."""
+    # `products` counts operations of one step on one chip, `memory_bytes` its memory traffic, and
+    # `exchanged` the bytes of one device; `host_bytes` travel between all chips together and their
+    # hosts. Links join `domain_chips` if a topology of several slices says so; None: as many as
+    # this kind of chip can join.
     by_flops, by_memory = chip.compute_s(products), memory_bytes / chip.hbm_bytes_per_s
     domain = chip.domain_chips if domain_chips is None else domain_chips
     messages = any(c.kind.endswith(BETWEEN_SLICES) for c in exchanged)

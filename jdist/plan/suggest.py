@@ -19,15 +19,10 @@ _HEADER = ("", "memory of a device", "step", "binds", "what to write")
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One way, planned.
+    """One way, planned."""
 
-    Attributes:
-        overrides: of the config, as one writes them behind it.
-        plan: what the compiler says of it; of a state that alone is too large nothing was compiled.
-    """
-
-    overrides: tuple[str, ...]
-    plan: Plan
+    overrides: tuple[str, ...]  # of the config, as written after it
+    plan: Plan  # of a state that alone is too large nothing was compiled
 
     @property
     def line(self) -> str:
@@ -54,11 +49,8 @@ class Suggestion:
 
 
 def suggest_command(config: str, overrides: Sequence[str], target: Target, *, as_json: bool = False) -> int:
-    """Plans a config file in several ways and prints them beside each other, those that fit first, the fastest of them on top.
-
-    Returns:
-        The exit code: 1 if none of them fits, else 0.
-    """
+    """Plans a config in several ways and prints them, fitting ones first, the fastest on top."""
+    # Returns exit code 1 if none of them fits, else 0.
     found: list[Suggestion] = []
     interrupted = False
     try:
@@ -85,13 +77,7 @@ def suggest(config: str, overrides: Sequence[str], target: Target) -> Iterator[S
 
 
 def ways(target: Target, count: int, *, rows: int) -> list[tuple[str, ...]]:
-    """Lists ways to keep a state on a target's `count` devices, as overrides; some also cut a device's rows in microbatches.
-
-    Example:
-        >>> from jdist.plan.target import parse_target
-        >>> ways(parse_target("h100:4x8"), 32, rows=1)[-1]
-        ('strategy={name: multi_worker, shard: {of: state, within: 8}}',)
-    """
+    """Lists ways to keep a state on `count` devices, as overrides; some use microbatches of a device's rows."""
     domain, gpus = target.domain_chips, target.gpus_per_host is not None
     several = gpus and domain is not None and count > domain
     name = "tpu" if target.platform == "tpu" else "multi_worker" if several else "mirrored"

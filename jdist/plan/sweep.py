@@ -29,20 +29,9 @@ def plan_command(
     as_json: bool = False,
     svg: str | None = None,
 ) -> int:
-    """Plans a config file, or a sweep over its global batch, and prints the result.
-
-    Args:
-        config: the YAML file.
-        overrides: `key=value` each.
-        target: see `make_plan`.
-        batches: global batches to try, in rising order; None for the config's own.
-        check: see `make_plan`.
-        as_json: print JSON instead of a table.
-        svg: a file to draw the plan into; not of a sweep.
-
-    Returns:
-        The exit code: 1 if the step, or every one of a sweep, does not fit; else 0.
-    """
+    """Plans a config file, or a sweep over its global batch, and prints the result."""
+    # `batches` are in rising order; None: the config's own. `svg` is a file for the picture, not
+    # for a sweep. Returns exit code 1 if the step, or every step of a sweep, does not fit; else 0.
 
     def plan(more: Sequence[str] = (), *, check: bool) -> Plan:
         document = load(config, [*overrides, *more])
@@ -80,15 +69,7 @@ def check_svg(name: str, *, tries_several: bool) -> None:
 
 
 def parse_sweep(text: str) -> list[int]:
-    """Reads global batches, in rising order, from `global_batch=128,256,384` or, for doublings, `global_batch=128..4096`.
-
-    Raises:
-        ConfigError: it is neither, or one of them is larger than any plan takes.
-
-    Example:
-        >>> parse_sweep("global_batch=128..1000")
-        [128, 256, 512]
-    """
+    """Reads rising batches from `global_batch=128,256,384` or, for doublings, `global_batch=128..4096`."""
     batches = _batches(text)
     check_global_batch("--sweep: global_batch", batches[-1])
     return batches

@@ -54,15 +54,7 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Reads "cpu:8", "gpu", "gpu:4", or a topology of TPUs or GPUs; starts no JAX devices.
-
-    Raises:
-        DeviceError: none of these, or more CPU devices than a process can have.
-
-    Example:
-        >>> parse_target("cpu:8").count
-        8
-    """
+    """Reads "cpu:8", "gpu", "gpu:4", or a topology of TPUs or GPUs; starts no JAX devices."""
     match = re.fullmatch(r"(cpu|gpu)(?::([1-9]\d*))?", name)
     if match and match[1] == "cpu" and int(match[2] or 0) > MOST_CPU_DEVICES:
         raise DeviceError(
@@ -97,11 +89,7 @@ def _started_with(target: Target) -> bool:
 
 
 def find_target_devices(target: Target) -> tuple[Device, ...]:
-    """Finds the devices of a target, in the order of a mesh over them.
-
-    Raises:
-        DeviceError: they are not there, or cannot be described.
-    """
+    """Finds the devices of a target, in the order of a mesh over them."""
     if not target.is_here:
         from jdist.strategies.topology import topology_devices
 
@@ -122,13 +110,8 @@ def find_target_devices(target: Target) -> tuple[Device, ...]:
 
 
 def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **options: Any) -> Strategy:
-    """Makes a config's strategy on a target's devices instead of those that it would find.
-
-    Options that name devices are left out. Where the devices are not here, the strategy can only be compiled for.
-
-    Raises:
-        StrategyError: the strategy cannot be built on chosen devices, or an option is not right.
-    """
+    """Makes a config's strategy on a target's devices; options that name devices are dropped."""
+    # If the devices are not here, the strategy can only compile.
     from jdist.strategies.by_name import STRATEGIES
     from jdist.strategies.multi_worker import multi_worker_on
 

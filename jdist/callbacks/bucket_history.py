@@ -11,11 +11,7 @@ from jdist.report.metrics_file import Row, to_line, to_row
 
 
 class BucketHistory:
-    """The rows of a run, as `report.metrics_file.MetricsFile` has them on a disk.
-
-    Attributes:
-        rows: every row up to now, each a dict with "step" first.
-    """
+    """The rows of a run, as `report.metrics_file.MetricsFile` has them on a disk."""
 
     def __init__(self, path: BucketPath, rows: list[Row]):
         self._path = path
@@ -27,11 +23,7 @@ class BucketHistory:
         self.rows.append(to_row(step, values))
 
     def sync(self) -> None:
-        """Writes the rows, if there are new ones.
-
-        Raises:
-            CheckpointError: another job holds the directory since, whose rows these would replace; or the bucket fails.
-        """
+        """Writes the rows, if there are new ones."""
         if self._written < len(self.rows):
             check_held(self._path.parent)
             self._path.write_text("".join(map(to_line, self.rows)))

@@ -137,17 +137,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Keeps:
-    """Access to a callback's own arrays, which are saved with the state.
+    """Access to a callback's own arrays, which are saved with the state."""
 
-    Attributes:
-        begin: called with the state before the first step.
-        get: returns the tree of arrays.
-        put: restores it.
-    """
-
-    begin: Callable[[PyTree], None]
-    get: Callable[[], PyTree]
-    put: Callable[[PyTree], None]
+    begin: Callable[[PyTree], None]  # called with the state before the first step
+    get: Callable[[], PyTree]  # returns the tree of arrays
+    put: Callable[[PyTree], None]  # restores it
 
 
 On = Callable[[Moment], Any]

@@ -98,11 +98,9 @@ def saving(
     resume: bool = True,
     of_run: bool = False,
 ) -> Callback:
-    """Makes the callback of `checkpoint` of arguments that are checked already.
-
-    `of_run`: the directory is that of a `jdist run`: its history is in `metrics.jsonl`, an evaluation alone saves nothing, and
-    the last step is saved with its metrics.
-    """
+    """Makes the callback of `checkpoint` from checked arguments."""
+    # `of_run`: the directory belongs to a `jdist run`: its history is in `metrics.jsonl`, an
+    # evaluation alone saves nothing, and the last step is saved with its metrics.
     folder = open_path(directory, _WAIT_S)
     if isinstance(folder, BucketPath) and not resume:
         raise StepError(f"checkpoint: `resume=False` sets a folder aside, and {folder} is none; give another URL.")
@@ -216,10 +214,8 @@ def saving(
 
 
 def _rows_of(restored: Restored | None, path: Place) -> list[Row]:
-    """Reads the rows of the history up to a checkpoint, of a damaged file those before the damage.
-
-    Behind it a line may not be the row that it counts as.
-    """
+    """Reads the rows of the history up to a checkpoint; of a damaged file those before the damage."""
+    # After the damage, a line may not be the row that it counts as.
     if restored is None:
         return []
     count = int(restored.metadata.get("rows", 0))  # `jdist run` has its rows in metrics.jsonl

@@ -22,13 +22,10 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Ema(Callback):
-    """The callback of `ema`.
+    """The callback of `ema`."""
 
-    Attributes:
-        average: returns the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits,
-            which would round what a step adds to nothing. It is valid until the next step.
-    """
-
+    # returns a tree like the parameters, with their layout; float32 if they have 16 bits, which
+    # would round a step's change to nothing. Valid until the next step.
     average: Callable[[], PyTree]
 
 

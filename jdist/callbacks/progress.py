@@ -45,13 +45,9 @@ def progress(console: Console | None = None) -> Callback:
 
 
 def reporting(console: Console, reports: list[Reporter], *, global_batch: int | None = None) -> Callback:
-    """Shows the figures of each logged row.
-
-    Args:
-        console: where to.
-        reports: receives the open report, while there is a run.
-        global_batch: rows of a step, for the rows trained on in a second; None: steps are counted.
-    """
+    """Shows the figures of each logged row."""
+    # `reports` receives the open report during a run. `global_batch` are the rows of a step, for
+    # the rows per second; None: steps are counted.
     meter = Meter(step=0, total=None)
     compiles, is_starved, first = True, False, 0
 
@@ -106,12 +102,8 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
 
 
 def starved(seconds: Mapping[str, float], steps: int) -> str | None:
-    """Names a loader that keeps the devices waiting, in one line with what to do; None for one that does not.
-
-    Args:
-        seconds: of a run by what they went to, `Moment.spent`.
-        steps: steps made in them.
-    """
+    """Names a loader that keeps the devices waiting, in one line with advice; None if they do not wait."""
+    # `seconds` is `Moment.spent`; `steps` were made in them.
     training_s, waited_s = sum(seconds[part] for part in TRAINING), seconds[INPUT]
     if waited_s < _LEAST_WAIT_S or waited_s < _STARVED * training_s:
         return None

@@ -172,12 +172,7 @@ def _report(delivery: Delivery) -> None:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Lists the values of a config, with dots between the names of its levels.
-
-    Example:
-        >>> flatten({"train": {"steps": 3}, "name": "digits"})
-        {'train.steps': 3, 'name': 'digits'}
-    """
+    """Lists the values of a config, with dots between the names of its levels."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -188,11 +183,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_options(name: str, function: Callable[..., Any], options: Iterable[str], *, own: Iterable[str] = ()) -> None:
-    """Refuses an option that the function of a tracker does not take, or that jdist sets itself (`own`).
-
-    Raises:
-        ConfigError: names the option, and what is allowed.
-    """
+    """Refuses an option that a tracker's function does not take, or that jdist sets itself (`own`)."""
     parameters = list(inspect.signature(function).parameters.values())
     sets = set(own)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)

@@ -10,11 +10,7 @@ from jdist.support.suggest import did_you_mean
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
-    """Finds whether less or more of a metric is better: by `mode` ("min", "max"), or by its name where that is None.
-
-    Raises:
-        StepError: `mode` is something else, or the name does not say it. Errors name the `callback`.
-    """
+    """Finds whether less or more of a metric is better: by `mode` ("min", "max"), else by its name."""
     if mode in ("min", "max"):
         return mode
     if mode is not None:
@@ -29,11 +25,7 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
 
 
 def value_of(callback: str, metric: str, moment: Moment) -> float:
-    """Reads a metric from the row of an evaluation, an epoch or a logged step.
-
-    Raises:
-        StepError: it was not measured, or is no single number.
-    """
+    """Reads a metric from the row of an evaluation, an epoch or a logged step."""
     row = moment.row or {}
     if metric not in row:
         names = [name for name in row if name not in OF_ROWS + COSTS]

@@ -26,13 +26,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file as a whole: whenever this process is killed, the old file is there or the new one.
-
-    Text is written as UTF-8.
-
-    Raises:
-        ConfigError: the file system refuses; the old file is untouched.
-    """
+    """Replaces a file (text as UTF-8): after a kill at any time, the old file exists or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:

@@ -10,17 +10,8 @@ _MOST_COUNTED = 20  # rows with a number in each cell; of more the colours alone
 
 
 def matrix_as_png(matrix: np.ndarray, *, title: str) -> bytes | None:
-    """Draws a matrix [labels, predictions] as a PNG, each row's shades by its share; None if matplotlib is not installed.
-
-    Args:
-        matrix: numbers [rows, columns], none below 0; written into the cells of up to 20 rows.
-        title: heading.
-
-    Example:
-        >>> picture = matrix_as_png(np.array([[3, 1], [0, 2]]), title="confusion")
-        >>> picture is None or picture[:4] == b"\\x89PNG"
-        True
-    """
+    """Draws a matrix [labels, predictions] as a PNG, shades by each row's shares; None without matplotlib."""
+    # Numbers, none below 0, are written into the cells of up to 20 rows.
     figure = new_figure(1)
     if figure is None:
         return None

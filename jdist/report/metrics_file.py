@@ -25,37 +25,21 @@ PREFIXES = (EVAL, EPOCH)
 
 @dataclass
 class MetricsFile:
-    """A file of rows, open for appending once `open` or `begin` has made it.
-
-    Attributes:
-        path: the file.
-        rows: every row up to now, each a dict with "step" first.
-    """
+    """A file of rows, open for appending once `open` or `begin` has made it."""
 
     path: Path
+    # every row up to now, each a dict with "step" first
     rows: list[Row] = field(default_factory=list)
     _handle: IO[str] | None = None
 
     @classmethod
     def open(cls, path: Path, *, step: int) -> MetricsFile:
-        """Opens the file of a run that goes on after `step`, and drops what was written later.
-
-        Args:
-            path: the file; made if it is not there.
-            step: the step that was restored, 0 for a new run.
-
-        Raises:
-            ConfigError: a line before the last is no JSON object, or the file cannot be written.
-        """
+        """Opens the file of a run that continues after `step` (0: a new run), and drops later rows."""
         return cls.begin(path, [row for row in read_rows(path) if row["step"] <= step])
 
     @classmethod
     def begin(cls, path: Path, rows: list[Row]) -> MetricsFile:
-        """Opens a file that holds these rows and no others.
-
-        Raises:
-            ConfigError: the file system refuses.
-        """
+        """Opens a file that holds these rows and no others."""
         text = "".join(to_line(row) for row in rows)
         with writing(path):
             unchanged = path.exists() and path.read_bytes() == text.encode()
@@ -64,15 +48,8 @@ class MetricsFile:
             return cls(path, rows, path.open("a", encoding="utf-8"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends one row; it is in the file, whole, when this returns.
-
-        Args:
-            step: the number of steps done.
-            values: numbers and arrays by name; NaN and infinities are written as null, which JSON lacks.
-
-        Raises:
-            ConfigError: the file system refuses.
-        """
+        """Appends one row; it is in the file, complete, when this returns."""
+        # NaN and infinities are written as null, which JSON lacks.
         if self._handle is None:
             raise ConfigError(f"{self.path}: the metrics of this run are closed already.")
         row = to_row(step, values)
@@ -82,11 +59,7 @@ class MetricsFile:
         self.rows.append(row)
 
     def sync(self) -> None:
-        """Flushes the file to the disk.
-
-        Raises:
-            ConfigError: the file system refuses.
-        """
+        """Flushes the file to the disk."""
         if self._handle is not None:
             with writing(self.path):
                 os.fsync(self._handle.fileno())
@@ -100,14 +73,7 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Reads the rows of a file; a last line torn by a kill is left out.
-
-    Args:
-        path: the file; one that is not there has no rows.
-
-    Raises:
-        ConfigError: a line before the last is no JSON object with a step, or the file cannot be read.
-    """
+    """Reads the rows of a file, which may be missing; drops a last line torn by a kill."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

@@ -22,20 +22,13 @@ TRAINING = (STEPS, INPUT, OTHER)  # the parts of a loop that goes round undistur
 
 
 class PartClock:
-    """A stopwatch that counts each moment to one part.
+    """A stopwatch that counts each moment to one part."""
 
-    While the devices have a step to make, a moment counts to the steps; otherwise to what the program does meanwhile. So data
-    that is waited for while the step before still runs costs nothing, and neither does a callback that ends before it does.
-
-    Args:
-        begun: when the run began, by the clock.
-        clock: seconds, rising.
-        idle_since: returns since when the devices have had no step to make; None while they have one.
-
-    Attributes:
-        begun: as given.
-        seconds: the time of each part, up to the last `settle`.
-    """
+    # While the devices have a step to make, a moment counts to the steps; otherwise to the
+    # program's current work. So waiting for data while the previous step still runs costs nothing,
+    # and neither does a callback that ends before the step does. `idle_since` returns the time
+    # since which the devices have had no step to make; None while they have one. `seconds` is up to
+    # date after `settle`.
 
     def __init__(
         self,
@@ -96,11 +89,6 @@ class PartClock:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Divides the time of each part by that of all, under the names of rows; empty where no time has passed.
-
-    Example:
-        >>> shares({"steps": 3.0, "input": 1.0})
-        {'steps_share': 0.75, 'input_wait_share': 0.25}
-    """
+    """Divides each part's time by the total, under the names of rows; empty if no time has passed."""
     total = sum(seconds.values())
     return {SHARES[part]: each / total for part, each in seconds.items()} if total > 0 else {}

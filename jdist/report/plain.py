@@ -12,14 +12,8 @@ _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def to_plain(value: Any, *, not_finite: Callable[[float], Any] = str) -> Any:
-    """Converts numbers, arrays, dicts and lists for `json.dumps`; `from_plain` inverts it, but for arrays, which become lists.
-
-    `not_finite` converts NaN and infinities.
-
-    Example:
-        >>> to_plain({"loss": float("nan"), "counts": np.arange(2)})
-        {'loss': 'nan', 'counts': [0, 1]}
-    """
+    """Converts numbers, arrays, dicts and lists for `json.dumps`; arrays become lists."""
+    # `from_plain` inverts it, except for arrays. `not_finite` converts NaN and infinities.
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -62,12 +56,7 @@ def tree_from_plain(plain: dict[str, Any]) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Inverts `to_plain`.
-
-    Example:
-        >>> from_plain({"loss": "nan", "counts": [0, 1]})
-        {'loss': nan, 'counts': [0, 1]}
-    """
+    """Inverts `to_plain`."""
     if isinstance(value, dict):
         return {name: from_plain(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -28,29 +28,18 @@ _REDRAW_S = 0.2  # a notebook's reader sees no more, and each costs a message
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The speed of a run since the last report; NaN where it is not known.
+    """The speed of a run since the last report; NaN if it is unknown."""
 
-    Attributes:
-        examples_per_s: rows trained on in a second.
-        steps_per_s: steps in a second.
-        eta_s: seconds that the remaining steps will take, evaluations and saves left out.
-    """
-
-    examples_per_s: float
+    examples_per_s: float  # rows trained on
     steps_per_s: float
-    eta_s: float
+    eta_s: float  # seconds for the remaining steps, without evaluations and saves
 
 
 class Meter:
-    """A stopwatch for training steps; it is stopped while the run evaluates or saves.
+    """A stopwatch for training steps; stopped while the run evaluates or saves."""
 
-    Args:
-        step: steps done before.
-        total: steps of the whole run; None: not known.
-        global_batch: rows of a step; None: not known.
-        earlier_s: seconds that earlier processes of the run trained.
-        clock: seconds, rising.
-    """
+    # `step` steps of `total` were done before, in `earlier_s` seconds of earlier processes;
+    # `global_batch` are the rows of a step.
 
     def __init__(
         self,
@@ -96,11 +85,10 @@ class Meter:
 
 
 class Lines:
-    """A plain line for each report.
+    """A plain line for each report."""
 
-    As `Bar` and `NotebookBar` it takes the step that training has come to, with its figures (`train`) or without (`move`), and
-    notes. Closing twice does no harm.
-    """
+    # Like `Bar` and `NotebookBar` it takes the current step, with figures (`train`) or without
+    # (`move`), and notes. Closing twice does no harm.
 
     def __init__(self, total: int | None, file: IO[str]) -> None:
         self._total, self._file = total, file
@@ -213,10 +201,7 @@ Reporter = Lines | Bar | NotebookBar
 
 
 def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
-    """Opens the report that suits a console: a bar on a terminal or in a notebook, else lines.
-
-    `step` of `total` steps are done; None: their number is not known.
-    """
+    """Opens the report that suits a console: a bar on a terminal or in a notebook, else lines."""
     if console.is_jupyter and console.file is sys.stdout:
         return NotebookBar(step=step, total=total)
     if not console.is_terminal:
@@ -242,12 +227,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def readable(value: float) -> str:
-    """Formats a number in about four digits, as people write it, with an exponent only far off.
-
-    Example:
-        >>> readable(400_000.2), readable(0.01234567), readable(1e-7), readable(1e30)
-        ('400,000', '0.01235', '1e-07', '1e+30')
-    """
+    """Formats a number in about four digits, with an exponent only if it is very large or small."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
 

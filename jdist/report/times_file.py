@@ -33,19 +33,11 @@ _ENDED_ON_PURPOSE = (*_IS_OVER, "interrupted")  # what comes behind is not lost,
 
 
 class TimesFile:
-    """The times of one attempt, behind those of the attempts before it.
+    """The times of one attempt, after those of the attempts before it."""
 
-    Args:
-        folder: where `times.jsonl` is, or will be.
-        step: the step at which this attempt begins.
-        at: when it began, in seconds since 1970.
-        writes: whether this process writes; another one of the job only reads.
-        trains: whether there are steps left to make. An attempt without any, of a run that has ended, leaves no trace.
-        about: what else its first line says.
-
-    Raises:
-        ConfigError: a line before the last is no JSON object, or the file system refuses.
-    """
+    # `at` is the begin, in seconds since 1970. One process of a job writes, the others only read.
+    # `trains`: there are steps left to make; an attempt without any, of a finished run, leaves no
+    # trace. `about` goes into its first line.
 
     def __init__(
         self, folder: Path, *, step: int, at: float, writes: bool, trains: bool = True, about: Mapping[str, Any]
@@ -81,18 +73,11 @@ class TimesFile:
 
 
 class Earlier:
-    """The attempts before this one: how long they took, and which part of that is still of use.
+    """The earlier attempts: how long they took, and the part of that which is still of use."""
 
-    Args:
-        lines: of `times.jsonl`.
-        step: the step from which this attempt goes on; what was done behind it is done again.
-        at: when it began.
-
-    Attributes:
-        steps_s: seconds in steps that this attempt goes on from.
-        wall_s: seconds from the first begin to the begin of this attempt, without those between an end on purpose and the next
-            begin.
-    """
+    # `step` is that from which this attempt continues; later work is done again. `steps_s` are
+    # seconds in steps that this attempt continues from. `wall_s` are seconds from the first begin
+    # to this one, without those between an end on purpose and the next begin.
 
     def __init__(self, lines: Sequence[Row], *, step: int, at: float) -> None:
         kept: list[tuple[int, int, float]] = []  # first step, last step, seconds in them
@@ -126,11 +111,7 @@ def _up_to(step: int, first: int, last: int, seconds: float) -> tuple[int, int, 
 
 
 def read_times(folder: str | os.PathLike[str]) -> list[Row]:
-    """Reads the lines of a run folder's `times.jsonl`; none if there is no such file.
-
-    Raises:
-        ConfigError: a line before the last is no JSON object, a line lacks what such a line has, or the file cannot be read.
-    """
+    """Reads the lines of a run folder's `times.jsonl`; none without the file."""
     path = Path(folder) / NAME
     lines = read_rows(path)
     for number, line in enumerate(lines, start=1):

@@ -56,22 +56,10 @@ class Stop:
 
 
 def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
-    """Runs a command to its end.
-
-    It stands under the launcher's guard (`jdist/launcher/guard.py`), so that it, and all that it starts, ends with
-    this process, however that ends.
-
-    Args:
-        command: program and arguments.
-        log: a file to write its output to, anew.
-        stop: gives it the signals that come here.
-
-    Returns:
-        Its exit code, or minus the number of the signal that killed it.
-
-    Raises:
-        ConfigError: the log cannot be written.
-    """
+    """Runs a command to its end; returns its exit code, or minus the number of the signal that killed it."""
+    # It runs under the launcher's guard (`jdist/launcher/guard.py`), so that it, and all that it
+    # starts, ends with this process, however that ends. `stop` forwards it the signals that come
+    # here.
     with writing(log), log.open("wb") as output:
         control, guards_end = socket.socketpair()
         with control:

@@ -23,17 +23,8 @@ _MOST_LETTERS = 400  # of a position in the data, which may have a state for eac
 
 
 def show(path: str) -> int:
-    """Prints the leaves of a checkpoint, of safetensors or of a tree that Orbax wrote, and what is saved beside them.
-
-    Args:
-        path: a run folder or a folder of checkpoints, of which the newest is shown, one of these, or what is not jdist's.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        CheckpointError: there is none, or what says what it holds cannot be read.
-    """
+    """Prints the leaves of a checkpoint, safetensors or an Orbax tree, and other saved values; returns 0."""
+    # Of a run folder or a folder of checkpoints, the newest is shown.
     try:
         return _show(path)
     except BrokenPipeError:  # of what is printed

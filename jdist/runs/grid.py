@@ -37,15 +37,7 @@ class Point:
 
 
 def parse_grid(grid: Sequence[str]) -> list[Axis]:
-    """Reads the arguments of `--grid`, `KEY=V1,V2,...` each: an axis for each, in order.
-
-    Raises:
-        ConfigError: one is not of that form, names a key or a value again, or there are none or too many.
-
-    Example:
-        >>> parse_grid(["train.seed=0,1"])[0].values
-        ('0', '1')
-    """
+    """Reads the arguments of `--grid`, `KEY=V1,V2,...` each: an axis for each, in order."""
     if not grid:
         raise ConfigError("a sweep needs something to try: say --grid KEY=V1,V2,... , as --grid train.seed=0,1,2.")
     pairs = [_parse(text) for text in grid]
@@ -63,12 +55,7 @@ def parse_grid(grid: Sequence[str]) -> list[Axis]:
 
 
 def points(axes: Sequence[Axis]) -> list[Point]:
-    """Makes a run of every combination, the last axis fastest.
-
-    Example:
-        >>> [point.name for point in points(parse_grid(["train.seed=0,1", "strategy.name=mirrored"]))]
-        ['seed-0_strategy-mirrored', 'seed-1_strategy-mirrored']
-    """
+    """Makes a run of every combination, the last axis fastest."""
     points = [
         Point(
             name="_".join(map(_word, axes, values))[:150],

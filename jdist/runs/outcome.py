@@ -40,18 +40,9 @@ def write_outcome(
     failures: Mapping[Point, str],
     ranking: Ranking,
 ) -> str:
-    """Writes table.txt, table.csv, table.json and curves.png, and returns the table and the places of these files.
-
-    Args:
-        folder: the sweep's.
-        trials: its runs, at least one.
-        done: those that have finished.
-        failures: why others failed.
-        ranking: the order of the rows.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Writes table.txt, table.csv, table.json and curves.png; returns the table and the files' places."""
+    # `trials` are all runs of the sweep's folder, `done` the finished ones, `failures` the reasons
+    # of the others.
     best_first = sorted(trials, key=lambda trial: ranking(done.get(trial)))
     labels = _labels(trials[0], ranking.metric)
     rows = [_row(trial, labels, done.get(trial), failures.get(trial), ranking) for trial in best_first]

@@ -13,18 +13,11 @@ _LANE_OF = {EVALUATION: "evaluations", CHECKPOINT: "checkpoints", LOST: "steps d
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Makes the trace.
-
-    Args:
-        timeline: of a run.
-
-    Returns:
-        An object in the Trace Event Format: complete events ("X") of attempts, parts and processes, a counter ("C") of steps,
-        instants ("i") of restarts, kills and signals, and metadata ("M") with the names. Times are in microseconds from the
-        beginning.
-
-    Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
+    """Makes the trace of a run's timeline, in the Trace Event Format."""
+    # It has complete events ("X") of attempts, parts and processes, a counter ("C") of steps,
+    # instants ("i") of restarts, kills and signals, and metadata ("M") with the names. Times are in
+    # microseconds from the beginning. See
+    # https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
     def us(at: float) -> int:
         return round((at - timeline.begin) * 1e6)

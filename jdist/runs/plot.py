@@ -19,22 +19,9 @@ _TRAINING: dict[str, Any] = {"alpha": 0.4, "linewidth": 1}
 def plot_runs(
     runs: Mapping[str, Sequence[Row]], path: Path, *, title: str, metrics: Sequence[str] | None = None
 ) -> str:
-    """Draws each metric of several runs into a panel of its own.
-
-    Evaluations are drawn where a run has any, over what was measured in training, which is faint; else that alone.
-
-    Args:
-        runs: the rows of each run's metrics.jsonl, by what to call it.
-        path: the PNG to write, replaced as a whole.
-        title: heading of the figure.
-        metrics: what to draw, a panel each; None: all that was measured, the loss first.
-
-    Returns:
-        One line that says what was done, or why nothing was.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Draws each metric of several runs into a panel of its own; returns a line about the result."""
+    # Evaluations are drawn if a run has any, over faint training curves; else those alone.
+    # `metrics` None: all that was measured, the loss first. The PNG is replaced atomically.
     if metrics is None:
         columns = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
         measured = dict.fromkeys(name.removeprefix(EVAL) for name in columns if not name.startswith(EPOCH))

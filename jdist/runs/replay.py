@@ -20,20 +20,10 @@ _CLOCK = ("time_s", *COSTS)  # no two runs take the same time
 
 
 def replay(folder: str, *, fresh: bool = False) -> int:
-    """Repeats a run from its first step, and compares metrics and last state with the original's.
-
-    It is written to NAME.replay beside the run. One that was stopped there goes on; a finished one is set aside.
-
-    Args:
-        folder: the run folder.
-        fresh: set aside an unfinished replay, too.
-
-    Returns:
-        The exit code: 0 if all is equal bit for bit, 1 if not; 130 and 143 if it was stopped.
-
-    Raises:
-        JDistError: it is not a finished run, or it cannot be run here.
-    """
+    """Repeats a run from its first step, and compares metrics and last state with the original's."""
+    # It is written to NAME.replay next to the run. One that was stopped there continues, unless
+    # `fresh` sets it aside; a finished one is set aside. Returns exit code 0 if all is equal bit
+    # for bit, 1 if not; 130 and 143 if it was stopped.
     original = RunFolder(Path(folder).resolve())
     if not original.config.is_file():
         near = near_run(Path(folder)) or " Name one, as runs/digits."
@@ -86,12 +76,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
 
 
 def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
-    """Says which metric of two runs differs first, the clock left out; nothing if none does.
-
-    Example:
-        >>> first_difference([{"step": 1, "loss": 0.5}], [{"step": 1, "loss": 0.25}])
-        ['step 1: loss is 0.5 there, 0.25 here']
-    """
+    """Describes the first metric in which two runs differ, without the clock; empty if none does."""
     theirs, ours = ({row["step"]: row for row in rows} for rows in (there, here))
     for step in sorted({**theirs, **ours}):
         if step not in theirs or step not in ours:

@@ -106,11 +106,7 @@ def mode_of(config: Config, metric: str) -> Mode | None:
 
 
 def read_run(path: Path) -> RunSummary:
-    """Reads a run folder.
-
-    Raises:
-        ConfigError: it is none, or what is in it cannot be read.
-    """
+    """Reads a run folder."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(
@@ -148,11 +144,7 @@ def near_run(path: Path) -> str:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Finds the run folders below a folder, or the folder itself, sorted by name.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """Finds the run folders below a folder, or the folder itself, sorted by name."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder.{near_run(folder)} `jdist run CONFIG` writes its runs to runs/.")
     for name, below, files in os.walk(folder):

@@ -38,23 +38,11 @@ def sweep(
     mode: str | None = None,
     fresh: bool = False,
 ) -> int:
-    """Runs a config with each combination of values, one after the other, and compares the runs.
-
-    Args:
-        config: the YAML file.
-        overrides: `key=value` each, for every run.
-        grid: `KEY=V1,V2,...` each.
-        name: of the sweep; NAME-sweep of the config if None.
-        metric: evaluation metric to sort by; `checkpoint.best` of the config, else the loss, if None.
-        mode: "max" or "min"; as the config says of `checkpoint.best`, else as the metric's name says, if None.
-        fresh: run those again that have finished.
-
-    Returns:
-        The exit code: 0 if all finished, 1 if some failed, 130 or 143 if it was stopped.
-
-    Raises:
-        ConfigError: the config, the grid or an option is not right, or a folder holds a run of another config or source.
-    """
+    """Runs a config with each combination of values, one after the other, and compares the runs."""
+    # `name` defaults to NAME-sweep of the config; `metric` to `checkpoint.best` of the config, else
+    # the loss; `mode` to the config's for that metric, else to the metric's name. `fresh` repeats
+    # finished runs. Returns exit code 0 if all finished, 1 if some failed, 130 or 143 if it was
+    # stopped.
     trials = points(parse_grid(grid))
     base = validate(load(config, [*overrides, *trials[0].overrides]))
     ranking = _ranking(base, metric, mode)
@@ -110,11 +98,7 @@ def _checked(document: Document) -> Config:
 
 
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
-    """Makes the ranking from the command line, else from the config.
-
-    Raises:
-        ConfigError: the mode is neither of the two, or nothing says which.
-    """
+    """Makes the ranking from the command line, else from the config."""
     metric = main_metric(config) if metric is None else metric.removeprefix("eval/")
     best = mode or mode_of(config, metric)
     if best is None:
@@ -127,11 +111,7 @@ def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
 
 
 def _check_source(folder: RunFolder, config: Config) -> None:
-    """Refuses a run, finished or not, that other source has made: it cannot be compared with those to come.
-
-    Raises:
-        ConfigError: names the files.
-    """
+    """Refuses a run, finished or not, that other source has made: it is not comparable to later ones."""
     changed = changed_sources(config.task.make, folder.source)
     if changed:
         raise ConfigError(
@@ -141,11 +121,7 @@ def _check_source(folder: RunFolder, config: Config) -> None:
 
 
 def _finished(path: Path, wanted: Config) -> RunSummary | None:
-    """Reads the run of a folder if it has come to its end.
-
-    Raises:
-        ConfigError: it has, with another config.
-    """
+    """Reads the run of a folder if it has finished; refuses one with another config."""
     if not RunFolder(path).result.is_file() or (run := read_run(path)).status != "finished":
         return None  # `jdist run` says whether it may go on
     then, now = dict(leaves(run.config.model_dump())), dict(leaves(wanted.model_dump()))
@@ -163,12 +139,8 @@ def _finished(path: Path, wanted: Config) -> RunSummary | None:
 
 
 def failure(code: int, log: Path) -> str:
-    """Says why a run failed: the last line in which it says so, else the error of its last traceback, else its last line.
-
-    Args:
-        code: its exit code, or minus the number of the signal that killed it.
-        log: the file of its output.
-    """
+    """Describes why a run failed: the last line that says so, else its last traceback's error, else its last line."""
+    # `code` is minus the number of the signal that killed it.
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     error = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
     if error:

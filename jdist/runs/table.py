@@ -8,19 +8,7 @@ from jdist.report.progress import readable
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
-    """Formats a table as plain text.
-
-    Args:
-        header: names of the columns.
-        rows: their cells.
-        right: names of the columns that hold numbers, set to the right.
-
-    Example:
-        >>> print(columns(["run", "loss"], [["a", "0.5"], ["long", "12"]], right=["loss"]))
-        run   loss
-        a      0.5
-        long    12
-    """
+    """Formats a table as plain text; the columns named in `right` hold numbers, set to the right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     to_right = [name in right for name in header]

@@ -27,40 +27,26 @@ TRAIN, STARTUP, EVALUATION, CHECKPOINT, LOST = "train", "startup", "evaluation",
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of an attempt.
+    """A stretch of an attempt."""
 
-    Attributes:
-        part: "startup", "train", "evaluation", "checkpoint"; or "lost", steps that a later attempt did again.
-        begin: when it began, in seconds since 1970.
-        end: when it ended.
-        first: steps done before it.
-        last: steps done after it.
-    """
-
+    # "startup", "train", "evaluation", "checkpoint"; or "lost": a later attempt did these steps
+    # again
     part: str
-    begin: float
+    begin: float  # in seconds since 1970
     end: float
-    first: int
-    last: int
+    first: int  # steps done before it
+    last: int  # steps done after it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpan:
-    """The life of a process that a launcher started.
+    """The life of a process that a launcher started."""
 
-    Attributes:
-        name: "process 0", "evaluator", "ps 1".
-        begin: when it was started, in seconds since 1970.
-        end: when it was gone; None: not known, or it runs.
-        code: its exit code, or minus the number of the signal that ended it; None while there is none.
-        attempt: the run's attempt; None: one that did not come to train.
-    """
-
-    name: str
-    begin: float
-    end: float | None = None
-    code: int | None = None
-    attempt: int | None = None
+    name: str  # "process 0", "evaluator", "ps 1"
+    begin: float  # in seconds since 1970
+    end: float | None = None  # None: unknown, or it runs
+    code: int | None = None  # exit code, or minus the number of the signal that ended it
+    attempt: int | None = None  # the run's attempt; None: one that did not come to train
 
     @property
     def how(self) -> str:
@@ -74,28 +60,19 @@ class ProcessSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run.
+    """One start of a run."""
 
-    Attributes:
-        number: from 0.
-        begin: when it began, in seconds since 1970.
-        end: when it ended; of one that was killed, the last that is known of it.
-        first: the step from which it trained.
-        last: the last step that it is known to have come to.
-        kept: the last of its steps that the run has gone on from, or come to; those behind it were done again.
-        outcome: "finished", "stopped", "interrupted", "preempted", "failed"; "killed", of which nothing was written;
-            "running".
-        spans: what its time went to, in order; the lost steps apart from those that count.
-    """
-
-    number: int
-    begin: float
-    end: float
-    first: int
-    last: int
+    number: int  # from 0
+    begin: float  # in seconds since 1970
+    end: float  # of a killed one, the last known time
+    first: int  # the step from which it trained
+    last: int  # the last step that it is known to have reached
+    # the last of its steps that the run continued from, or ended with; later ones were repeated
     kept: int
+    # "finished", "stopped", "interrupted", "preempted", "failed", "running"; "killed": it wrote no
+    # end
     outcome: str
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # its parts in order, with lost steps separate
 
     @property
     def lost_steps(self) -> int:
@@ -110,18 +87,13 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What happened in a run, and when.
-
-    Attributes:
-        name: of the run.
-        attempts: its starts, in order; none of a launch whose program is no run of jdist.
-        processes: those of the launches that it was started by, in order of their beginning.
-        signals: when somebody asked the launcher to stop, and by which signal.
-    """
+    """The events of a run, with their times."""
 
     name: str
+    # its starts, in order; none of a launch whose program is no run of jdist
     attempts: tuple[Attempt, ...]
-    processes: tuple[ProcessSpan, ...] = ()
+    processes: tuple[ProcessSpan, ...] = ()  # those of its launches, in order of their beginning
+    # when the launcher was asked to stop, and by which signal
     signals: tuple[tuple[float, str], ...] = ()
 
     @property
@@ -208,11 +180,7 @@ def _after(at: float, timeline: Timeline) -> str:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads the timeline of a run folder, of the folder of a `jdist.fit`'s checkpoints, or of a launch's logs.
-
-    Raises:
-        ConfigError: there is no such folder, no record in it, or one that cannot be read.
-    """
+    """Reads the timeline of a run folder, of the checkpoints of `jdist.fit`, or of a launch's logs."""
     if not path.is_dir():
         raise ConfigError(
             f"{path}: no such run.{near_run(path)} Give the folder of a run, of a launch's logs, or a name in {RUNS}/."

@@ -39,20 +39,7 @@ def axes_size(axes: tuple[str, ...]) -> int:
 
 
 def apply_reduction(reduction: Reduction, tree: PyTree, carry: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, PyTree]:
-    """Calls an algorithm, which may be a user's own, and looks at what it returns.
-
-    Args:
-        reduction: the algorithm.
-        tree: pytree of arrays.
-        carry: what it kept.
-        axes: mesh axes that are bound.
-
-    Returns:
-        `(tree summed over the axes, carry)`.
-
-    Raises:
-        StrategyError: that is no such pair, or one of the two has another tree, shape or dtype than what went in.
-    """
+    """Calls an algorithm, perhaps a user's own, and checks its result `(summed tree, carry)`."""
     result = reduction.apply(tree, carry, axes)
     if not isinstance(result, tuple) or len(result) != 2:
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"

@@ -55,19 +55,7 @@ def bucketed(bytes_per_pack: int) -> Reduction:
 
 
 def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Groups leaves into packs.
-
-    Args:
-        sizes: bytes of each leaf.
-        bytes_per_pack: see `bucketed`.
-
-    Returns:
-        The places of each pack's leaves, in the order given.
-
-    Example:
-        >>> packs([40, 80, 20, 160], 50)
-        [[0, 1], [2, 3]]
-    """
+    """Groups leaves, by their bytes, into packs of at most `bytes_per_pack`; returns the leaves' places."""
     if bytes_per_pack == 0:
         return [list(range(len(sizes)))] if sizes else []
     groups: list[list[int]] = []
@@ -97,15 +85,8 @@ def _plus(leaf: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def by_vectors(reduce: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    """Applies a function to all leaves of one dtype at a time, laid end to end.
-
-    Args:
-        reduce: `(vector [elements]) -> vector [elements]`.
-        tree: pytree of arrays or numbers. A bool counts as int32, as in `lax.psum`.
-
-    Returns:
-        The tree of the results, shapes as they were.
-    """
+    """Applies a function of vectors to all leaves of one dtype at a time, laid end to end."""
+    # A bool counts as int32, as in `lax.psum`. Shapes stay.
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     leaves = [leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf for leaf in leaves]

@@ -32,12 +32,7 @@ class Chip:
     fp32_flops_per_s: float | None = None  # of a GPU without its tensor cores; None: float32 is multiplied in bfloat16
 
     def peak(self, kind: ProductKind) -> tuple[float, str]:
-        """Finds the rate at which products of a kind are multiplied by XLA's defaults, and the name of the peak.
-
-        Example:
-            >>> load_chips()["H100"].peak("float32"), load_chips()["V100"].peak("float32")
-            ((494500000000000.0, 'TF32'), (15700000000000.0, 'float32'))
-        """
+        """Finds the rate of products of a kind by XLA's defaults, and the name of the peak."""
         if kind == "16 bits" or self.fp32_flops_per_s is None:
             return self.flops_per_s, "bfloat16"
         if kind == "float32" and self.tf32_flops_per_s is not None:
@@ -51,12 +46,7 @@ class Chip:
 
 @functools.cache
 def load_chips() -> dict[str, Chip]:
-    """Loads the chips of `chips.yaml`, by name.
-
-    Example:
-        >>> load_chips()["v5e"].hbm_bytes // 2**30
-        16
-    """
+    """Loads the chips of `chips.yaml`, by name."""
     text = resources.files("jdist.support").joinpath("chips.yaml").read_text(encoding="utf-8")
     return {name: _chip(name, figures) for name, figures in yaml.safe_load(text).items()}
 

@@ -13,16 +13,7 @@ _POLL_S = 0.02
 
 @contextlib.contextmanager
 def hold(path: Path, *, timeout_s: float = _GLANCE_S) -> Iterator[None]:
-    """Locks a file for this process alone while the block runs.
-
-    Args:
-        path: the file, which is created if need be.
-        timeout_s: how long to wait for another process.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        OSError: it cannot be created.
-    """
+    """Locks a file for this process while the block runs; creates it if necessary."""
     import fcntl  # of POSIX alone; the rest of jdist can be imported anywhere
 
     deadline_s = time.monotonic() + timeout_s

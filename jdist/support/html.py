@@ -7,17 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(rows: Iterable[Sequence[object]], *, header: Sequence[str] = (), title: str = "") -> str:
-    """Writes a table in HTML; escapes all text.
-
-    Args:
-        rows: rows of cells, the first of which names the row.
-        header: names of the columns.
-        title: the caption; its line breaks stay.
-
-    Example:
-        >>> table([("rows", 3)], title="a < b")
-        '<table><caption>a &lt; b</caption><tr><th>rows</th><td>3</td></tr></table>'
-    """
+    """Writes an HTML table, with escaped text; each row's first cell names it."""
     parts = [f"<caption>{_escaped(title)}</caption>"] if title else []
     if header:
         parts.append(_row("th", header, "th"))

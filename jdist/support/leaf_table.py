@@ -22,13 +22,8 @@ def has_arrays(tree: PyTree) -> bool:
 
 
 def tree_table(tree: PyTree, *, title: str, whereabouts: str | None = None) -> str:
-    """Writes a table in HTML: leaf, shape, dtype, and where it lives; of large trees the first leaves.
-
-    Args:
-        tree: a tree of anything; arrays may have been donated.
-        title: what it is.
-        whereabouts: where all of it lives, if its leaves do not tell.
-    """
+    """Writes an HTML table of leaf, shape, dtype and place; of large trees the first leaves."""
+    # Arrays may have been donated. `whereabouts` is the place of all leaves, if they do not tell.
     return table(_rows(tree, whereabouts), header=_HEADER, title=title)
 
 
@@ -41,12 +36,7 @@ def tree_text(tree: PyTree, *, title: str) -> str:
 
 
 def whereabouts_of(leaf: object) -> str:
-    """Describes where a leaf of a tree lives.
-
-    Example:
-        >>> whereabouts_of(np.ones(3)), whereabouts_of(2.0)
-        ('host, a NumPy array', 'host, a Python value')
-    """
+    """Describes the place of a tree's leaf."""
     if hasattr(type(leaf), "whereabouts"):
         return leaf.whereabouts  # type: ignore[attr-defined]  # a type that tells by itself
     if isinstance(leaf, Tracer):

@@ -7,12 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Writes a sentence with the nearest known name, after a space; "" if none is near.
-
-    Example:
-        >>> did_you_mean("MEAN", ["mean", "sum"])
-        " Did you mean 'mean'?"
-    """
+    """Writes a sentence with the nearest known name, after a space; "" if none is near."""
     matches = difflib.get_close_matches(str(name).lower(), list(known), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
@@ -23,18 +18,8 @@ def closest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def nearest(name: str, valid: Iterable[str], *, label: str = "Valid", limit: int = 12) -> str:
-    """Writes a sentence with the nearest valid name, or with all if none is near, after a space; "" if there are none.
-
-    Args:
-        name: the name that is not valid.
-        valid: the valid names.
-        label: what the list of valid names is called.
-        limit: how many to list at most.
-
-    Example:
-        >>> nearest("step", ["epochs", "steps"])
-        ' Did you mean steps?'
-    """
+    """Writes a sentence with the nearest valid name, or all, after a space; "" if there are none."""
+    # At most `limit` names, called `label`, are listed.
     names = sorted(set(valid))
     close = closest(name, names)
     if close is not None:

@@ -40,24 +40,14 @@ def kind(number: int) -> str:
 
 
 def text_width(words: str, style: str = "small") -> float:
-    """Estimates the width of a text in pixels, rather too wide than too narrow.
-
-    Args:
-        words: the text.
-        style: its classes.
-    """
+    """Estimates the width of a text in pixels, rather too wide than too narrow."""
     em = max((_EM[name] for name in style.split() if name in _EM), default=_EM[""]) if "small" not in style else 11.5
     units = sum(0.36 if char in _NARROW else 0.9 if char in _WIDE else 0.6 for char in words)
     return em * units * (1.05 if "title" in style else 1.0)
 
 
 def fit(words: str, width: float, style: str = "small") -> str:
-    """Shortens a text to a width in pixels; what is left out is an ellipsis.
-
-    Example:
-        >>> fit("params['dense']['kernel']", 80)
-        "params['de…"
-    """
+    """Shortens a text to a width in pixels, with an ellipsis for the rest."""
     if text_width(words, style) <= width:
         return words
     while words and text_width(words + "…", style) > width:
@@ -78,31 +68,17 @@ def wrap(words: str, width: float, style: str = "small") -> list[str]:
 
 @dataclass
 class Svg:
-    """A picture in pixels, origin at the top left, y down.
+    """A picture in pixels, origin at the top left, y down."""
 
-    Attributes:
-        title: what it is, in a few words; read out, and shown where a pointer rests.
-        description: what it shows, as a text for those who do not see it.
-        width: of the picture.
-        height: of the picture; shapes may be drawn first, and the height set last.
-    """
-
-    title: str
-    description: str
+    title: str  # read out, and shown under a pointer
+    description: str  # for readers who cannot see it
     width: float
-    height: float = 0.0
+    height: float = 0.0  # may be set after the shapes are drawn
     _shapes: list[str] = field(default_factory=list)
 
     def text(self, x: float, y: float, words: str, style: str = "small", anchor: str = "start") -> None:
-        """Writes a line of text on a baseline.
-
-        Args:
-            x: its start, middle or end, as `anchor` says.
-            y: the baseline.
-            words: the text.
-            style: "small", "title", "soft", "warn", or several of them.
-            anchor: "start", "middle" or "end".
-        """
+        """Writes a line of text on the baseline `y`; `anchor` is "start", "middle" or "end" of it."""
+        # Styles: "small", "title", "soft", "warn", or several of them.
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self._shapes.append(f'<text class="{style}" x="{_n(x)}" y="{_n(y)}"{where}>{escape(words)}</text>')
 

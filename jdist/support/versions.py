@@ -50,11 +50,10 @@ def versions() -> Mapping[str, Any]:
 
 
 def difference(ours: Mapping[str, Any], theirs: object, *, same_step: bool) -> Difference | None:
-    """Compares this process's versions with those a peer sent; None if only Python differs, or nothing.
-
-    With `same_step` both trace and compile one step, whose collectives must match: all versions must be equal. Otherwise
-    the peer receives programs from here, and must read their calling convention.
-    """
+    """Compares this process's versions with a peer's; None if only Python differs, or nothing."""
+    # With `same_step` both trace and compile one step, whose collectives must match: all versions
+    # must be equal. Otherwise the peer receives programs from here, and must read their calling
+    # convention.
     theirs = theirs if isinstance(theirs, Mapping) else {}
     differ = [name for name in _NAMES if theirs.get(name) != ours[name]]
     if differ in ([], ["python"]):

@@ -8,11 +8,7 @@ CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def with_flags(existing: str, flags: Mapping[str, str]) -> str:
-    """Sets some flags in XLA_FLAGS; the others stay as they are.
-
-    Args:
-        existing: the variable's value, "" if it is not set.
-        flags: values by name, dashes included.
+    """Sets some flags (dashes included) in XLA_FLAGS; the other flags stay.
 
     Example:
         >>> with_flags("--xla_a=1 --xla_b=2", {"--xla_a": "3"})

@@ -214,7 +214,7 @@ def saving(
 
 
 def _rows_of(restored: Restored | None, path: Place) -> list[Row]:
-    """Reads the rows of the history up to a checkpoint; of a damaged file those before the damage."""
+    """Reads the history's rows up to a checkpoint; of a damaged file those before the damage."""
     # After the damage, a line may not be the row that it counts as.
     if restored is None:
         return []

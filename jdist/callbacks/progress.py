@@ -102,7 +102,7 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
 
 
 def starved(seconds: Mapping[str, float], steps: int) -> str | None:
-    """Names a loader that keeps the devices waiting, in one line with advice; None if they do not wait."""
+    """Names a loader that keeps the devices waiting, with advice in one line; else None."""
     # `seconds` is `Moment.spent`; `steps` were made in them.
     training_s, waited_s = sum(seconds[part] for part in TRAINING), seconds[INPUT]
     if waited_s < _LEAST_WAIT_S or waited_s < _STARVED * training_s:

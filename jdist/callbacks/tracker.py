@@ -183,7 +183,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_options(name: str, function: Callable[..., Any], options: Iterable[str], *, own: Iterable[str] = ()) -> None:
-    """Refuses an option that a tracker's function does not take, or that jdist sets itself (`own`)."""
+    """Refuses an option that a tracker does not take, or that jdist sets itself (`own`)."""
     parameters = list(inspect.signature(function).parameters.values())
     sets = set(own)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)

@@ -10,7 +10,7 @@ from jdist.support.suggest import did_you_mean
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
-    """Finds whether less or more of a metric is better: by `mode` ("min", "max"), else by its name."""
+    """Finds whether less or more of a metric is better: by `mode`, else by its name."""
     if mode in ("min", "max"):
         return mode
     if mode is not None:

@@ -122,7 +122,7 @@ def new_checkpoints(
     poll_s: float,
     known: Iterable[int] = (),
 ) -> Iterator[Restored]:
-    """Restores a running job's checkpoints, each once, in order of saving; the last is `final_step`'s."""
+    """Restores a running job's checkpoints in order, each once; the last is `final_step`'s."""
     # `is_alive`: the job runs now. `is_over`: end although the job runs on. `known`: steps to leave
     # out. For errors and other arguments see `train_and_evaluate`.
     seen, alive_s = set(known), time.monotonic()

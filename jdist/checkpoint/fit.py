@@ -248,7 +248,7 @@ def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: s
 
 
 def check_has_values(where: object, like: Mapping[str, Any], filled: Container[str]) -> None:
-    """Refuses a state with a leaf that must keep its value and has none; `filled` are paths with values."""
+    """Refuses a state with an empty leaf whose path is not in `filled`."""
     for path, leaf in like.items():
         stored = leaf.stored if is_sharded_leaf(leaf) else leaf
         if path not in filled and isinstance(stored, jax.ShapeDtypeStruct):

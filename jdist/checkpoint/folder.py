@@ -294,7 +294,7 @@ _POLL_S = 0.05
 def open_shared(
     directory: Place, cluster: Runtime, timeout_s: float, name: str, *, make: bool
 ) -> tuple[list[Path], bool]:
-    """Removes killed processes' leftovers from a folder, and checks that all processes see the same folder."""
+    """Removes leftovers of killed processes, and checks that all processes see one folder."""
     # Returns, on process 0, folders that are named as leftovers but hold something else; and
     # whether the folder exists. Without `make`, a missing or read-only folder stays as it is.
     strangers: list[Path] = []

@@ -12,7 +12,7 @@ from jdist.errors import CheckpointError
 
 
 class Job:
-    """A function on a thread of its own, so that a wait for it is bounded and runs in no event loop."""
+    """A function on its own thread: a wait for it is bounded and runs in no event loop."""
 
     # The thread is a daemon: a disk that never answers must not keep the process from ending.
 

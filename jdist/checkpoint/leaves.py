@@ -74,7 +74,7 @@ def without_keys(leaf: Any) -> Any:
 
 
 def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
-    """Copies this process's part of a leaf to the host: of a spread array the shards with replica id 0."""
+    """Copies this process's part of a leaf to the host: the shards with replica id 0."""
     # Nobody else has the copies: a view of a CPU buffer would make the next step's donation copy
     # instead.
     if is_sharded_leaf(leaf):

@@ -40,7 +40,7 @@ class Peers:
     name: str  # of the dataset, the same on all processes and used once
 
     def together(self, what: str, make: Callable[[], T], describe: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Makes something on every process, or fails on all; returns it and all processes' descriptions."""
+        """Makes something on every process, or fails on all; returns it and all descriptions."""
         # `what` names it in errors: "the dataset function".
         result, message, failure = _attempt(make, lambda made: {"is": describe(made)})
         messages = Channel(self, what, StopRequest()).exchange("", message, failure, what)

@@ -91,7 +91,7 @@ class Prefetcher(Iterator[T]):
         return self._thread.is_alive()
 
     def __next__(self) -> T:
-        """Waits for the next item; raises the iterator's own exception, or DatasetError without its thread."""
+        """Waits for the next item; raises the iterator's own exception."""
         with self._changed:
             if not (self._ready or self._ended or self._stopped):
                 with awaiting(self._thread.ident):

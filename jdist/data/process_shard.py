@@ -20,7 +20,7 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessShard:
-    """A process's part of every global batch: the rows whose places in the padded batch belong to its replicas."""
+    """A process's part of every global batch: its replicas' rows of the padded batch."""
 
     # So a row is on the same replica for any number of processes, and the padding is at the end of
     # the global batch.

@@ -59,7 +59,7 @@ def _flags(environ: Mapping[str, str]) -> Finding:
 
 
 def nccl(environ: Mapping[str, str], *, hosts: int, root: Path = Path("/")) -> list[Finding]:
-    """Checks the gradients' path between GPUs: peer access in a host, an interface between `hosts` hosts."""
+    """Checks the path between GPUs: peer access in a host, an interface between hosts."""
     # `root` has dev/ and sys/.
     if not cuda.has_driver(root / "dev"):
         return []

@@ -24,7 +24,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment(parts: Parts, make: str) -> dict[str, Any]:
-    """Lists everything that a run's bits depend on, as plain values; equal if a run repeats to the bit."""
+    """Lists everything that a run's bits depend on; equal if a run repeats to the bit."""
     devices = parts.strategy.devices or tuple(jax.devices())
     kinds = sorted({f"{device.platform} {device.device_kind}" for device in devices})
     sources = {"training data": parts.train_data, "evaluation data": parts.task.eval_data(parts.eval_batch)}

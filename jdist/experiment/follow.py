@@ -27,7 +27,7 @@ _POLL_S = 1.0
 
 
 def follow(config: Config, document: Document, *, console: Console | None = None) -> int:
-    """Evaluates each checkpoint of a running job of the same config into its eval.jsonl; returns the exit code."""
+    """Evaluates each checkpoint of a running job into its eval.jsonl; returns the exit code."""
     # The job never waits for this. It ends with the evaluation of the run's last step (0), on a
     # signal (130, 143), or when nobody has trained for five minutes. `config` was checked and its
     # `platform` applied.

@@ -60,7 +60,7 @@ _Loader.yaml_implicit_resolvers = {
 def parse(
     text: str, where: str, *, line_numbers: bool = True, within: Key = ()
 ) -> tuple[Any, dict[Key, str], list[str]]:
-    """Reads YAML: returns plain values, the place of each key, and problems that leave the rest readable."""
+    """Reads YAML; returns values, each key's place, and problems that leave the rest readable."""
     # `where` names the text in messages. Places have line numbers (`configs/digits.yaml:12`) unless
     # `line_numbers` is false. `within` is the key that the text is the value of; empty for a full
     # file.
@@ -181,7 +181,7 @@ class Document:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Reads a config file and applies overrides (`key.path=value`, later ones win) without the schema."""
+    """Reads a config and applies overrides (`key.path=value`, later ones win), unchecked."""
     # Problems that leave the rest readable (a key given twice, an override that does not fit) go
     # into the document, so that all problems are reported together.
     file = str(path)

@@ -44,7 +44,7 @@ def check_optimizer(
     filled: Set[Key] = frozenset(),
     length: Key = ("train", "steps"),
 ) -> Iterator[Problem]:
-    """Yields a problem for each unknown name or option and each impossible value in `train.optimizer`."""
+    """Yields a problem for each unknown name or bad option of `train.optimizer`."""
     # `filled` are the keys of filled-in lengths; `length` is the key of the run's length.
     name, options = section["name"], _options(section)
     function = _optimizers().get(name)
@@ -94,7 +94,7 @@ def _built(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Describes the fault of a value for a parameter of optax, by annotation and name; None if it is allowed."""
+    """Describes a value's fault for a parameter of optax, by annotation and name; else None."""
     # optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the
     # parameters (masks); a config can describe only the first kind of function.
     types = alternatives(parameter.annotation)
@@ -125,7 +125,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _try_out(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yields problems of values that optax cannot use: builds the optimizer and traces one update."""
+    """Yields problems of values that optax cannot use: builds it and traces one update."""
     # If that fails, each option is tried alone, with the defaults for the others.
     whole = _failure(name, options)
     if whole is None:
@@ -188,7 +188,7 @@ def scale_options(
 def _check_scaling(
     section: Mapping[str, Any] | None, name: str, options: Mapping[str, Any], *, global_batch: int
 ) -> Iterator[Problem]:
-    """Yields a problem if there is nothing to scale, or the rule does not fit this optimizer or batch."""
+    """Yields a problem if nothing can be scaled, or the rule misfits optimizer or batch."""
     # The options are right by themselves; their schedules are made.
     if section is None:
         return

@@ -43,7 +43,7 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Describes why a YAML value does not fit a parameter: `"x" is not a whole number`; else None."""
+    """Describes why a YAML value misfits a parameter: `"x" is not a whole number`; else None."""
     # Also None if the annotation names a type that a config has no word for. The function then
     # checks.
     if value is None and parameter.default is None:
@@ -80,7 +80,7 @@ def check_options(
     key: Key,
     wrong: Callable[[Any, inspect.Parameter], str | None] = misfit,
 ) -> Iterator[Problem]:
-    """Yields a problem for each option that a function does not take, is missing, or has the wrong type."""
+    """Yields a problem for each option that is unknown, missing, or of the wrong type."""
     # `called` names the function in messages, such as `optax.adamw`; `wrong` finds the fault of a
     # value.
     parameters = signature(function).parameters.values()

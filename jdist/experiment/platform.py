@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -> dict[str, str]:
-    """Makes the environment variables for a config's `platform`; keeps other XLA flags of the environment."""
+    """Makes the variables for a config's `platform`; keeps other XLA flags."""
     flags, variables = {}, {}
     if section.cpu_devices is not None:
         chosen = environ.get("JAX_PLATFORMS", "")

@@ -84,7 +84,7 @@ def _check_no_strangers(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Renames a run folder to the first free of `NAME.1`, `NAME.2`, ...; returns that, or None without a folder."""
+    """Renames a run folder, if it exists, to the first free of `NAME.1`, `NAME.2`, ..."""
     if not path.exists():
         return None
     aside = first_free(path)

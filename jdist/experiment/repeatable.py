@@ -49,7 +49,7 @@ class Result:
 
 
 def write_start(folder: RunFolder, start: Start) -> None:
-    """Adds a start to a run's starts, drops those that left nothing, and copies the task's source."""
+    """Adds a start to a run's, drops those that left nothing, and copies the task's source."""
     starts = [asdict(earlier) for earlier in read_starts(folder) if earlier.step < start.step]
     write_atomically(folder.environment, json.dumps({"starts": [*starts, asdict(start)]}, indent=1) + "\n")
     with writing(folder.source):
@@ -87,7 +87,7 @@ def _read(path: Path, make: Callable[[Any], T]) -> T | None:
 
 
 def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
-    """Lists the differences that may change the bits of a repetition, a line for each original start."""
+    """Lists differences that may change a repetition's bits, a line for each original start."""
     # The repetition has the config of the last start.
     lines = []
     again = {dotted(key): value for key, value in leaves(starts[-1].config)}

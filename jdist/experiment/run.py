@@ -56,7 +56,7 @@ def run(
     original: Sequence[Start] = (),
     console: Console | None = None,
 ) -> int:
-    """Trains, evaluates, logs, saves and plots a config, continuing its run folder; returns the exit code."""
+    """Trains, evaluates, logs, saves and plots a config, or continues; returns the exit code."""
     # Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots;
     # all make the steps, evaluate, save and stop together. `config` was checked and its `platform`
     # applied; `original` are the starts of a run that this one repeats, whose differences are

@@ -17,7 +17,7 @@ _JDIST, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 
 
 def task_sources(make: str) -> dict[str, Path]:
-    """Finds the files of a user's task: the loaded modules of its package and next to it, by relative path."""
+    """Finds a user task's files: loaded modules of its package and next to it."""
     # Installed files (the standard library, packages, jdist) and the running program do not count.
     package = make.partition(":")[0].partition(".")[0]
     if package == "jdist":  # the digest of all of it is recorded

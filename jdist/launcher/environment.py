@@ -28,7 +28,7 @@ def child_environment(
     attempt: int,
     devices_per_process: int | None = None,
 ) -> dict[str, str]:
-    """Makes the full environment of one process; `devices_per_process` counts virtual CPU devices."""
+    """Makes one process's full environment; `devices_per_process` counts virtual CPU devices."""
     # `cluster` has each job's addresses, host:port, without the evaluator. Attempts count from 0.
     variables = {name: value for name, value in environ.items() if name not in OF_CLUSTER}
     variables["TF_CONFIG"] = json.dumps(
@@ -43,7 +43,7 @@ def child_environment(
 
 
 def free_ports(number: int) -> list[int]:
-    """Finds ports that are free on all interfaces, as is the next port, where process 0 has its watch."""
+    """Finds ports that are free on all interfaces, as is each next one, for the watch."""
     candidates = random.SystemRandom().sample(_RANGE, min(_TRIES, len(_RANGE)))
     free = (port for port in candidates if _is_free(port) and _is_free(port + 1))
     ports = list(itertools.islice(free, number))

@@ -16,7 +16,7 @@ class Host(Protocol):
     """Places the processes of each attempt, and starts them."""
 
     def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
-        """Finds a place for each process of an attempt; returns addresses whose next port is free, too."""
+        """Finds a place for each process of an attempt; the ports after the addresses' are free."""
         # `is_asked`: the user has asked to stop meanwhile.
         ...
 

@@ -54,7 +54,7 @@ def make_settings(
     evaluator: bool = False,
     chief: bool = False,
 ) -> Settings:
-    """Checks the arguments of `jdist.cluster.launch`; `chief`: the program is a parameter server's chief."""
+    """Checks `jdist.cluster.launch`'s arguments; `chief`: for a parameter server's chief."""
     smallest, largest = parse_processes(processes)
     restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
     for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):

@@ -57,7 +57,7 @@ class Lines:
         self._shown_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> tuple[bytes, bytes]:
-        """Takes in bytes at a time of a rising clock; returns complete lines for the log, and lines to show."""
+        """Takes in bytes; returns complete lines for the log, and lines to show."""
         whole = self._rest + data
         # A carriage return at the very end may be the first half of an end of line.
         end = max(whole.rfind(b"\n"), whole.rfind(b"\r", 0, len(whole) - 1)) + 1

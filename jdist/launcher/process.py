@@ -22,7 +22,7 @@ GUARD_GONE_S = 10.0  # for a guard to end whose socket has closed
 def start_guard(
     command: Sequence[str], environ: Mapping[str, str], *, folder: str | None = None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts a process under its guard; returns the guard, with the process's output, and its socket."""
+    """Starts a process under its guard; returns the guard, which has its output, and a socket."""
     # `environ` is the full environment; the process runs in `folder`, or in this process's own.
     control, theirs = socket.socketpair()
     with theirs:
@@ -98,7 +98,7 @@ class Process(Controlled):
         return not data
 
     def finish(self, now: float) -> tuple[int, float]:
-        """Reads the rest of the output and closes all, once the guard is gone; see `Controlled.finish`."""
+        """Reads the rest of the output and closes all, once the guard is gone."""
         code, at = end_of(self._guard, self._from_guard)
         self.read_rest(now)
         self.close()

@@ -28,7 +28,7 @@ NAME = "events.jsonl"
 
 
 class Record:
-    """The record of a launch, appended as it goes on. A disk that refuses ends the record, not the job."""
+    """The appended record of a launch; a disk that refuses ends the record, not the job."""
 
     # `say` tells the user that the record is incomplete.
 
@@ -53,7 +53,7 @@ class Record:
 
 
 def launch_of(environ: Mapping[str, str], run: Path) -> dict[str, Any]:
-    """Describes the launch that started this process, for a run's own record; empty without a launch."""
+    """Describes this process's launch, for a run's own record; empty without a launch."""
     # The launch's folder is relative to the run's, so that both can be moved together.
     folder, attempt = environ.get(RECORD_FOLDER), environ.get(ATTEMPT, "")
     if not folder or not attempt.isdigit():

@@ -67,7 +67,7 @@ def step(state: State, event: Event) -> tuple[State, Commands]:
 
 
 def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
-    """Computes the seconds to wait after `quick` attempts in a row that failed soon after their start."""
+    """Computes the wait in seconds after `quick` attempts in a row that failed early."""
     # They are 1, 2, 4 ... 60, each less a random part of up to a half, so that launchers that
     # failed together, each with its own `seed`, do not restart together.
     longest = min(LONGEST_BACKOFF_S, 2.0 ** min(max(quick - 1, 0), 10))
@@ -312,7 +312,7 @@ class Restarts:
         self._due |= {task: 0.0 for task in self.tasks if task not in self._started}
 
     def ended(self, task: Task, code: int, now: float) -> str:
-        """Handles a server's end, and makes it due again if that may help; returns a line for the user."""
+        """Handles a server's end: schedules a restart if that may help; returns a line to print."""
         # The line is "" if the coordinator has ended the server.
         quick = now - self._started.pop(task) < QUICK_S
         end = End(task=task, code=code, at=now)

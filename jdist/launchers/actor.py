@@ -19,7 +19,7 @@ _GONE_S = 10.0
 
 
 class ActorProcess(Controlled):
-    """A process that a Ray actor of `Place` runs; without the actor it counts as killed, by its guard."""
+    """A process that a Ray actor runs; if the actor is gone, its guard has killed the process."""
 
     # `line`, `variables` and `folder` as for `Place.start`, the rest as for `Controlled`.
 

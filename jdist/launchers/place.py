@@ -20,7 +20,7 @@ POLL_S = 1.0
 
 
 class Place:
-    """A place for one process: finds the address, starts the process, and reads its output and end."""
+    """A place for one process, with its address, start, output and end."""
 
     # The process is gone with this object's process: its guard kills all that it started. A thread
     # may `send` while another waits in `read`.
@@ -60,7 +60,7 @@ class Place:
                 self._control.send(bytes([number]))
 
     def read(self) -> tuple[bytes, bytes, int | None]:
-        """Waits a moment for output; returns stdout, stderr, and the exit code once the process is gone."""
+        """Waits a moment for output; returns stdout, stderr, and the exit code or None."""
         # The exit code is minus the number of the signal that killed the process.
         output = [b"", b""]
         is_gone = False

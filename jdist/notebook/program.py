@@ -54,7 +54,7 @@ class Program:
     # that it needs at once. `future`: annotations stay text.
 
     def __init__(self, fn: Callable[..., Any] | str, args: Sequence[Any]) -> None:
-        """Collects everything that a function, or "package.module:function", needs in another process."""
+        """Collects everything that a function, or "package.module:function", needs elsewhere."""
         self.imports, self.constants, self.changes = {f"import {_CHILD}"}, {}, {}
         self.definitions, self.future = [], False
         self._namespace: dict[str, Any] = {}

@@ -43,7 +43,7 @@ class Source:
 
 
 def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
-    """Finds the source of a function or class that is defined at the top of a cell or of a script."""
+    """Finds the source of a function or class at the top of a cell or of a script."""
     # `definition` comes without its decorators' wrappers. `cells` are in the order in which they
     # ran; a script has none.
     name = definition.__name__

@@ -29,7 +29,7 @@ class NotPlain(Exception):
 
 
 def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
-    """Writes a plain value to an .npz file; with `jax_arrays` also JAX arrays, which are read as NumPy's."""
+    """Writes a plain value to an .npz file; with `jax_arrays` JAX arrays as NumPy's."""
     arrays: dict[str, np.ndarray] = {}
     tree = json.dumps(_plain(value, "", arrays, jax_arrays))
     with open(file, "wb") as opened:

@@ -92,7 +92,7 @@ def _kind(item: Executed) -> str | None:
 
 
 def _starts(module: Module) -> set[tuple[str, str]]:
-    """Finds the starts of collectives that a TPU runs next to other work, as computation and name."""
+    """Finds starts of collectives that a TPU runs next to other work: (computation, name)."""
     # Such a collective becomes a chain of several fusions, each of which holds it.
     return {
         (computation, name)

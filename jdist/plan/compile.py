@@ -130,7 +130,7 @@ class MemoryCheck:
 
 
 def check_memory(config: Config, parts: Parts, planned: PlannedStep, memory: Memory) -> tuple[MemoryCheck, ...]:
-    """Makes one real step, on devices that are here, and compares its memory with the prediction."""
+    """Makes one real step on present devices, and compares its memory with the prediction."""
     # On GPU the allocator has its peak, of all that this process ever held at once, including the
     # creation of the state. A CPU has no such count; there the bytes of arguments and outputs are
     # compared, and the temporaries are not.

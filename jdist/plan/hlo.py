@@ -113,7 +113,7 @@ def _until_closed(text: str) -> tuple[str, str]:
 
 
 def shape_bytes(shape: str) -> int:
-    """Counts the bytes of a shape, without the padding of its layout; of a tuple, of all its parts."""
+    """Counts the bytes of a shape or tuple, without the padding of the layout."""
     total = 0
     for kind, dims in re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape):
         digits = re.search(r"\d+", kind)
@@ -276,7 +276,7 @@ def recomputed(module: Module) -> int:
 
 
 def overlap(module: Module) -> tuple[int, int]:
-    """Counts bytes of a call's asynchronous collectives, and of those that run next to matrix products."""
+    """Counts bytes of asynchronous collectives, and of those next to matrix products."""
     # A scheduled program has its instructions in the order of issue: those between a collective's
     # start and its end run meanwhile. Products and convolutions take most of a device's time. The
     # bytes are those on one device; (0, 0) without asynchronous collectives.

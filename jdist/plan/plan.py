@@ -59,7 +59,7 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
 def make_plan(
     config: Config, document: Document, target: Target, *, check: bool = True, only_if_state_fits: bool = False
 ) -> Plan:
-    """Compiles a config's step for a target and reads its needs; allocates nothing on the devices."""
+    """Compiles a config's step for a target and reads its needs; allocates nothing there."""
     # `configure_platform` was called for the target. With `check`, and devices that are here, one
     # step is made to compare its memory with the prediction. With `only_if_state_fits` nothing is
     # compiled if the state alone is too large.
@@ -172,7 +172,7 @@ def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
 
 
 def _memory_fraction() -> tuple[float, str]:
-    """Reads the share of a GPU's memory that JAX takes at its start, and the variable that sets it."""
+    """Reads the share of GPU memory that JAX takes at its start, and its variable."""
     # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
     there = [name for name in _MEMORY_FRACTION if os.environ.get(name)]  # to JAX an empty one is none
     if len(there) > 1:

@@ -56,7 +56,7 @@ def estimate(
     domain_chips: int | None = None,
     host_bytes: float = 0,
 ) -> Estimate:
-    """Models the step time on some number of chips by `FORMULA`, with the same work for each chip."""
+    """Models the step time by `FORMULA`, with the same work on each chip."""
     # `products` counts operations of one step on one chip, `memory_bytes` its memory traffic, and
     # `exchanged` the bytes of one device; `host_bytes` travel between all chips together and their
     # hosts. Links join `domain_chips` if a topology of several slices says so; None: as many as

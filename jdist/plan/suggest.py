@@ -77,7 +77,7 @@ def suggest(config: str, overrides: Sequence[str], target: Target) -> Iterator[S
 
 
 def ways(target: Target, count: int, *, rows: int) -> list[tuple[str, ...]]:
-    """Lists ways to keep a state on `count` devices, as overrides; some use microbatches of a device's rows."""
+    """Lists overrides that keep a state on `count` devices; some use microbatches."""
     domain, gpus = target.domain_chips, target.gpus_per_host is not None
     several = gpus and domain is not None and count > domain
     name = "tpu" if target.platform == "tpu" else "multi_worker" if several else "mirrored"

@@ -69,7 +69,7 @@ def check_svg(name: str, *, tries_several: bool) -> None:
 
 
 def parse_sweep(text: str) -> list[int]:
-    """Reads rising batches from `global_batch=128,256,384` or, for doublings, `global_batch=128..4096`."""
+    """Reads rising batches: `global_batch=128,256,384`, or doublings `global_batch=128..4096`."""
     batches = _batches(text)
     check_global_batch("--sweep: global_batch", batches[-1])
     return batches

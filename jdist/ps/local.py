@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class LocalCluster:
-    """Processes of `jdist serve` on loopback; they end with this process, however it ends, and not before."""
+    """Processes of `jdist serve` on loopback; they end with this process, never before."""
 
     def __init__(self, *, workers: int, ps: int, devices_per_worker: int | None = None):
         """Starts the processes, and waits until they listen."""

@@ -71,7 +71,7 @@ def serve(
     script: str | None = None,
     leave: Callable[[int], object] = lambda code: None,
 ) -> int:
-    """Serves until the coordinator ends it, or nobody has called for `grace_s`; returns exit code 0 or 75."""
+    """Serves until the coordinator ends it, or for `grace_s` without calls; returns 0 or 75."""
     # With `with_parent` it ends with its parent process instead. The flags of `jdist serve`
     # document the arguments. If a call still runs at the end, `leave` ends the process by an exit
     # code: the interpreter's own end would abort it.

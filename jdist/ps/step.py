@@ -106,7 +106,7 @@ class PsStep(Distributed):
         return _result(states, outputs, traced, passed, turn)
 
     def _find(self, state: PyTree) -> tuple[RemoteState, tuple[int, ...] | None]:
-        """Finds the handle of the state on the servers, and the parts that the step takes; None: all of it."""
+        """Finds the handle of the state on the servers, and the step's parts of it; None: all."""
         states = state if self.options.num_states > 1 else (state,)
         states = tuple(x.joined or x if isinstance(x, RemoteState) else x for x in states)
         parts = [x for x in states if isinstance(x, RemotePart)]

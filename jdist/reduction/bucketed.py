@@ -55,7 +55,7 @@ def bucketed(bytes_per_pack: int) -> Reduction:
 
 
 def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Groups leaves, by their bytes, into packs of at most `bytes_per_pack`; returns the leaves' places."""
+    """Groups the places of leaves, by their bytes, into packs of `bytes_per_pack`."""
     if bytes_per_pack == 0:
         return [list(range(len(sizes)))] if sizes else []
     groups: list[list[int]] = []

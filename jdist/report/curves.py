@@ -57,7 +57,7 @@ def points_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int,
 
 
 def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> str:
-    """Draws the curves of a run's rows into a PNG, replaced atomically; returns a line about the result."""
+    """Draws a run's curves into a PNG, replaced atomically; returns a line about the result."""
     picture = as_png(rows, title=title)
     if isinstance(picture, str):
         return picture

@@ -26,7 +26,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file (text as UTF-8): after a kill at any time, the old file exists or the new one."""
+    """Replaces a file atomically (text as UTF-8): a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:

@@ -10,7 +10,7 @@ _MOST_COUNTED = 20  # rows with a number in each cell; of more the colours alone
 
 
 def matrix_as_png(matrix: np.ndarray, *, title: str) -> bytes | None:
-    """Draws a matrix [labels, predictions] as a PNG, shades by each row's shares; None without matplotlib."""
+    """Draws a [labels, predictions] matrix as a PNG, shaded by row; None without matplotlib."""
     # Numbers, none below 0, are written into the cells of up to 20 rows.
     figure = new_figure(1)
     if figure is None:

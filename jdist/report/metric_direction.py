@@ -31,7 +31,7 @@ _REVERSED = _words("neg negative minus inverse drop gap reduction improvement sc
 
 
 def better(metric: str) -> Mode | None:
-    """Finds by its name whether less or more of a metric is better; None if unsure: a "score" may be Brier's or an F1."""
+    """Finds by its name whether less or more of a metric is better; a "score" may be either."""
     name = metric.rpartition("/")[2].lower()
     less, more = _LESS.search(name) is not None, _MORE.search(name) is not None
     return None if less == more or _REVERSED.search(name) else "min" if less else "max"

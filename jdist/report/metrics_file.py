@@ -34,7 +34,7 @@ class MetricsFile:
 
     @classmethod
     def open(cls, path: Path, *, step: int) -> MetricsFile:
-        """Opens the file of a run that continues after `step` (0: a new run), and drops later rows."""
+        """Opens a file to continue after `step` (0: a new run), and drops later rows."""
         return cls.begin(path, [row for row in read_rows(path) if row["step"] <= step])
 
     @classmethod

@@ -89,6 +89,6 @@ class PartClock:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Divides each part's time by the total, under the names of rows; empty if no time has passed."""
+    """Divides each part's time by the total; empty if no time has passed."""
     total = sum(seconds.values())
     return {SHARES[part]: each / total for part, each in seconds.items()} if total > 0 else {}

@@ -56,7 +56,7 @@ class Stop:
 
 
 def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
-    """Runs a command to its end; returns its exit code, or minus the number of the signal that killed it."""
+    """Runs a command to its end; returns its exit code, or minus the signal that killed it."""
     # It runs under the launcher's guard (`jdist/launcher/guard.py`), so that it, and all that it
     # starts, ends with this process, however that ends. `stop` forwards it the signals that come
     # here.

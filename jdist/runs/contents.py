@@ -23,7 +23,7 @@ _MOST_LETTERS = 400  # of a position in the data, which may have a state for eac
 
 
 def show(path: str) -> int:
-    """Prints the leaves of a checkpoint, safetensors or an Orbax tree, and other saved values; returns 0."""
+    """Prints the leaves and metadata of a checkpoint, safetensors or an Orbax tree."""
     # Of a run folder or a folder of checkpoints, the newest is shown.
     try:
         return _show(path)

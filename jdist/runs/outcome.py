@@ -40,7 +40,7 @@ def write_outcome(
     failures: Mapping[Point, str],
     ranking: Ranking,
 ) -> str:
-    """Writes table.txt, table.csv, table.json and curves.png; returns the table and the files' places."""
+    """Writes table.txt, table.csv, table.json and curves.png; returns the text to print."""
     # `trials` are all runs of the sweep's folder, `done` the finished ones, `failures` the reasons
     # of the others.
     best_first = sorted(trials, key=lambda trial: ranking(done.get(trial)))

@@ -19,7 +19,7 @@ _TRAINING: dict[str, Any] = {"alpha": 0.4, "linewidth": 1}
 def plot_runs(
     runs: Mapping[str, Sequence[Row]], path: Path, *, title: str, metrics: Sequence[str] | None = None
 ) -> str:
-    """Draws each metric of several runs into a panel of its own; returns a line about the result."""
+    """Draws each metric of several runs into its own panel; returns a line about the result."""
     # Evaluations are drawn if a run has any, over faint training curves; else those alone.
     # `metrics` None: all that was measured, the loss first. The PNG is replaced atomically.
     if metrics is None:

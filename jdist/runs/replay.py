@@ -20,7 +20,7 @@ _CLOCK = ("time_s", *COSTS)  # no two runs take the same time
 
 
 def replay(folder: str, *, fresh: bool = False) -> int:
-    """Repeats a run from its first step, and compares metrics and last state with the original's."""
+    """Repeats a run from its first step; compares metrics and last state with the original."""
     # It is written to NAME.replay next to the run. One that was stopped there continues, unless
     # `fresh` sets it aside; a finished one is set aside. Returns exit code 0 if all is equal bit
     # for bit, 1 if not; 130 and 143 if it was stopped.
@@ -76,7 +76,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
 
 
 def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
-    """Describes the first metric in which two runs differ, without the clock; empty if none does."""
+    """Describes the first metric in which two runs differ, without the clock; else nothing."""
     theirs, ours = ({row["step"]: row for row in rows} for rows in (there, here))
     for step in sorted({**theirs, **ours}):
         if step not in theirs or step not in ours:

@@ -22,7 +22,7 @@ from jdist.runs.timeline_picture import draw
 
 
 def compare(a: RunSummary, b: RunSummary, *, as_json: bool = False) -> str:
-    """Compares two runs in tables, or in JSON, and draws their curves into a picture next to the first."""
+    """Compares two runs in tables or JSON, and draws their curves next to the first."""
     by_name = a.path.name != b.path.name
     names = tuple(run.path.name if by_name else str(run.path) for run in (a, b))
     config = _differences(*(dict(leaves(run.config.model_dump())) for run in (a, b)))
@@ -60,7 +60,7 @@ def _text(value: object) -> str:
 
 
 def show_timeline(folders: Sequence[str], *, as_json: bool = False) -> int:
-    """Prints a run's timeline, and writes timeline.svg and timeline.json (for Perfetto) next to its metrics."""
+    """Prints a run's timeline, and writes timeline.svg and timeline.json (for Perfetto)."""
     if len(folders) != 1:
         raise ConfigError(f"`jdist runs --timeline` takes one run, and {len(folders) or 'none'} are given.")
     path = _folder(folders[0])
@@ -76,7 +76,7 @@ def show_timeline(folders: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def show(folders: Sequence[str], *, as_json: bool = False) -> int:
-    """Prints a list of runs, or two side by side; unreadable ones come last, each with the reason."""
+    """Prints a list of runs, or two side by side; unreadable ones come last, with reasons."""
     if len(folders) > 2:
         raise ConfigError(f"`jdist runs` lists one folder or compares two runs, and {len(folders)} are given.")
     if len(folders) == 2:

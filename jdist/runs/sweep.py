@@ -111,7 +111,7 @@ def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
 
 
 def _check_source(folder: RunFolder, config: Config) -> None:
-    """Refuses a run, finished or not, that other source has made: it is not comparable to later ones."""
+    """Refuses a run made by other source: it is not comparable to later ones."""
     changed = changed_sources(config.task.make, folder.source)
     if changed:
         raise ConfigError(
@@ -139,7 +139,7 @@ def _finished(path: Path, wanted: Config) -> RunSummary | None:
 
 
 def failure(code: int, log: Path) -> str:
-    """Describes why a run failed: the last line that says so, else its last traceback's error, else its last line."""
+    """Describes why a run failed: its own last words, its traceback's error, or its last line."""
     # `code` is minus the number of the signal that killed it.
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     error = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)

@@ -8,7 +8,7 @@ from jdist.report.progress import readable
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
-    """Formats a table as plain text; the columns named in `right` hold numbers, set to the right."""
+    """Formats a plain text table; the columns in `right` hold numbers, set to the right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     to_right = [name in right for name in header]

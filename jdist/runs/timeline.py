@@ -180,7 +180,7 @@ def _after(at: float, timeline: Timeline) -> str:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads the timeline of a run folder, of the checkpoints of `jdist.fit`, or of a launch's logs."""
+    """Reads the timeline of a run folder, a folder of `fit`'s checkpoints, or launch logs."""
     if not path.is_dir():
         raise ConfigError(
             f"{path}: no such run.{near_run(path)} Give the folder of a run, of a launch's logs, or a name in {RUNS}/."

@@ -69,7 +69,7 @@ def strategy_over(
     parts: Parts | None = None,
     shard: Shard | Mapping[str, Any] | None = None,
 ) -> Strategy:
-    """Makes a strategy on a mesh in the order of `devices`: one replica a device, unless `shard` has a mesh."""
+    """Makes a strategy with one replica a device, in this order, unless `shard` has a mesh."""
     check_axis(axis)
     fits = reduction.num_replicas in (None, len(devices))
     if not fits and len(devices) > 1:  # a single replica reduces nothing
@@ -100,7 +100,7 @@ def check_axis(axis: str) -> None:
 
 
 def check_transform(transform: str, topology: str | None) -> None:
-    """Refuses unknown transforms, and for absent devices the one that cannot be compiled for them."""
+    """Refuses unknown transforms, and for absent devices one that cannot compile."""
     # JAX runs pmap's batches through a small program of their own, for which it wants real devices.
     allowed = [t for t in get_args(Transform) if topology is None or t != "pmap"]
     if transform not in allowed:

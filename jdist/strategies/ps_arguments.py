@@ -55,7 +55,7 @@ class PsKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PsArguments:
-    """The arguments of `jdist.parameter_server`, which documents them; each is checked by itself."""
+    """The arguments of `jdist.parameter_server`, each checked by itself."""
 
     cluster: ClusterSpec | None = None
     local_workers: int | None = None
@@ -205,7 +205,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def strategy_of_worker(num_devices: int, *, axis: str) -> Strategy:
-    """Makes a strategy that traces a worker's part of a step, mirrored over its devices; nothing runs here."""
+    """Makes a strategy, mirrored over a worker's devices, that only traces its part of a step."""
     if num_devices == 1:
         return one_device(jax.devices()[0], axis=axis)
     return Strategy(

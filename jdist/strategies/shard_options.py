@@ -24,7 +24,7 @@ DEFAULTS = {"of": "state", "within": None, "whole_below": 1024, "most_whole": 0.
 
 
 def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strategy:
-    """Converts a strategy with a copy of the state on every device, on one axis, to one that keeps parts."""
+    """Makes a one-axis strategy keep the state in parts instead of a copy on every device."""
     # A mapping has `of`, `within`, `whole_below`, `most_whole`, `mesh` and `rules`, as
     # `jdist.sharded` takes them.
     given = dict(shard) if isinstance(shard, Mapping) else {"of": shard}

@@ -149,7 +149,7 @@ def nearest(name: str) -> str:
 
 
 def topology_devices(name: str) -> tuple[Device, ...]:
-    """Makes the devices of a topology, which may be absent, in interconnect order; GPUs host by host."""
+    """Makes a topology's devices, perhaps absent, in interconnect order; GPUs host by host."""
     # They serve to build a mesh and to compile; nothing can be put on them.
     topology = parse_topology(name)
     if topology.platform == "gpu":
@@ -181,7 +181,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
 
 
 def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Orders TPU devices so that neighbours in the order are neighbours in the torus; slices stay together."""
+    """Orders TPU devices so that neighbours are neighbours in the torus; slices stay together."""
     # `devices` are all of one slice, or of several slices of one shape.
     slices = sorted({getattr(d, "slice_index", None) or 0 for d in devices})
     if len(slices) == 1:
@@ -191,7 +191,7 @@ def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
-    """Finds the devices of this machine's TPU in interconnect order, host by host; starts the TPU."""
+    """Finds this machine's TPU devices in interconnect order, host by host; starts the TPU."""
     # Each of `num_processes` processes drives one host.
     try:
         devices = jax.devices("tpu")
@@ -207,7 +207,7 @@ def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
 
 
 def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]:
-    """Sorts devices by host, so that a process feeds successive rows; else they keep their order."""
+    """Sorts devices by host, so that a process feeds successive rows; otherwise stable."""
     hosts = list(dict.fromkeys(d.process_index for d in devices))
     if len(hosts) != num_processes:
         processes = "1 process" if num_processes == 1 else f"{num_processes} processes"

@@ -18,7 +18,7 @@ def closest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def nearest(name: str, valid: Iterable[str], *, label: str = "Valid", limit: int = 12) -> str:
-    """Writes a sentence with the nearest valid name, or all, after a space; "" if there are none."""
+    """Writes a sentence with the nearest valid name, or all, after a space; "" without any."""
     # At most `limit` names, called `label`, are listed.
     names = sorted(set(valid))
     close = closest(name, names)

@@ -77,7 +77,7 @@ class Svg:
     _shapes: list[str] = field(default_factory=list)
 
     def text(self, x: float, y: float, words: str, style: str = "small", anchor: str = "start") -> None:
-        """Writes a line of text on the baseline `y`; `anchor` is "start", "middle" or "end" of it."""
+        """Writes a line of text on a baseline; `anchor` is "start", "middle" or "end"."""
         # Styles: "small", "title", "soft", "warn", or several of them.
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self._shapes.append(f'<text class="{style}" x="{_n(x)}" y="{_n(y)}"{where}>{escape(words)}</text>')

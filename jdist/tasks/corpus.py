@@ -28,7 +28,7 @@ class Corpus:
 
 
 def load(patterns: Sequence[str] | None) -> Corpus:
-    """Reads the files that some patterns match, in the order of their relative paths, and splits them."""
+    """Reads the files that patterns match, in order of their relative paths, and splits them."""
     # Whether a file is held out depends on its path below the pattern's start folder, never on that
     # folder's place: one in ten by hash, and if that leaves a side empty, the one file whose hash
     # is next. None reads the `.py` files of the standard library.
@@ -55,7 +55,7 @@ def load(patterns: Sequence[str] | None) -> Corpus:
 
 
 def held_out_names(names: Iterable[str]) -> frozenset[str]:
-    """Picks the relative paths whose hash is divisible by ten; at least one, and never all of two or more."""
+    """Picks the paths whose hash is divisible by ten; at least one, never all of several."""
     by_hash = sorted((_hash(name) % _HELD_OUT_OF, _hash(name), name) for name in names)
     divisible = sum(remainder == 0 for remainder, _, _ in by_hash)
     count = min(max(divisible, 1), len(by_hash) - 1)

@@ -70,7 +70,7 @@ class ConvNet(nn.Module):
 
 
 def random_shift(key: jax.Array, images: jax.Array, *, most: int) -> jax.Array:
-    """Moves each image [rows, height, width, channels] by a random offset of at most `most` pixels; fills with 0."""
+    """Moves each image by a random offset of at most `most` pixels; fills with 0."""
     if most == 0:
         return images
     padded = jnp.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))

@@ -26,7 +26,7 @@ _AGAIN = "Fetch the file again, or make it anew."
 
 
 def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
-    """Finds the first of `STEM-idxN-ubyte`, `STEM.idxN-ubyte` (N is the rank) and both with `.gz`."""
+    """Finds the first of `STEM-idxN-ubyte`, `STEM.idxN-ubyte` (N: rank) and both with `.gz`."""
     plain = (f"{stem}-idx{rank}-ubyte", f"{stem}.idx{rank}-ubyte")
     candidates = [folder / f"{name}{suffix}" for suffix in ("", ".gz") for name in plain]
     for path in candidates:
@@ -46,7 +46,7 @@ def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
 
 
 def read_idx(path: Path, *, rank: int) -> np.ndarray:
-    """Reads an IDX file of unsigned bytes and `rank` dimensions, compressed if its name ends in `.gz`."""
+    """Reads an IDX file of unsigned bytes and `rank` dimensions, plain or `.gz`."""
     content = _content(path)
     header_bytes = 4 + 4 * rank
     if len(content) < header_bytes:
@@ -117,7 +117,7 @@ def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) 
 
 
 def load(folder: Path, part: str) -> dict[str, np.ndarray]:
-    """Loads "train" or "t10k": {"image": float32 [rows, height, width, 1] in [0, 1], "label": int32 [rows]}."""
+    """Loads the half "train" or "t10k": float32 images in [0, 1], int32 labels."""
     image_path = find_idx(folder, f"{part}-images", rank=3)
     label_path = find_idx(folder, f"{part}-labels", rank=1)
     images, labels = read_idx(image_path, rank=3), read_idx(label_path, rank=1)

@@ -51,7 +51,7 @@ def blaming(option: str) -> Iterator[None]:
 
 
 def near(path: Path, *, ending: str = "") -> str:
-    """Suggests ` Did you mean data.npz?`, the nearest name to a missing file or folder's; else nothing."""
+    """Suggests ` Did you mean data.npz?`, the nearest name to a missing path's; else nothing."""
     # `ending` is that of its kind's names, such as ".npz"; nothing for a folder.
     there = {p.name.removesuffix(ending): p for p in path.parent.glob(f"*{ending}") if ending or p.is_dir()}
     name = closest(path.name.removesuffix(ending), there)

@@ -126,7 +126,7 @@ def make(
 
 
 def training_rows(data: np.ndarray, *, length: int) -> np.ndarray:
-    """Cuts bytes into uint16 rows [n // length, length + 1] that predict each byte once; drops the rest."""
+    """Cuts bytes into rows [length + 1] that predict each byte once; drops the rest."""
     # Each row starts with the last byte of the row before, the first with BEGIN.
     if data.size < length:
         raise OptionError(
@@ -139,7 +139,7 @@ def training_rows(data: np.ndarray, *, length: int) -> np.ndarray:
 
 
 def evaluation_rows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
-    """Cuts bytes into overlapping rows so that each byte is among the last `scored` of exactly one row."""
+    """Cuts bytes into overlapping rows; each byte is among the last `scored` of one row."""
     # `n` is a multiple of `scored`. A row [length + 1] sees `length - scored` bytes before the
     # scored ones; BEGIN stands before the first byte.
     return _windows(data, length=length, scored=scored)

@@ -88,7 +88,7 @@ class Rule:
     def sources(
         self, path: str, shape: Sequence[int], fields: Mapping[str, str], lengths: Mapping[str, int]
     ) -> Iterator[Source]:
-        """Lists the tensors of a leaf; `lengths` are those of axes that several rules make together."""
+        """Lists a leaf's tensors; `lengths` are those of axes that several rules share."""
         axes = self.axes or Axes.same(len(shape))
         index = self.index(axes, fields)
         # A field of the tensor's name that is an axis of the leaf counts along it: a stack of layers.

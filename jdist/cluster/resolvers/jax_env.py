@@ -78,7 +78,7 @@ def workers_spec(
     gpus: tuple[int, ...] | None = None,
     gpus_from: str | None = None,
 ) -> ClusterSpec:
-    """Makes the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`."""
+    """Makes the spec of a job of workers alone; `*_from` are its values' variables."""
     # JAX_LOCAL_DEVICE_IDS replaces `gpus`.
     devices, devices_from = chosen_devices(environ, gpus, gpus_from)
     return ClusterSpec(
@@ -104,7 +104,7 @@ def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> 
 def chosen_coordinator(
     environ: Mapping[str, str], processes: Sequence[str | None], *sources: str
 ) -> tuple[tuple[str | None, ...], str]:
-    """Moves process 0 to JAX_COORDINATOR_ADDRESS, if set; returns all addresses and their variables."""
+    """Moves process 0 to JAX_COORDINATOR_ADDRESS; returns all addresses and their variables."""
     at = environment.address(environ, ADDRESS)
     if at is not None and processes:
         processes, sources = (at, *processes[1:]), (*sources, ADDRESS)
@@ -112,7 +112,7 @@ def chosen_coordinator(
 
 
 def derived_port(job: int | str) -> int:
-    """Computes the port of process 0 from a job's number or name: even, as the next is the watch's."""
+    """Computes process 0's port from a job's number or name: even, the next is the watch's."""
     # It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different
     # ports.
     number = job if isinstance(job, int) else zlib.crc32(job.encode("utf-8", "replace"))
@@ -122,7 +122,7 @@ def derived_port(job: int | str) -> int:
 def chosen_devices(
     environ: Mapping[str, str], default: tuple[int, ...] | None = None, default_from: str | None = None
 ) -> tuple[tuple[int, ...] | None, dict[str, str]]:
-    """Reads this process's GPUs (None: all) and their origins; JAX_LOCAL_DEVICE_IDS ("0,1") overrides."""
+    """Reads this process's GPUs and their origins; JAX_LOCAL_DEVICE_IDS ("0,1") overrides."""
     written = environment.text(environ, DEVICES)
     if written is None:
         return default, {} if default_from is None else {"local_device_ids": default_from}

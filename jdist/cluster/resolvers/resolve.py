@@ -73,7 +73,7 @@ def unplaced(environ: Mapping[str, str]) -> None:
 
 
 def allocation(environ: Mapping[str, str]) -> None:
-    """Refuses an environment with room for several processes in which this one is not one of them."""
+    """Refuses a process outside the job, in an environment with room for several processes."""
     # It does not concern a strategy of one process, as in a notebook of an allocation. It finds a
     # coordinator's address alone, a pod of an Indexed Job without more variables or of an MPIJob
     # outside mpirun, and an allocation of Slurm or LSF outside srun and blaunch.

@@ -113,10 +113,10 @@ class Watch:
         self._send({"type": "wish", "reason": reason})
 
     def stops_after(self, step: int, part: int = 0) -> bool:
-        """Whether all processes stop now, after `step` steps and `part` of the next work; all ask at the same places."""
-        # Once one process wishes to stop, each sends the last step that it has passed, and passes
-        # no other until it knows where all stop. No process waits here for another's program, which
-        # may be blocked in a step that needs this one.
+        """Whether all stop now, after `step` steps and `part` of the next work; all must ask."""
+        # All must ask at the same places. Once one process wishes to stop, each sends the last step
+        # that it has passed, and passes no other until it knows where all stop. No process waits
+        # here for another's program, which may be blocked in a step that needs this one.
         self._step, place = step, (step << _PART_BITS) + part
         with self._changed:
             if self.stopping is None:

@@ -13,7 +13,7 @@ from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 
 class Exchanges:
-    """The exchanges of a process: each process sends a value under a key, and receives all values."""
+    """A process's exchanges: each sends a value under a key, and receives all values."""
 
     # Any thread may call it. `send` sends a message to process 0.
 
@@ -25,7 +25,7 @@ class Exchanges:
         self._lost: PeerLostError | None = None
 
     def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """Sends a JSON value of at most 1 MiB under a key, used once, and returns all values, by index."""
+        """Sends a JSON value (at most 1 MiB) under a new key; returns all values, by index."""
         self.say(key, value)
         with exchanging():
             values = self.hear(key, timeout_s)
@@ -51,7 +51,7 @@ class Exchanges:
         self._send(message)
 
     def hear(self, key: str, timeout_s: float) -> list[Any] | None:
-        """Waits for all values under `key`, by index; None if they did not come in time: ask again."""
+        """Waits for all values under `key`, by index; None if they are late: ask again."""
         with self._changed:
             self._changed.wait_for(lambda: self._answers[key] or self._lost, timeout_s)
             answer = self._answers[key]
@@ -69,7 +69,7 @@ class Exchanges:
         )
 
     def forget(self, prefix: str) -> None:
-        """Leaves all exchanges whose keys begin with `prefix`; none of them may be used after that."""
+        """Leaves all exchanges whose keys begin with `prefix`; none may be used after that."""
         # It takes no lock and sends nothing, so the garbage collector may call it.
         self._forgotten.append(prefix)
 

@@ -251,9 +251,9 @@ def _exchange(state: Membership, process: int, key: str, value: Any) -> Transiti
 
 
 def _void(state: Membership) -> Transition:
-    """Gives up the exchanges that a process has left, and forgets the prefixes that nobody needs."""
-    # A prefix that only processes at their end have not forgotten is not needed either: they have
-    # left all exchanges.
+    """Gives up exchanges that a process has left, and forgets prefixes that nobody needs."""
+    # A prefix that only processes at their end have forgotten is not needed either: they have left
+    # all exchanges.
     left = {i for i, member in state.members.items() if member.left}
     values, outgoing = {}, []
     for key, by_process in state.values.items():

@@ -25,7 +25,7 @@ _WORKERS = 4  # threads that read batches; Grain's own default is 16, which hold
 
 
 class GrainElements:
-    """The elements of a `grain.MapDataset`, which reorders and transforms them in each epoch if it is random."""
+    """The elements of a `grain.MapDataset`; a random one changes them in each epoch."""
 
     # `stack` joins a list of elements to a batch; None: the elements are batches. `is_fresh`:
     # nobody else has the memory of what they return.
@@ -166,7 +166,7 @@ class _GrainBatches(StatefulBatches):
 
 
 class DataLoaderSource(GrainSource):
-    """Batches of a `grain.DataLoader`; keeps its state's values and writes them only when it is saved."""
+    """Batches of a `grain.DataLoader`; its state is kept as values, and written on saving."""
 
     # Its iterators write their state as JSON, which would be most of the adapter's cost.
 

@@ -22,7 +22,7 @@ def refuse_rows(kind: str, global_batch: int | None) -> None:
 
 
 def refuse_unlike_rows(rows: Sequence[Any], names: Sequence[str], kind: str) -> None:
-    """Raises a `BatchError` that names the first row that cannot be stacked with the rows before."""
+    """Raises a `BatchError` that names the first row that cannot be stacked."""
     if (unlike := unlike_row(rows, names)) is not None:
         raise BatchError(
             f"in the {kind} {' '.join(unlike)}. All rows need one structure, one dtype a leaf and one shape: pad, crop or "

@@ -14,7 +14,7 @@ PyTree = Any
 
 
 class StateDictSource(StatefulSource):
-    """Batches of a loader that has `state_dict` and `load_state_dict`; one consumer at a time iterates."""
+    """Batches of a loader with `state_dict` and `load_state_dict`, for one consumer at a time."""
 
     how_to_share = "a part of the data for each `strategy.cluster.process_index`"
 

@@ -154,7 +154,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _row_text(error: Exception) -> str | None:
-    """Describes the row that made an error, if this process read it: the loader's frame has the batch's row numbers."""
+    """Describes the row that made an error, by the batch's row numbers in the loader's frame."""
     # The rows are read again. The one that raises the same error is named, or the first one unlike
     # those before.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

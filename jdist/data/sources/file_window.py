@@ -62,7 +62,7 @@ class FileCheck:
         self._first: tuple[str, TreeSpec] | None = None
 
     def check_alike(self, file: LoadedFile) -> None:
-        """Refuses a file whose rows are unlike those of the first one; a file without rows passes."""
+        """Refuses a file whose rows are unlike the first one's; a file without rows passes."""
         if file.num_rows == 0:
             return
         spec = tree_spec(file.rows)

@@ -21,7 +21,7 @@ PyTree = Any
 def from_function(
     fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int
 ) -> RandomAccessReplicaBatches | ReplicaBatches:
-    """Calls a dataset function once for each pipeline, and joins per-replica batches to global ones."""
+    """Calls a dataset function once a pipeline, and joins per-replica batches to global ones."""
     # `contexts` has one for each pipeline that feeds replicas of this process; their number divides
     # `num_replicas`, the replicas that they feed. Pipeline 0 feeds the first replicas, and so on.
     # The result has random access if all pipelines have. Source:

@@ -86,7 +86,7 @@ class _Epochs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource(_Epochs):
-    """Batches of rows that are read by number, each made from its number alone; see `jdist.data.from_rows`."""
+    """Batches of rows that are read by number; see `jdist.data.from_rows`."""
 
     global_batch: int
     shuffle_seed: int | None = None  # None: the rows' own order

@@ -111,7 +111,7 @@ def write_place(source: StatefulSource, place: Place, sources: Sequence[Mapping[
 
 
 def read_place(source: StatefulSource, saved: Mapping[str, Any], *, index: int, count: int) -> Place:
-    """Reads a place that `write_place` wrote, for process `index` of `count` with their own sources."""
+    """Reads a `write_place` result for process `index` of `count` with their own sources."""
     check_saved(saved)
     sources = saved.get("sources")
     if not isinstance(sources, Sequence):

@@ -46,7 +46,7 @@ MOST_QUEUED = 262_144  # as in tf.distribute
 
 
 class ClosureQueue:
-    """Queues closures, hands them out as `scheduler.handle` decides, and delivers results and errors."""
+    """Queues and hands out closures as `scheduler.handle` decides; delivers results and errors."""
 
     # It has no connection and no thread; every thread of the coordinator calls it. Source:
     # `_CoordinatedClosureQueue` of tf.distribute's cluster_coordinator.py.
@@ -104,7 +104,7 @@ class ClosureQueue:
             return self.dispatch.is_idle and not self._to_come
 
     def add(self, plan: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
-        """Adds a function, to be installed on each worker that gets a closure of it; returns its number."""
+        """Adds a function, installed on each worker with a closure of it; returns its number."""
         with self.lock:
             return self.closures.add_function(plan, program, combine)
 
@@ -263,7 +263,7 @@ class ClosureQueue:
             pending.arrive([], error)
 
     def take(self, assigned: Assign, numbers: Sequence[int]) -> tuple[int, list[tuple[Closure, BatchName | None]]]:
-        """Chooses the closures to send to a worker; returns `(settled, [(closure, batch name), ...])`."""
+        """Chooses closures for a worker; returns `(settled, [(closure, batch name), ...])`."""
         # All closures below `settled` are done. The scheduler hears of those that the worker cannot
         # compute.
         sender = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
@@ -290,7 +290,7 @@ class ClosureQueue:
     def report(
         self, reported: Reported, results: list[np.ndarray], error: ClosureError | None, *, is_skipped: bool = False
     ) -> None:
-        """Handles a worker's report, and hands results or error to the callers that wait for them."""
+        """Handles a worker's report: hands results or error to the waiting callers."""
         # `is_skipped`: the update was left out because a gradient was not finite.
         with self.lock:
             if not self.is_present(reported.worker, reported.epoch, reported.generation):

@@ -66,7 +66,7 @@ class Function:
         return arrays
 
     def decide(self, closures: Sequence[Closure]) -> tuple[bool, list[np.ndarray], ClosureError | None]:
-        """Combines the results of an update's closures; returns `(commit, scalars, error for the user)`."""
+        """Combines the results of an update's closures: `(commit, scalars, error for the user)`."""
         # Closures that do not commit and have no error are left out of the update.
         numbers = tuple(closure.number for closure in closures)
         try:
@@ -164,7 +164,7 @@ class Closures:
         self._skipped.add(number)
 
     def finish(self, command: Finish, error: Exception | None = None) -> bool:
-        """Marks a closure as done, and delivers results without a report; returns whether a snapshot is due."""
+        """Marks a closure as done; delivers unreported results; says whether a snapshot is due."""
         # The arguments stay until a snapshot contains the closure.
         is_kept = self._have_a_state and command.outcome == "done"
         if self._have_a_state and not is_kept:
@@ -185,7 +185,7 @@ class Closures:
         return self._have_a_state and (self._since % SNAPSHOT_EVERY == 0 or self._logged_bytes > MOST_LOGGED_BYTES)
 
     def forget(self, snapshot: ClusterSnapshot) -> bool:
-        """Forgets closures that a snapshot contains and whose results arrived; returns whether another is due."""
+        """Forgets closures that a snapshot contains and that have results; another may be due."""
         self._since = 0
         self._void = {c for c in self._void if c >= snapshot.settled}
         skipped = {c for c in self._skipped if c < snapshot.settled or c in snapshot.applied}
@@ -197,7 +197,7 @@ class Closures:
         return bool(contained) and self._logged_bytes > MOST_LOGGED_BYTES
 
     def go_back(self, snapshot: ClusterSnapshot) -> frozenset[int]:
-        """Queues closures again that a snapshot lacks; returns those from `settled` on that do not run again."""
+        """Queues closures again that a snapshot lacks; returns later ones that do not run again."""
         done = snapshot.applied | {c for c in self._void if c >= snapshot.settled}
         again = [closure for c, closure in self._known.items() if c >= snapshot.settled and c not in done]
         for closure in again:

@@ -63,7 +63,7 @@ class Coordinator:
     def begin(
         self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
     ) -> None:
-        """Gives each shard its arrays and one packed program for each view, and starts the workers."""
+        """Gives each shard its arrays and a packed program for each view; starts the workers."""
         # The program of a step that updates nothing is empty. The first closure has number `first`.
         # The first runs last, also after what the program registers from here on. A program may end with
         # closures in flight: their servers are not missed then.
@@ -106,7 +106,7 @@ class Coordinator:
         exit_status.exit_if_uncaught(self.queue.replaced_by, exit_status.USAGE)
 
     def part(self) -> None:
-        """Waits until every closure is done, so that later ones never mix with them, also after a rollback."""
+        """Waits for every closure; later ones never mix with them, even after a rollback."""
         self.queue.join()
         self.queue.handle(Parted(kept=self.snapshots.newest.settled))
 

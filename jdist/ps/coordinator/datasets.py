@@ -33,7 +33,7 @@ class WorkerDataset:
     Iterating gives one `RemoteBatch` for each worker batch; it stands in for a step's batch."""
 
     def __init__(self, name: str, options: dict[str, Any], connects: Sequence[Callable[[], Channel]], wait_s: float):
-        """Opens the dataset "module:function" on the workers; `options` are those of `distributed_dataset`."""
+        """Opens "module:function" on the workers, with the options of `distributed_dataset`."""
         self.number, self._wait_s = next(_numbers), wait_s
         self._connects = tuple(connects)
         self.header: Header = {
@@ -156,7 +156,7 @@ class DatasetPass:
             batch.pending = pending
 
     def take(self, batch: RemoteBatch, worker: int, lost: Collection[int]) -> BatchName | None:
-        """Names the batch that a worker must read: the one named before, or the next of its own share."""
+        """Names a worker's batch: the one named before, or the next of its own share."""
         # None if another worker must read it. Other workers read the shares of `lost` ones.
         with self._lock:
             if batch.name is not None and self._may_be_there(batch.name):

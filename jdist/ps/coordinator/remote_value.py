@@ -17,7 +17,7 @@ _CALLS = threading.local()
 
 
 class Pending:
-    """The results of one closure; they arrive again if a rollback has discarded the state behind them."""
+    """The results of one closure; they come again if a rollback discarded their state."""
 
     def __init__(self, cancel: Callable[[Sequence[Pending]], bool] | None = None):
         # None while the closure waits for its arguments.

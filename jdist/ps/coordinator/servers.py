@@ -58,7 +58,7 @@ def cluster_of_environment() -> ClusterSpec | None:
 
 
 def check_place(spec: ClusterSpec) -> None:
-    """Refuses a cluster without workers or servers, or in which this process does not coordinate."""
+    """Refuses a cluster without workers or servers, or with another coordinator."""
     example = '{"chief": ["c:2222"], "worker": ["a:2222", "b:2222"], "ps": ["d:2222"]}'
     for job, name in (("worker", "workers"), ("ps", "parameter servers")):
         if not spec.jobs.get(job):
@@ -80,7 +80,7 @@ def check_place(spec: ClusterSpec) -> None:
 
 
 def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
-    """Returns a cluster's servers once all parameter servers and one worker answer and trust each other."""
+    """Returns a cluster's servers once every ps and one worker answer and trust each other."""
     # The other workers may come later: a restarted coordinator must not wait for a lost worker.
     # `insecure` allows other machines without TLS and token; with `keep` the servers outlive this
     # program.
@@ -113,7 +113,7 @@ def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_time
 def _look_for(
     workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]
 ) -> tuple[list[str], bool]:
-    """Probes all servers, from here and from each worker; returns `(unreachable, with reasons; can_begin)`."""
+    """Probes all servers, from here and each worker: `(lines on unreachable ones, can_begin)`."""
     everyone = [*ps, *workers]
     reached = dict(zip(everyone, reach_all(everyone, security, _CALL_S), strict=True))
     seen = [(names[a], trouble) for a, trouble in reached.items()]
@@ -211,7 +211,8 @@ def _close(channels: list[RpcChannel]) -> None:
 
 
 def devices_of_workers(servers: Servers, times: Times) -> int:
-    """Asks the workers for their number of devices; one answer is enough, later workers must have as many."""
+    """Asks the workers for their number of devices; one answer is enough."""
+    # The other workers may come later, with as many devices.
     end = time.monotonic() + times.ps_timeout_s
     with ThreadPoolExecutor(len(servers.workers), "jdist-devices") as pool:
         while True:

@@ -87,7 +87,7 @@ class Session:
 
     @functools.cached_property
     def on_worker(self) -> Strategy:
-        """The strategy of a worker's part of a step: mirrored over the devices that the workers report."""
+        """The strategy of a worker's part of a step: mirrored over the worker's devices."""
         count = devices_of_workers(self.servers, self.options.times)
         if self.options.is_sync and count > 1:
             raise StrategyError(
@@ -108,7 +108,7 @@ class Session:
         )
 
     def show(self, state: RemoteState | None) -> StatePicture:
-        """Shows the workers and servers, and the part of a state that each holds; starts nothing."""
+        """Shows workers, servers and the part of a state that each holds; starts nothing."""
         with self._lock:
             if self._servers is not None:
                 workers, ps = self._servers.workers, self._servers.ps
@@ -136,7 +136,7 @@ class Session:
     def schedule(
         self, state: RemoteState, function: StepFunction, arguments: Sequence[Any], reads: RemoteBatch | None = None
     ) -> list[Pending]:
-        """Schedules the closures of a call of a step; moves the state to the servers first if necessary."""
+        """Schedules a step call's closures; moves the state to the servers first if necessary."""
         # A step that only reads waits for those that update, and they for it: it reads the state
         # after all earlier steps. Over several servers, two steps also wait for each other if they
         # update in different ways a leaf of which every server has a copy (`colocation.in_turn`).
@@ -164,7 +164,7 @@ class Session:
         arguments: Sequence[Any],
         reads: RemoteBatch | None = None,
     ) -> Pending:
-        """Schedules a closure of a function that has no part in the state; `make` gives a new `key` its function."""
+        """Schedules a closure of a stateless function; `make` gives a new `key` its function."""
         with self._lock:
             if self._coordinator is None:
                 self._coordinator = self._make_coordinator([])

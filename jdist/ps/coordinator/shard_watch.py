@@ -82,7 +82,7 @@ class ShardWatch:
 
 
 class CopiesWatch:
-    """Asks both copies of a shard every second for their identity, and acts as `leadership` decides."""
+    """Asks both copies of a shard every second for their identity; `leadership` decides."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class CopiesWatch:
         ]
 
     def start(self) -> None:
-        """Makes the first copy lead, or the second if the first is missing, and starts the watch."""
+        """Makes the first copy lead, or the second without a first, and starts the watch."""
         times = self._times
         first, second = self._copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s)
         self._channels = [self._copies.connected(copy) for copy in (0, 1)]

@@ -43,7 +43,7 @@ class CarriedLeaves:
     known: tuple[Any, ...]  # variables of the traced step from which the slopes are computed
 
     def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, of_phases: PhaseResults) -> list[Any]:
-        """Computes what a worker pushes: new values (keys as their data), then offsets, then slopes."""
+        """Computes a worker's push: new values (keys as their data), then offsets, then slopes."""
         # Traced on the worker, after the phases; `batches` are one replica's rows.
         traced, old = plan.split.traced, jax.tree.leaves(state)
         after_phases = traced.piece([traced.new_state[i] for i in self.leaves])
@@ -66,7 +66,7 @@ class CarriedLeaves:
         return [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in written]
 
     def applied(self, state: Sequence[Any], new: Sequence[Any], pushed: Sequence[Any]) -> list[Any]:
-        """Computes a state's new leaves from the server's old leaves, the worker's new ones and the pushed arrays."""
+        """Computes new leaves from the server's old ones, the worker's new ones and the push."""
         leaves, n = list(new), len(self.leaves)
         offsets, slopes = pushed[n : n + len(self.affine)], pushed[n + len(self.affine) :]
         for update, offset, slope in zip(self.affine, offsets, self._slopes(slopes), strict=True):
@@ -104,7 +104,7 @@ class CarriedLeaves:
 
 
 def find_carried(split: Split, leaves: Sequence[int], by_slope: Sequence[int], sizes: tuple[int, int]) -> CarriedLeaves:
-    """Finds the rules of the leaves that a step carries; called where the replica axes are bound."""
+    """Finds the rules of a step's carried leaves; called where the replica axes are bound."""
     # `split` is the step as one microbatch sees it; slopes are looked for in `by_slope`. `sizes`:
     # the number of replicas, and of each replica's microbatches.
     traced = split.traced

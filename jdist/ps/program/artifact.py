@@ -34,7 +34,7 @@ _ALLOWED = (
 
 
 def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -> bytes:
-    """Packs a pure function as bytes that any process can run, on any platform, without its source code."""
+    """Packs a pure function as bytes that any process and platform can run, without source."""
     # Arguments for several devices have shardings. See
     # https://docs.jax.dev/en/latest/export/export.html
     closed = jax.make_jaxpr(function)(list(arguments))

@@ -11,7 +11,7 @@ from jdist.errors import DatasetError, WireError
 
 
 def to_structure(spec: Any) -> Any:
-    """Describes a tree of `jax.ShapeDtypeStruct` by plain values; its nodes must be dicts, lists or tuples."""
+    """Describes a tree of `jax.ShapeDtypeStruct` by plain dicts, lists and tuples."""
     if isinstance(spec, dict):
         if not all(isinstance(key, str) for key in spec):
             raise DatasetError("a batch that is made on a worker must have names (str) as keys")

@@ -22,7 +22,7 @@ Combine = Callable[[Sequence[Sequence[Any]]], tuple[list[np.ndarray], bool, list
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionPlan:
-    """The description of a function for workers. It takes inputs, then arguments; `ShardPlan`s map them."""
+    """A function for workers; it takes inputs, then arguments, as the `ShardPlan`s map them."""
 
     # A step returns pushed arrays, scalars, whether all gradients are finite, and outputs; other
     # functions return outputs only.

@@ -41,7 +41,7 @@ class Layout:
         return [self.rounding.of_leaf(i, self.shapes[i]) for i in self.steps[step].read]
 
     def worker(self, step: int, function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-        """Adds the rounding to both ends of a step's function, where XLA fuses it with the computation."""
+        """Adds rounding to both ends of a step's function, where XLA fuses it."""
         read, pushed = self.steps[step].read, self.steps[step].pushed
         n, m = len(read), len(pushed)
 

@@ -128,7 +128,7 @@ def place(
     whole: Sequence[bool] | None = None,
     placement: Placement = "round_robin",
 ) -> list[tuple[int, Rows]]:
-    """Cuts leaves (shape and dtype) and assigns the pieces, in the order of leaves and rows, to servers."""
+    """Cuts leaves (shape and dtype) and assigns the pieces, in order, to servers."""
     # Leaves with `whole` must not be cut. "round_robin" places one piece after the other; "bytes"
     # places each on the server that has least so far.
     if placement not in get_args(Placement):

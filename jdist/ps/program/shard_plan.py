@@ -34,7 +34,7 @@ class StepShare:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """The part of a state that one server keeps, and its work. Servers and workers receive it unchanged."""
+    """One server's part of a state, and its work; servers and workers receive it unchanged."""
 
     server: int
     rows: tuple[Rows, ...]  # rows of leaves that it keeps; those that change come first

@@ -36,7 +36,7 @@ PyTree = Any
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SplitStep:
-    """A step in two parts, for batches of one size. Arrays are numbered; PRNG keys travel as their data."""
+    """A step in two parts, for one batch size. PRNG keys travel as their data."""
 
     spec: ProgramSpec
     plan: Plan  # the gradient part, which takes the state that `filled` returns
@@ -114,7 +114,7 @@ class SplitStep:
     def worker(
         self, read: Sequence[Any], batches: PyTree, others: PyTree
     ) -> tuple[list[Any], list[Any], Any, list[Any]]:
-        """Computes the worker's part: `(pushed arrays, scalars, all gradients finite, output leaves)`."""
+        """Computes the worker's part: `(pushed arrays, scalars, all gradients finite, outputs)`."""
         # This is traced. `read` are the leaves of that name, PRNG keys as their data.
         plan, strategy = self.plan, self.spec.strategy
         traced, kinds, num_outputs = plan.split.traced, plan.kinds, self.outputs_treedef.num_leaves
@@ -155,7 +155,7 @@ class SplitStep:
 
 
 def split_step(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, *, closures: int = 1) -> SplitStep:
-    """Traces a step and splits it; warns of results that it drops because they depend on the update."""
+    """Traces and splits a step; warns of dropped results that depend on the update."""
     # `spec` has a strategy of one worker's devices; the gradients of `closures` closures are
     # averaged.
     pure = spec.splittable([])

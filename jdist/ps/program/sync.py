@@ -161,7 +161,7 @@ class _Round:
     def _run_phase(
         self, phase: Phase, state: PyTree, leaves: Sequence[Any], combined: list[Any], numbers: Sequence[Any]
     ) -> list[list[Any]]:
-        """Runs a phase over parts of a batch; returns `(cut operands, carried leaves, outputs)` of all parts."""
+        """Runs a phase over parts of a batch: `(cut operands, carried leaves, outputs)` of all."""
         # `leaves` are the arguments of a call or closure, in parts of as many rows; `combined` the
         # combined arrays of earlier phases; `numbers` the number of each part's microbatch.
         rows, others = leaves[: self._num_rows], leaves[self._num_rows :]

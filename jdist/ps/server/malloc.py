@@ -32,7 +32,7 @@ _nothing = jax.jit(lambda x: x)
 
 
 def release_arguments() -> None:
-    """Makes JAX release the numpy arguments of ended programs, which it does at the next program call."""
+    """Makes JAX release the numpy arguments of ended programs before its next call."""
     # Called before a server takes memory for the next gradients; otherwise it would hold two of
     # them.
     _nothing(np.int8(0))

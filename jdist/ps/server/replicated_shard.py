@@ -35,7 +35,7 @@ class _NotLeader(Exception):
 
 
 class ReplicatedShard:
-    """A shard server with a role: leader (with or without a backup) or backup. Without terms it serves unchanged."""
+    """A shard server that leads, with a backup or alone, or is the backup."""
 
     # `wait_s`: how long an answer waits for the backup before its call fails.
 
@@ -121,7 +121,7 @@ class ReplicatedShard:
     def _run_as_leader(
         self, run: Callable[..., tuple[Header, list[Any]]], header: Header, arrays: list[np.ndarray]
     ) -> tuple[Header, list[Any]]:
-        """Runs a call, and returns its answer once the backup holds the state that the answer reports."""
+        """Runs a call; returns its answer once the backup holds the reported state."""
         # A shard that has lost its memory meanwhile, or that another copy led for a while, must not
         # answer: its state lacks the effect of the call, and perhaps every copy does.
         with self._lock:

@@ -60,7 +60,7 @@ def _nothing(*_: Any) -> None:
 
 
 class ShardServer:
-    """One shard: the state machine, its arrays and programs, and the methods that a transport serves."""
+    """One shard: state machine, arrays, programs, and the methods that a transport serves."""
 
     # The hooks are for `ReplicatedShard`, and are called with the lock held.
 
@@ -238,7 +238,7 @@ class ShardServer:
     # What the machine says, done
 
     def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
-        """Hands a message to the machine; returns the call's name, under which it is answered now or later."""
+        """Hands a message to the machine; the returned call name is answered now or later."""
         # OutOfFilesError comes before any change. Inside an update, XLA's own error would come
         # half-way.
         if not isinstance(message, Pull):

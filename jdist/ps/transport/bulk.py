@@ -39,7 +39,7 @@ class BulkServer:
     """Answers calls over data connections."""
 
     def __init__(self, host: str, answer: Callable[..., tuple[Header, Arrays]], *, security: Security, port: int = 0):
-        """Listens; `answer(stream, make_room) -> (header, arrays)` receives one call and carries it out."""
+        """Listens; `answer(stream, make_room) -> (header, arrays)` receives and runs one call."""
         # A call with many bytes calls `make_room` before it receives them; at most `MOST_LARGE` of
         # these run at the same time.
         host = host.strip("[]")
@@ -198,7 +198,7 @@ class BulkChannel:
         self._unreachable_until = 0.0
 
     def begin(self, header: Header, arrays: Arrays, expects: Expects, timeout_s: float) -> Callable[[], Answer] | None:
-        """Sends a call; returns a function that waits for the answer, or None without a data connection."""
+        """Sends a call; returns a function that waits for the answer, None without a connection."""
         by = time.monotonic() + timeout_s
         stream = self._stream(by)
         if stream is None:

@@ -81,7 +81,7 @@ class RpcServer:
         most_bytes: int = 4 << 30,
         data_port: int | None = 0,
     ):
-        """Listens on "host:port" (port 0: a free one); `data_port` None sends everything over gRPC."""
+        """Listens on "host:port" (port 0: a free one); without `data_port` gRPC carries all."""
         # `threads` calls may run at the same time; others wait. `most_bytes` limits the arrays of one
         # call.
         self._token, self._most_bytes = security.token, most_bytes

@@ -55,7 +55,7 @@ def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.G
 
 
 def serve_health(address: str, *services: str, is_well: Callable[[], bool] = lambda: True) -> Callable[[], None]:
-    """Serves only health, without TLS, for probes without a certificate; returns a function that ends it."""
+    """Serves only health, without TLS, for probes; returns a function that ends it."""
     server = grpc.server(futures.ThreadPoolExecutor(2 + MOST_WATCHES, "jdist-health"), options=_OPTIONS)
     server.add_generic_rpc_handlers((health(*services, is_well=is_well),))
     try:

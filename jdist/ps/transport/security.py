@@ -40,7 +40,7 @@ class Security:
         return token if self.certificate is not None else (*token, "TLS")
 
     def tls(self, *, server: bool) -> ssl.SSLContext | None:
-        """Returns the TLS of a data connection, with certificates on both sides; None without certificates."""
+        """Returns a data connection's TLS, with certificates on both sides; None without them."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -58,7 +58,7 @@ OPEN = Security()
 
 
 def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | None = None) -> Security:
-    """Reads and tries the token and the certificates that the environment names; `flags` override it."""
+    """Reads and tries the environment's token and certificates; `flags` override it."""
     # JDIST_TOKEN; JDIST_TLS_CERT, JDIST_TLS_KEY and JDIST_TLS_CA are paths of PEM files;
     # JDIST_TLS_NAME.
     set_flags = {name: value for name, value in (flags or {}).items() if value}
@@ -89,7 +89,7 @@ def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | 
 
 
 def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
-    """Makes Python's TLS of certificate, key and authority, to try them and explain errors that gRPC does not."""
+    """Makes Python's TLS of these files, to try them and explain what gRPC does not."""
     certificate, key, authority = files
     context = ssl.SSLContext(protocol)
     try:

@@ -72,7 +72,7 @@ class ShardClient:
     def say(
         self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
     ) -> Answers:
-        """Sends several messages in one call until they are answered: `(answers, arrays, results by closure)`."""
+        """Sends messages in one call until they are answered: `(answers, arrays, results)`."""
         # At most one message is a push, and one is answered by arrays. `result` is the closure's,
         # if this is its home.
         return self.begin(messages, pushes, result)()
@@ -138,7 +138,7 @@ class ShardClient:
         return finish
 
     def read(self, generation: int, version: int) -> list[Any] | None:
-        """Reads the arrays of the last snapshot; None if it has another version or was read before."""
+        """Reads the last snapshot's arrays; None if it has another version or was read before."""
         # It can be read once: if the answer was lost on its way, another snapshot must be taken.
         kept = self.plan.kept
         wanted = {"generation": generation, "version": version}
@@ -150,7 +150,7 @@ class ShardClient:
         return arrays if header["arrays"] == len(kept) else None
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Asks for incarnation, generation, version and counts: once with a timeout, else until it answers."""
+        """Asks for incarnation, generation, version and counts; once if there is a timeout."""
         if timeout_s is None:
             return self._repeated(self.status)
         header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
@@ -215,7 +215,7 @@ class ShardClients:
         return [f.result() for f in under_way]
 
     def say(self, calls: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Answers]:
-        """Sends each shard its messages, the arguments of `ShardClient.say`, and waits for all answers."""
+        """Sends each shard its messages (as `ShardClient.say`), and waits for all answers."""
         # Small calls go to one shard after the other before the first answer is waited for: waking
         # a thread takes longer.
         if len(self.clients) > 1 and any(client.is_bulk for client in self.clients):

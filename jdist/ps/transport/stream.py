@@ -36,7 +36,7 @@ class Stream:
         return self._fill()
 
     def send(self, header: Header, arrays: Arrays, *, by: float | None = None) -> None:
-        """Sends a message by a deadline of the monotonic clock; None: no wait is longer than `STALL_S`."""
+        """Sends a message by a monotonic deadline; None: no wait is longer than `STALL_S`."""
         payload = [view for view in as_bytes(arrays) if len(view)]
         size = sum(map(len, payload))
         head = _SIZE.pack(size) + encode(header)

@@ -154,7 +154,7 @@ class _Pipeline:
         return {"available": self._known, "ended": self._end is not None}
 
     def batch(self, number: int) -> list[np.ndarray]:
-        """Returns the leaves of one batch; requests come in order, except those of a lost worker."""
+        """Returns one batch's leaves; requests come in order, except a lost worker's."""
         if (leaves := self._take(number)) is not None:  # also while another thread reads on
             return leaves
         with self._reading:

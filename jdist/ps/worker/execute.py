@@ -236,7 +236,7 @@ class WorkerScale:
         self._growth_interval, self._good = growth_interval, 0
 
     def takes(self, *, is_finite: bool) -> bool:
-        """Whether gradients computed with this scale stand; otherwise they are computed again with the new scale."""
+        """Whether gradients of this scale stand; if not, they are computed again."""
         if not is_finite:
             self._good = 0
             stands = self.scale <= SMALLEST

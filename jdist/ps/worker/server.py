@@ -147,7 +147,7 @@ class WorkerServer:
         return [spec for function in known for spec in function.arguments]
 
     def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Computes closures in turn; returns the outcome of each, and the outputs of "done" and "staged" ones."""
+        """Computes closures in turn; returns all outcomes, and outputs of done and staged ones."""
         # The other outcomes: "void" with an error's text, "abandoned", and "declined" if no batch
         # is left to read.
         numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]

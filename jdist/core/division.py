@@ -24,16 +24,7 @@ _OPTIMIZER = re.compile(r"opt(im(i[sz]er)?)?(_?states?)?")
 
 
 def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[Form]:
-    """Decides how each leaf of a state is kept.
-
-    Args:
-        strategy: one that keeps states in parts.
-        state: of arrays, their shapes or `ShardedLeaf`s.
-        is_all: whether the state is all that a step has; see `rules_of`.
-
-    Raises:
-        StepError: too much of the state would stay whole, or a rule does not fit the state.
-    """
+    """Decides how each leaf of a state is kept; refuses if too many bytes would stay in full."""
     chosen, refusal = forms_or_refusal(strategy, state, is_all=is_all)
     if refusal is not None:
         raise StepError(refusal)
@@ -41,11 +32,8 @@ def forms(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> list[For
 
 
 def forms_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> tuple[list[Form], str | None]:
-    """Decides as `forms`, and says why it is not allowed if too much of the state would stay whole.
-
-    Returns:
-        `(forms, refusal)`; the refusal names the leaves and the option that allows them, and is None where there is none.
-    """
+    """Decides as `forms`; returns `(forms, refusal)`, the latter None if the state is allowed."""
+    # The refusal names the leaves and the option that allows them.
     parts, layout = strategy.parts, Layout.of(strategy)
     assert parts is not None
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
@@ -110,11 +98,8 @@ def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
-    """Finds the leaves in a state of optax, or in a field or under a key that is called like an optimiser.
-
-    Returns:
-        Of each leaf whether it is one; and whether there is such a state at all, which may have no leaves.
-    """
+    """Finds leaves of optax states, and of fields or keys named like an optimiser; and if there are any."""
+    # Such a state may have no leaves.
 
     def is_optax(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
@@ -161,13 +146,7 @@ def _struct(layout: Layout, x: Any, form: Form) -> Any:
 
 
 class FormsByPath:
-    """Finds how a gradient is to be stored: as the leaf of the state that it is for.
-
-    Args:
-        layout: where parts are.
-        paths: of the state's leaves, as `jax.tree_util.keystr` writes them.
-        forms: of the same leaves.
-    """
+    """Finds how a gradient is stored: like the leaf of the state that it belongs to."""
 
     def __init__(self, layout: Layout, paths: Sequence[str], forms: Sequence[Form]):
         self.layout = layout

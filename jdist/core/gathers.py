@@ -15,19 +15,13 @@ _PACKAGES = tuple({str(Path(p)) for p in (*site.getsitepackages(), sysconfig.get
 
 @dataclass(frozen=True)
 class Gather:
-    """One place where a leaf in parts is gathered.
+    """One place where a leaf in parts is gathered."""
 
-    Attributes:
-        leaf: its path in the state; of what an update computed, of the leaf that it was computed from first.
-        why: where it is gathered, in words.
-        num_bytes: what a device then holds of it: the array, or one of its layers.
-        line: the user's line that reads it, "file.py:12"; "" where JAX does not tell.
-    """
-
+    # its path; of an update's result, the path of the leaf that it was computed from first
     leaf: str
-    why: str
-    num_bytes: int
-    line: str
+    why: str  # the place, described
+    num_bytes: int  # a device then holds: the array, or one of its layers
+    line: str  # the user's line that reads it, "file.py:12"; "" if JAX does not tell
 
 
 def line_of(eqn: Any) -> str:

@@ -54,22 +54,17 @@ def over_replicas(
 
 @dataclass(frozen=True)
 class Form:
-    """How an array is stored: reshaped, then padded along the axis that is cut.
+    """The storage of an array: reshaped, then padded along the axis that is cut."""
 
-    Attributes:
-        of: the array's shape.
-        shape: what it is reshaped to: its own shape, rows that span its last axes, or one row of elements.
-        axis: the axis of `shape` that is cut among the replicas.
-        size: the length of that axis, padding included: a multiple of the number of parts. 0: each replica has all of the
-            array.
-        model: of each axis of the array the mesh axes inside a replica that it is divided over, or None; it may end early.
-            Of an array that is reshaped it is empty.
-    """
-
-    of: tuple[int, ...]
+    of: tuple[int, ...]  # the array's shape
+    # reshaped: its own shape, rows that span its last axes, or one row of elements
     shape: tuple[int, ...]
-    axis: int = 0
+    axis: int = 0  # the axis of `shape` that is cut among the replicas
+    # the length of that axis with padding, a multiple of the number of parts; 0: each replica has
+    # the full array
     size: int = 0
+    # for each axis of the array, the mesh axes inside a replica that divide it, or None; it may end
+    # early, and is empty for a reshaped array
     model: tuple[Any, ...] = ()
 
     @classmethod
@@ -120,27 +115,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a strategy's arrays are.
-
-    Attributes:
-        mesh: the strategy's.
-        axes: the mesh axes over which parts are spread.
-        bound: the mesh axes of the replicas; over the others a replica's own devices are spread.
-        num_parts: the number of parts of an array.
-        memory: where the state is between steps.
-        memory_kind: that memory's name in JAX; None: the devices' own.
-        whole_below: arrays of fewer elements are kept whole.
-        platform: the devices', "cpu", "gpu" or "tpu".
-    """
+    """The places of the parts of a strategy's arrays."""
 
     mesh: Mesh
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # the mesh axes over which parts are spread
+    # the mesh axes of the replicas; a replica's own devices are spread over the others
     bound: tuple[str, ...]
-    num_parts: int
-    memory: Literal["host", "device"]
-    memory_kind: str | None
-    whole_below: int
-    platform: str
+    num_parts: int  # of an array
+    memory: Literal["host", "device"]  # of the state between steps
+    memory_kind: str | None  # JAX's name of it; None: the devices' own
+    whole_below: int  # arrays of fewer elements are kept in full
+    platform: str  # "cpu", "gpu" or "tpu"
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
@@ -202,19 +187,14 @@ class Layout:
         return self.num_parts > 1 and is_large and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
     def form(self, shape: tuple[int, ...], model: tuple[Any, ...] = ()) -> Form:
-        """Chooses how to store an array in parts so that little of it is padding.
-
-        On devices one axis of the array is cut, of one with three axes and more another than the first, for some padding if
-        need be: if it is a stack, a layer can be gathered by itself. (A stack of biases is small, and gathered whole.) In
-        host memory rows are cut that span the last axes. Any array could be one row of elements. But on a TPU, making a row
-        of a matrix whose sides are no multiples of its tiles takes long, to compile as well, while rows that fill their tiles
-        stay where they are.
-
-        Args:
-            shape: of the array.
-            model: as in `Form`. Such an axis is not cut again: parts of parts would lie between each other. An array
-                without another axis that divides well is not cut.
-        """
+        """Chooses how to store an array in parts with little padding; axes in `model` are not cut again."""
+        # On devices one axis of the array is cut; of three axes and more not the first, for some
+        # padding if necessary: if it is a stack, a layer can be gathered by itself. (A stack of
+        # biases is small, and gathered in full.) In host memory rows are cut that span the last
+        # axes. Any array could be one row of elements. But on a TPU, making a row of a matrix whose
+        # sides are no multiples of its tiles takes long, to compile as well, while rows that fill
+        # their tiles stay in place. Parts of parts would interleave: a `model` array without
+        # another axis that divides well is not cut.
         n, size = self.num_parts, math.prod(shape)
         if self.memory == "host":
             rows = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) - 1, 0, -1)]
@@ -277,11 +257,10 @@ class Layout:
         return self._inside_replica(scatter, form)(form.store(x))
 
     def sum_scatter_wide(self, x: jax.Array, form: Form, dtype: Any) -> jax.Array:
-        """Sums as `sum_scatter`, in a wider dtype than the arrays have.
-
-        Where any device reaches any other directly, the parts are exchanged as they are and added up by their receivers: half
-        the bytes, and no wide copy of the array. In a torus that would take several times the hops of a sum on the way.
-        """
+        """Sums as `sum_scatter`, in a wider dtype than the arrays have."""
+        # If any device reaches any other directly, the parts are exchanged unchanged and added up
+        # by their receivers: half the bytes, and no wide copy of the array. In a torus that would
+        # take several times the hops of a sum on the way.
         if self.platform == "tpu":
             return self.sum_scatter(x.astype(dtype), form)
         axis = form.axis
@@ -294,10 +273,8 @@ class Layout:
         return self._inside_replica(exchange, form)(form.store(x))
 
     def _inside_replica(self, function: Callable[[jax.Array], jax.Array], form: Form) -> Callable[..., jax.Array]:
-        """Makes a collective over replicas one of each device's share of an array that is divided inside a replica.
-
-        The compiler would have each device gather the whole array from its replica first.
-        """
+        """Makes a collective over replicas act on each device's share of an array divided inside a replica."""
+        # The compiler would make each device gather the full array from its replica first.
         if not any(form.model):
             return function
         spec, axes = PartitionSpec(*form.model), {name for name in self.mesh.axis_names if name not in self.bound}

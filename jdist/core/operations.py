@@ -22,49 +22,38 @@ Shard = Literal["state", "optimizer"]
 
 @dataclass(frozen=True)
 class Parts:
-    """How a strategy keeps states in parts.
+    """A strategy's options for states in parts."""
 
-    Attributes:
-        of: "state": parameters and the optimiser's state; "optimizer": the latter alone.
-        memory: where they are between steps.
-        axes: the mesh axes over which they are spread; over the others there are copies.
-        whole_below: arrays of fewer elements stay whole.
-        most_whole: how much of a state may stay whole, as a share of its bytes.
-        rules: which leaves are divided over the mesh axes inside a replica, beside those that flax's metadata divide.
-    """
-
-    of: Shard
-    memory: Literal["device", "host"]
+    of: Shard  # "state": parameters and the optimiser's state; "optimizer": the latter alone
+    memory: Literal["device", "host"]  # of the state between steps
+    # the mesh axes over which they are spread; over the others there are copies
     axes: tuple[str, ...]
-    whole_below: int = 0
-    most_whole: float = 1.0
+    whole_below: int = 0  # arrays of fewer elements stay in full
+    most_whole: float = 1.0  # the share of a state's bytes that may stay in full
+    # leaves divided inside a replica, besides those that flax's metadata divides
     rules: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """The plain functions behind the methods of a kind of strategy, which take the strategy first, and its coordinator.
+    """The functions behind the methods of a kind of strategy, which they take first; and its coordinator."""
 
-    Attributes:
-        init: `(strategy, fn, args) -> state` laid out as the strategy wants it.
-        fetch: `(strategy, state) -> state` whole, on the host.
-        check: `(strategy, state) -> None`, raises where replicas differ.
-        run: `(strategy, fn, args, kwargs) -> PerReplica results`.
-        feed_batches: `(strategy, source, options) -> DistributedDataset`.
-        feed_pipelines: `(strategy, fn, options) -> DistributedDataset`, of a function that makes sources.
-        distribute: `(strategy, step, options) -> callable step`.
-        describe: `(strategy) -> str`, where the strategy runs, in a few words.
-        show: `(strategy, state) -> StatePicture`; of the devices alone where the state is None.
-        coordinator: schedules functions on other processes, by hand; None where all of them run the same program.
-    """
-
+    # `(strategy, fn, args) -> state` in the strategy's layout
     init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]
+    # `(strategy, state) -> state`, in full, on the host
     fetch: Callable[[Strategy, PyTree], PyTree]
+    # `(strategy, state) -> None`, raises if replicas differ
     check: Callable[[Strategy, PyTree], None]
+    # `(strategy, fn, args, kwargs) -> PerReplica results`
     run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
+    # `(strategy, source, options) -> DistributedDataset`
     feed_batches: Callable[[Strategy, Iterable[PyTree], FeedOptions], DistributedDataset]
+    # the same, from a function that makes sources
     feed_pipelines: Callable[[Strategy, Callable[..., Any], FeedOptions], DistributedDataset | Iterable[Any]]
+    # `(strategy, step, options) -> callable step`
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
-    describe: Callable[[Strategy], str]
+    describe: Callable[[Strategy], str]  # `(strategy) -> str`, the strategy's place in a few words
+    # `(strategy, state) -> StatePicture`; without a state, of the devices alone
     show: Callable[[Strategy, PyTree | None], StatePicture]
+    # schedules functions on other processes; None if all run the same program
     coordinator: Coordinator | None = None

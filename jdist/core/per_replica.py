@@ -21,13 +21,9 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """Values of different sizes, on the host: no one array can hold them, so each replica's tree is kept by itself.
+    """Values of different sizes, on the host: each replica's tree is kept by itself."""
 
-    Attributes:
-        parts: one pytree of numpy arrays a replica, all of the same structure.
-    """
-
-    parts: tuple[PyTree, ...]
+    parts: tuple[PyTree, ...]  # one pytree of numpy arrays a replica, all of one structure
 
 
 @jax.tree_util.register_dataclass
@@ -161,16 +157,9 @@ def _entries(tree: PyTree) -> Any:
 
 
 def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
-    """Whether `x` is an array of a distributed batch, of which each replica has some rows.
-
-    Args:
-        x: anything.
-        by_replica: the sharding of such an array; None where there is no mesh.
-        call: the caller's name, for the error.
-
-    Raises:
-        StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.
-    """
+    """Whether `x` is an array of a distributed batch; refuses a stack of batches."""
+    # `by_replica` is the sharding of such an array, None without a mesh; errors name `call`.
+    # Replicas of a stack lie along its second axis.
     if by_replica is None or not isinstance(x, jax.Array):
         return False
     of_stack = NamedSharding(by_replica.mesh, PartitionSpec(None, *by_replica.spec))
@@ -188,11 +177,7 @@ def is_per_replica(node: object) -> bool:
 
 
 def take_per_replica(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """Separates what differs between replicas from what does not.
-
-    Returns:
-        `(tree with each PerReplica emptied, the values taken out in order)`; `put_per_replica` undoes it.
-    """
+    """Takes the PerReplica values out of a tree, in order; `put_per_replica` undoes it."""
     taken: list[PyTree] = []
 
     def take(node: PyTree) -> PyTree:
@@ -216,17 +201,12 @@ def put_per_replica(tree: PyTree, taken: list[PyTree]) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """A strategy's replicas.
-
-    Attributes:
-        count: how many there are.
-        local: the numbers of those that this process drives.
-        by_replica: the strategy's `batch_sharding`, by which an array that `distribute_dataset` made is known to be
-            spread over the replicas in rows.
-    """
+    """A strategy's replicas."""
 
     count: int
-    local: tuple[int, ...]
+    local: tuple[int, ...]  # the numbers of those that this process drives
+    # the strategy's `batch_sharding`, which marks an array of `distribute_dataset` as spread over
+    # the replicas in rows
     by_replica: NamedSharding | None
 
 

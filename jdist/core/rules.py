@@ -23,14 +23,11 @@ _SHARDINGS = ("out_sharding", "sharding_names", "sharding")  # of a variable of 
 
 @dataclass(frozen=True)
 class Rule:
-    """Divides the leaves whose path it matches over mesh axes inside a replica.
+    """Divides the leaves whose path it matches over mesh axes inside a replica."""
 
-    Attributes:
-        pattern: a regular expression for the end of a path, from the name of a node on; None: it is flax's metadata.
-        axes: for each axis of the leaf a mesh axis, several, or None; it may end early.
-    """
-
+    # a regular expression for the end of a path, from a node's name on; None: flax's metadata
     pattern: str | None
+    # for each axis of the leaf a mesh axis, several, or None; it may end early
     axes: tuple[Any, ...]
 
     def matches(self, path: str) -> bool:
@@ -50,18 +47,10 @@ class Rule:
 def rules_of(
     strategy: Strategy, state: PyTree, is_of_optimizer: Sequence[bool], *, is_all: bool = True
 ) -> list[Rule | None]:
-    """Finds the rule of each leaf of a state, if it has one.
-
-    Args:
-        strategy: one that keeps states in parts.
-        state: of arrays, their shapes or `ShardedLeaf`s.
-        is_of_optimizer: of each leaf whether it is of an optimiser's state. There a rule is for what has the shape of a
-            parameter that it divides, and says nothing of sums over rows or columns.
-        is_all: whether the state is all that a step has; else it may be one without any leaf that a rule matches.
-
-    Raises:
-        StepError: a rule matches nothing, two match one leaf, or a mesh axis does not divide an axis of the leaf.
-    """
+    """Finds the rule of each leaf of a state, if it has one; refuses rules that do not fit."""
+    # In an optimiser's state a rule applies to leaves with the shape of a parameter that it
+    # divides, and not to sums over rows or columns. Unless the state `is_all` that a step has, a
+    # rule may match nothing.
     if not strategy.model_axes:
         return [None] * len(is_of_optimizer)
     leaves = list(_leaves(strategy, state))

@@ -20,38 +20,23 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Division:
-    """Arrays of a state that are kept in one way.
+    """Arrays of a state that are kept in one way."""
 
-    Attributes:
-        how: "whole on every device", "in 8 parts over replica".
-        names: of the arrays, the largest first.
-        num_bytes: of the arrays, each counted once, without padding.
-        part_bytes: of the part that one device has, padding included; None where parts differ.
-        noun: what is counted.
-    """
-
-    how: str
-    names: tuple[str, ...]
-    num_bytes: int
-    part_bytes: int | None = None
-    noun: str = "array"
+    how: str  # "whole on every device", "in 8 parts over replica"
+    names: tuple[str, ...]  # of the arrays, the largest first
+    num_bytes: int  # each array counted once, without padding
+    part_bytes: int | None = None  # one device's part, with padding; None if parts differ
+    noun: str = "array"  # names the counted things
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a place has of one division.
+    """One place's part of a division."""
 
-    Attributes:
-        division: its number.
-        spans: the parts, as shares of the whole from 0 to 1.
-        label: which they are, "part 3 of 8".
-        num_bytes: of it, padding included.
-    """
-
-    division: int
-    spans: tuple[tuple[float, float], ...]
-    label: str
-    num_bytes: int
+    division: int  # its number
+    spans: tuple[tuple[float, float], ...]  # the parts, as shares from 0 to 1
+    label: str  # their name, "part 3 of 8"
+    num_bytes: int  # with padding
 
 
 @dataclass(frozen=True)
@@ -105,21 +90,13 @@ class More:
 
 @dataclass(frozen=True)
 class StatePicture:
-    """Which device, host or server holds which part of a state: a picture in a notebook, text where it is printed.
-
-    Attributes:
-        title: what is shown.
-        summary: its size, and what each place holds of it, in words.
-        divisions: the ways in which arrays are kept.
-        groups: hosts or processes with their devices, or the servers.
-        refusal: why the strategy does not take such a state; None: it does.
-    """
+    """The parts of a state on each device, host or server: a picture in a notebook, text if printed."""
 
     title: str
-    summary: str
-    divisions: tuple[Division, ...]
-    groups: tuple[Group, ...]
-    refusal: str | None = None
+    summary: str  # its size, and each place's part, in words
+    divisions: tuple[Division, ...]  # the ways in which arrays are kept
+    groups: tuple[Group, ...]  # hosts or processes with their devices, or the servers
+    refusal: str | None = None  # why the strategy refuses such a state
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture as an SVG file.

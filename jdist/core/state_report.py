@@ -26,38 +26,23 @@ _MOST_LEAVES = 100
 
 @dataclass(frozen=True)
 class LeafReport:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-        path: where it is in the state.
-        array: its dtype and shape.
-        num_bytes: of the whole array.
-        kept: how it is kept.
-        bytes_per_device: what each device holds of it, in its own memory; padding included.
-        of_optimizer: whether it is of the optimiser's state.
-    """
-
-    path: str
-    array: str
-    num_bytes: int
+    path: str  # in the state
+    array: str  # its dtype and shape
+    num_bytes: int  # of the full array
     kept: str
-    bytes_per_device: int
+    bytes_per_device: int  # in the device's own memory, with padding
     of_optimizer: bool = False
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """What each device holds of a state: `print` it, or show it in a notebook.
+    """Each device's part of a state: `print` it, or show it in a notebook."""
 
-    Attributes:
-        title: the strategy, in words.
-        leaves: in the order of the state.
-        refusal: why the strategy does not take such a state; None: it does.
-    """
-
-    title: str
-    leaves: Sequence[LeafReport]
-    refusal: str | None = None
+    title: str  # describes the strategy
+    leaves: Sequence[LeafReport]  # in the order of the state
+    refusal: str | None = None  # why the strategy refuses such a state
 
     @property
     def num_bytes(self) -> int:

@@ -26,17 +26,11 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The loss scale that is carried from step to step; the same on every replica.
+    """The loss scale that is carried from step to step; the same on every replica."""
 
-    Attributes:
-        scale: what the loss is multiplied by before it is differentiated; float32 scalar, a power of two.
-        good_steps: how many steps in a row had finite gradients since the scale last changed; int32 scalar.
-        num_skipped: how many steps were left out since the scale began; int32 scalar.
-    """
-
-    scale: Any
-    good_steps: Any
-    num_skipped: Any
+    scale: Any  # factor of the loss before it is differentiated; float32 scalar, a power of two
+    good_steps: Any  # steps in a row with finite gradients since the last change; int32 scalar
+    num_skipped: Any  # steps left out since the scale began; int32 scalar
 
 
 @jax.tree_util.register_dataclass
@@ -170,15 +164,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLeaf:
-    """A leaf that is no array.
+    """A leaf that is no array."""
 
-    Attributes:
-        value: what the user's tree has in this place.
-        type: its type, as 1, 1.0 and True are equal.
-    """
-
-    value: Hashable
-    type: type
+    value: Hashable  # from the user's tree
+    type: type  # its type: 1, 1.0 and True are equal
 
     def __repr__(self) -> str:
         return f"{self.type.__name__} {self.value!r:.60}"
@@ -190,20 +179,10 @@ def is_static(node: object) -> bool:
 
 
 def pack(tree: PyTree) -> PyTree:
-    """Makes the leaves of a user's tree that are constants part of its structure.
-
-    Constants are functions and classes anywhere, an optimiser as a whole, and in an `equinox.Module` also numbers and
-    text. All other leaves, allowed or not, stay as they are.
-
-    Args:
-        tree: any pytree.
-
-    Returns:
-        The tree with a `StaticLeaf` in the place of each constant; `tree` itself if it has none.
-
-    Raises:
-        StepError: a constant cannot be hashed.
-    """
+    """Makes constant leaves of a user's tree, as `StaticLeaf`s, part of its structure."""
+    # Constants are functions and classes anywhere, an optimiser as a whole, and in an
+    # `equinox.Module` also numbers and text. All other leaves, allowed or not, stay unchanged. A
+    # tree without constants is returned itself.
     constants_found: list[Any] = []
 
     def static(path: Any, leaf: Any, constants: tuple[type, ...]) -> Any:

@@ -21,18 +21,12 @@ PyTree = Any
 
 @dataclass
 class ErrorFeedback:
-    """The residuals of one tracing of a step: each gradient takes its own, in the order of the calls.
+    """The residuals of one tracing of a step: each gradient takes its own, in the order of the calls."""
 
-    Attributes:
-        strategy: whose all-reduce keeps them.
-        name: the step's.
-        all: those of every step that the state has been through.
-        after: what this step's gradients have left out so far.
-    """
-
-    strategy: Strategy
-    name: str
-    all: dict[str, tuple[PyTree, ...]]
+    strategy: Strategy  # its all-reduce keeps the residuals
+    name: str  # the step's
+    all: dict[str, tuple[PyTree, ...]]  # those of every step that the state has been through
+    # the residuals of this step's gradients so far
     after: list[PyTree] = field(default_factory=list)
 
     @classmethod
@@ -62,13 +56,7 @@ _slots: weakref.WeakSet[ResidualSlot] = weakref.WeakSet()
 
 
 class ResidualSlot:
-    """A step's place among the residuals of a state.
-
-    Args:
-        name: the step's, which is the place's.
-        step: the user's function.
-        newest: returns the newest state that the step has made.
-    """
+    """A step's place, named like the step, among the residuals of a state."""
 
     def __init__(self, name: str, step: Callable[..., Any], newest: Callable[[], PyTree]):
         self._name, self._step, self._newest = name, step, newest
@@ -83,18 +71,10 @@ class ResidualSlot:
         after: Callable[[PyTree], StepState],
         make: Callable[[Any], Any] | None,
     ) -> StepState:
-        """Gives a state residuals for this step, unless it has some.
-
-        Args:
-            call: its kind decides what gradients there are.
-            state: a state.
-            state_shapes: of the state, with no residuals.
-            after: maps shapes of a state to those of the state that the step returns.
-            make: makes an array of a shape; None leaves the shapes.
-
-        Raises:
-            StepError: the residuals in the state do not fit, or are of another step of that name.
-        """
+        """Gives a state residuals for this step, unless it has some."""
+        # The kind of `call` decides which gradients there are. `state_shapes` has no residuals;
+        # `after` maps shapes of a state to those of the step's returned state. `make` makes an
+        # array of a shape; None leaves the shapes.
         key = (call, jax.tree.structure(state_shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(state_shapes)))
         if key not in self._shapes:
             self._shapes[key] = after(state_shapes).residuals[self._name]

@@ -25,12 +25,10 @@ _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
 class Lineage:
-    """The calls of one step that go on from one another's states: two models trained in turn are two lineages.
+    """The calls of one step that continue from one another's states: two models in turn are two lineages."""
 
-    Attributes:
-        token: of the newest call; None before the first. A code in it is sticky, so it tells of all calls of the lineage.
-        steps_before: steps that the newest token does not count.
-    """
+    # `token` is that of the newest call. A code in it is sticky, so it covers all calls of the
+    # lineage. It does not count `steps_before`.
 
     def __init__(self) -> None:
         self.token: Any = None
@@ -41,21 +39,12 @@ class Lineage:
 
 
 class Window:
-    """The tokens of the last calls of one step, at most `limit` of them not waited for.
+    """The tokens of a step's last calls; at most `limit` of them are in flight."""
 
-    Args:
-        strategy: the step's strategy; `wait_for(strategy, state)` waits for all its windows.
-        limit: how many calls may be in flight.
-        inspect: called with a token's value (see `non_finite`) and its lineage, once it is known; raises where the step went
-            wrong.
-        newest_state: returns the state that the step's newest call made.
-
-    Attributes:
-        lineage: that of the newest call.
-        is_doubted: whether another step may have consumed the newest state since.
-        lock: held while what the step or its window know is changed, as several threads may call the step; nobody waits
-            for a device while holding it.
-    """
+    # `inspect` gets a token's value (see `non_finite`) and its lineage, once known; it raises if
+    # the step went wrong. `is_doubted`: another step may have consumed the newest state since.
+    # `lock` is held while the step or its window change, as several threads may call the step;
+    # nobody waits for a device while holding it.
 
     def __init__(
         self,
@@ -73,11 +62,10 @@ class Window:
         _windows.add(self)
 
     def add(self, token: jax.Array, lineage: Lineage | None = None) -> None:
-        """Takes in the newest token; waits for the older half if there are too many.
-
-        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile. Only tokens of
-        the call's own lineage are inspected, None for the present one: an error of another state is raised where that is used.
-        """
+        """Adds the newest token; waits for the older half if there are too many."""
+        # Half, because every wait costs a switch of threads; the newer half keeps the devices busy
+        # meanwhile. Only tokens of the call's own lineage (None: the present one) are inspected: an
+        # error of another state is raised when that state is used.
         lineage = self.lineage if lineage is None else lineage
         with self.lock:
             self._tokens.append((lineage, token))
@@ -114,12 +102,9 @@ class Window:
             self._read(each)
 
     def go_on_from(self, state: Any) -> None:
-        """Switches to the lineage that made a state, or to a new one; called with the lock held.
-
-        Raises:
-            whatever `inspect` does: a state of unknown origin may have been made of the newest one, so the calls that made the
-                newest are waited for and inspected first.
-        """
+        """Switches to the lineage that made a state, or to a new one; called with the lock held."""
+        # A state of unknown origin may derive from the newest one, so the calls that made the
+        # newest are waited for and inspected first, which may raise.
         if is_newest(self.newest_state(), state):
             return
         self._parked = [each for each in self._parked if any(array() is not None for array in each.arrays)]
@@ -164,16 +149,11 @@ class Window:
 
 
 class NewestState:
-    """The state that a step's newest call made.
+    """The state that a step's newest call made."""
 
-    A call's program appends `(token, state, outputs)` to `results`; whoever looks next takes them.
-
-    Attributes:
-        state: as callers hold it; None before the first call.
-        packed: as programs take it, its constants apart; the same object where it has none.
-        results: those that were not taken yet; empty, or one entry.
-        results_hold_state: whether the state among them is a new one.
-    """
+    # A call's program appends `(token, state, outputs)` to `results`, at most one entry; the next
+    # reader takes it. `results_hold_state`: the state in it is a new one. `packed` is the state as
+    # programs take it, with its constants apart; the same object if it has none.
 
     def __init__(self) -> None:
         self.state: PyTree = None
@@ -217,21 +197,18 @@ def _value(token: jax.Array) -> np.ndarray:
 
 
 def wait_for(strategy: Strategy, state: Any) -> None:
-    """Waits for every call in flight under a strategy, and looks at those that made `state`.
-
-    A step that went wrong says so when its own state is used, not when that of another step is.
-    """
+    """Waits for every call in flight under a strategy, and inspects those that made `state`."""
+    # A failed step raises when its own state is used, not when that of another step is.
     for window in list(_windows):
         if window.strategy is strategy:
             window.drain_lineage_of(state)
 
 
 def doubt_newest_states() -> None:
-    """Has every step check at its next call that its newest state was not donated; called when a step adopts a state.
-
-    That state may hold arrays of another step's newest one. JAX 0.10 ends the process when it is given donated buffers on
-    several devices, so the check has to come first.
-    """
+    """Makes every step check at its next call that its newest state was not donated."""
+    # Called when a step adopts a state, which may hold arrays of another step's newest one. JAX
+    # 0.10 ends the process when it is given donated buffers on several devices, so the check must
+    # come first.
     for window in list(_windows):
         window.is_doubted = True
 

@@ -36,21 +36,13 @@ METRIC, LOCAL, ROWS = OutputKind
 
 @dataclass
 class Traced:
-    """The results of a step by role, filled in when it is traced.
+    """The results of a step by role, filled in when it is traced."""
 
-    Attributes:
-        returns: the role of each result.
-        bare: whether the step returned its one result itself rather than a tuple.
-        parts: see `signature.Call`.
-        changes_state: whether any leaf of the state that it returned is another than the one that it received.
-        gathers: where leaves in parts are gathered, as of the newest tracing.
-    """
-
-    returns: tuple[str, ...] = ()
-    bare: bool = False
-    changes_state: bool = False
-    parts: tuple[int, ...] | None = None
-    gathers: list[Gather] = field(default_factory=list)
+    returns: tuple[str, ...] = ()  # the role of each result
+    bare: bool = False  # the step returned its one result itself rather than a tuple
+    changes_state: bool = False  # any leaf of the returned state differs from the received one
+    parts: tuple[int, ...] | None = None  # see `signature.Call`
+    gathers: list[Gather] = field(default_factory=list)  # of leaves in parts, in the newest tracing
 
     @property
     def output_roles(self) -> tuple[str, ...]:
@@ -64,14 +56,8 @@ class Traced:
 
 
 def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Traced) -> tuple[PyTree, tuple[PyTree, ...]]:
-    """Tells the roles of what the step returned.
-
-    Returns:
-        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back.
-
-    Raises:
-        StepError: the results do not fit their roles, or have a leaf that is no array of numbers.
-    """
+    """Sorts a step's results by role; returns `(state, one output for each other role)`."""
+    # Without a returned state, it is the incoming one.
     own = take_parts(state, traced.parts)
     returns = options.returns or _guess_roles(result, own, options)
     if returns == ("state", "metrics"):
@@ -159,11 +145,8 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
 
 
 def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
-    """Replaces each leaf of the outputs by its kind.
-
-    Raises:
-        StepError: a result cannot have its role, as "examples" without as many rows as the batch (`rows`, None: not known).
-    """
+    """Replaces each leaf of the outputs by its kind; refuses results that cannot have their role."""
+    # For example "examples" without as many rows as the batch (`rows`, None: unknown).
 
     def of(role: str, tree: PyTree) -> PyTree:
         for leaf in jax.tree.leaves(tree) if role == "examples" else ():
@@ -190,20 +173,10 @@ def rows_of(batches: PyTree) -> int | None:
 
 
 def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int | None) -> None:
-    """Checks metrics that differ from replica to replica and are averaged.
-
-    Args:
-        outputs: the results, one by role; arrays or shapes.
-        averaged: of each leaf, whether it is such a metric.
-        rows: the number of rows of the batch that the step sees.
-
-    Raises:
-        StepError: one is an integer or a bool: a count, whose mean is of no use.
-
-    Warns:
-        UserWarning: one looks like one value an example, which averaging would mix. It is no error: a vector of another
-            kind (one entry a class, a layer, an expert) may happen to be as long as the replica's rows.
-    """
+    """Refuses integer metrics that are averaged over replicas, and warns of one value an example."""
+    # The mean of a count is of no use. Averaging would mix values of examples, but this is no
+    # error: another vector (one entry a class, a layer, an expert) may happen to be as long as the
+    # replica's rows.
     for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
         if not is_mean:
             continue

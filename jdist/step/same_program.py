@@ -32,25 +32,16 @@ _SHOWN = 5
 
 
 def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: Any | None) -> None:
-    """Compares a traced step, and its first state unless it is None, with those of the other processes.
-
-    Raises:
-        ClusterError: a process has traced another step.
-        ReplicaDivergenceError: a process begins with another state.
-    """
+    """Compares a traced step, and its first state unless it is None, with those of the other processes."""
     if state is not None:
         _check_same_state(strategy, name, state)
     check_same_program(closed, name, strategy.cluster.exchange)
 
 
 def check_same_program(closed: Any, name: str, exchange: Exchange) -> None:
-    """Compares a traced step with that of the other processes, equation by equation.
-
-    Where one process prints in the step and others do not, nothing is compared: jdist's own part of it depends on that.
-
-    Raises:
-        ClusterError: on all processes; with the first equation that differs, and where it comes from.
-    """
+    """Compares a traced step with that of the other processes, equation by equation."""
+    # If one process prints in the step and others do not, nothing is compared: jdist's own part of
+    # it depends on that.
     lines = list(_lines(closed))
     digests = [b""]
     for line, _ in lines:

@@ -29,12 +29,7 @@ _TRAIN, _STARTUP = "train", "startup"
 
 
 class Costs:
-    """The costs of one run, measured from here to `close`.
-
-    Args:
-        strategy: where it trains.
-        begun: when the run began, in seconds of `time.monotonic`.
-    """
+    """The costs of one run, measured from here to `close`."""
 
     def __init__(self, strategy: Strategy, *, begun: float) -> None:
         self._strategy = strategy
@@ -58,15 +53,10 @@ class Costs:
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
 
     def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None, trains: bool = True) -> None:
-        """Begins with a step, where an earlier attempt may have left off.
-
-        Args:
-            step: steps done.
-            folder: where the run keeps what it goes on from; None: it cannot go on. In a bucket nothing can be appended, so
-                the record there would be of this attempt alone: none is kept.
-            ideal_step_s: the time of a step at the chip's peak; None: not known.
-            trains: whether there are steps left to make.
-        """
+        """Begins with a step, where an earlier attempt may have left off."""
+        # `folder` keeps the run; None: the run cannot continue. In a bucket nothing can be
+        # appended, so the record there would cover this attempt alone: none is kept. `ideal_step_s`
+        # is the step's time at the chip's peak. `trains`: there are steps left to make.
         self._ideal_step_s = ideal_step_s
         self._since = (step, *self._since[1:])
         self._line = (_STARTUP, step, *self._line[2:])
@@ -97,14 +87,10 @@ class Costs:
             del batch  # as `Feed.one_pass` does
 
     def called(self, token: jax.Array | None, step: int, consumed: PyTree = None) -> None:
-        """Notes that a call of the step has returned.
-
-        Args:
-            token: an array that is ready once the call is over, `Distributed.newest_token`.
-            step: steps done.
-            consumed: the state whose buffers the call has taken, freed while the loop waits for the next batch: JAX releases
-                Python's lock with each array that is freed, and gets it back late where threads that read want it, too.
-        """
+        """Notes that a call of the step has returned; `token` is ready once the call is over."""
+        # `consumed` is the state whose buffers the call has taken. It is freed while the loop waits
+        # for the next batch: JAX releases Python's lock with each freed array, and gets it back
+        # late if threads that read want it, too.
         self._consumed = consumed
         self.clock.settle()
         if self._watch is not None:

@@ -34,25 +34,15 @@ _PLAIN = (
 
 @dataclass(kw_only=True)
 class Feed:
-    """Batches for the calls of a step, and where epochs begin among them.
+    """Batches for the calls of a step, and the begins of epochs among them."""
 
-    Attributes:
-        batches: once through them is a *pass*.
-        kind: what the user gave, for messages.
-        advice: of data that has no position, why, and what has one.
-        steps_per_epoch: steps of an epoch, where a pass may be several; None: each pass is an epoch.
-        num_steps: steps of all epochs; None: not known before.
-        pads: whether batches will have to be filled up, as far as that is known before.
-        is_begun: whether data without a position was read from before, and goes on where that has ended.
-    """
-
-    batches: DistributedDataset | WorkerDataset
-    kind: str
-    steps_per_epoch: int | None
-    num_steps: int | None
-    advice: str = _PLAIN
-    pads: bool = False
-    is_begun: bool = False
+    batches: DistributedDataset | WorkerDataset  # once through them is a *pass*
+    kind: str  # of the user's data, for messages
+    steps_per_epoch: int | None  # None: each pass is an epoch
+    num_steps: int | None  # of all epochs; None: unknown before the end
+    advice: str = _PLAIN  # why data has no position, and which data has one
+    pads: bool = False  # batches will be filled up, as far as that is known before
+    is_begun: bool = False  # data without a position was read before, and continues there
     _pass: int = 0  # number of the pass
     _passed: int = 0  # batches of this pass, of a `WorkerDataset`
     _skip: int = 0  # batches that its next pass leaves out
@@ -109,14 +99,9 @@ def open_feed(
     steps_per_call: int = 1,
     batch_axis: Any = 0,
 ) -> Feed:
-    """Distributes a user's data to a strategy's replicas; the arguments are those of `jdist.fit`.
-
-    At most one of `epochs` and `steps` is given; neither means one pass. `steps_per_epoch` comes with `steps`. `batch_axis` is
-    the step's.
-
-    Raises:
-        DatasetError: `data` is not data, or an option does not go with it.
-    """
+    """Distributes a user's data to a strategy's replicas; the arguments are those of `jdist.fit`."""
+    # At most one of `epochs` and `steps` is given; neither means one pass. `steps_per_epoch` comes
+    # with `steps`. `batch_axis` is the step's.
     kind = _kind(data)
     if is_arrays(data):
         if global_batch is None:
@@ -195,11 +180,7 @@ def _taken(data: Any, kind: str, global_batch: int | None, shuffle_seed: int | N
 
 
 def check_filled(data: Any, global_batch: int | None) -> None:
-    """Refuses to train in batches that are mostly padding, as `jdist run` does: of more than twice the rows that there are.
-
-    Raises:
-        DatasetError: `data` is arrays, or a source of them, of fewer rows; or there is no such `global_batch`.
-    """
+    """Refuses batches of more than twice the rows that there are: they would be mostly padding."""
     if global_batch is not None:
         global_batch = whole_number(global_batch, name="global_batch", least=1)
         data = adapted(data, global_batch)

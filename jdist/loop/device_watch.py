@@ -20,16 +20,12 @@ _before_s: list[float] = []  # of each run that goes on, Python's interval befor
 
 
 class DeviceWatch:
-    """A thread that waits for the newest step, and notes when it was over.
+    """A thread that waits for the newest step, and notes its end."""
 
-    JAX returns from a call before the devices have made the step, and tells nobody when they have. The thread is woken only
-    after they ran dry: while steps wait for the devices it sleeps through them, so it costs where there is time to spare. It is
-    not woken for a step that was over when its call returned. Where other threads hold the interpreter, what it notes may be
-    some milliseconds late.
-
-    Args:
-        clock: seconds, rising.
-    """
+    # JAX returns from a call before the devices have made the step, and does not report its end.
+    # The thread is woken only after they ran dry: while steps wait for the devices it sleeps
+    # through them, so it costs only spare time. It is not woken for a step that was over when its
+    # call returned. If other threads hold the interpreter, its notes may be some milliseconds late.
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

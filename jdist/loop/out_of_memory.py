@@ -24,11 +24,7 @@ _NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: *(.*(?i:memory|alloc).*)|.*(Out of
 
 @contextlib.contextmanager
 def naming_leaves(trees: Callable[[], Mapping[str, PyTree]]) -> Iterator[None]:
-    """Translates the runtime's error of a device without memory; `trees` collects what the run keeps there, by name.
-
-    Raises:
-        OutOfMemoryError: a device had no memory left.
-    """
+    """Translates the error of a device without memory; `trees` collects the run's arrays, by name."""
     try:
         yield
     except jax.errors.JaxRuntimeError as exc:
@@ -58,10 +54,8 @@ def raise_out_of_memory(error: Exception, trees: Mapping[str, PyTree]) -> None:
 
 
 def live_leaves(trees: Mapping[str, PyTree]) -> list[LiveLeaf]:
-    """Lists the arrays of trees, and those of this process that are in none, by the bytes that a device holds of each.
-
-    Arrays that the failed call has consumed count as well: they were there.
-    """
+    """Lists the arrays of trees, and this process's others, by the bytes that a device holds of each."""
+    # Arrays that the failed call has consumed count as well: they were there.
     found: dict[int, LiveLeaf] = {}
     for name, tree in trees.items():
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_leaf):

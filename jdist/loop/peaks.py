@@ -23,11 +23,9 @@ PyTree = Any
 
 
 def peak_memory_bytes(strategy: Strategy) -> int | None:
-    """Reads the most memory that was in use at any time: of the fullest of this process's devices, where the backend counts it.
-
-    Of CPU devices, whose arrays lie in the process's own memory, it is the most that the whole process had resident. None where
-    neither is known, and of a parameter server, whose state and steps are in other processes.
-    """
+    """Reads the peak memory of the fullest of this process's devices; None if unknown."""
+    # CPU devices keep arrays in the process's own memory: it is the peak of the process's resident
+    # memory. A parameter server has none: its state and steps are in other processes.
     if strategy.coordinator is not None:
         return None
     devices = _local_devices(strategy)
@@ -52,19 +50,9 @@ def _peak_resident_bytes() -> int | None:
 
 
 def ideal_step_s(train_step: Distributed, state: PyTree, batch: PyTree) -> float | None:
-    """Computes the time that the matrix products of a step take at the peak of its chips.
-
-    The step is traced as one replica that sees the whole batch, as `jdist plan` counts it: products that replicas make again
-    do not count, those that `jax.checkpoint` makes again do.
-
-    Args:
-        train_step: the step.
-        state: laid out by its strategy.
-        batch: the shapes of what a call takes.
-
-    Returns:
-        Seconds; None where the chip's peak is not known, or not all products can be counted.
-    """
+    """Computes the time of a step's matrix products at the chips' peak; None if that is unknown."""
+    # The step is traced as one replica that sees the full batch, as `jdist plan` counts it:
+    # products that replicas repeat do not count, those that `jax.checkpoint` repeats do.
     devices = train_step.strategy.devices or _devices_of(state)
     chip = peak_of(devices[0]) if devices else None
     if chip is None:

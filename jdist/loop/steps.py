@@ -21,12 +21,7 @@ from jdist.strategies.default import get_strategy
 
 
 def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
-    """Finds the strategy to use: the one given, else the step's own, else the current one.
-
-    Raises:
-        StrategyError: the step was distributed under another one, `strategy` is no strategy, or none is given for a state that
-            lies on several devices.
-    """
+    """Finds the strategy to use: the one given, else the step's own, else the current one."""
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
     place = step.strategy if isinstance(step, Distributed) else strategy
@@ -59,11 +54,7 @@ def _current_strategy(state: Any) -> Strategy:
 
 
 def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) -> Distributed:
-    """Makes the distributed train step of what `jdist.fit` was given.
-
-    Raises:
-        StepError: it is no step, or was made with another `steps_per_call`.
-    """
+    """Makes the distributed train step of `jdist.fit`'s argument."""
     if isinstance(step, Task):
         step = step.train_step
     if not isinstance(step, Distributed):
@@ -94,11 +85,7 @@ def _distribute_once(step: Callable[..., Any], strategy: Strategy, returns: Retu
 
 
 def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRole = "metrics") -> Distributed:
-    """Makes the distributed step of what `jdist.evaluate` or `jdist.predict` was given.
-
-    Raises:
-        StepError: it is no step, or a distributed one that returns something else.
-    """
+    """Makes the distributed step of the argument of `jdist.evaluate` or `jdist.predict`."""
     if isinstance(step, Task):
         step = step.eval_step
     if isinstance(step, NNXStep):

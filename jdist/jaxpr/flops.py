@@ -19,21 +19,10 @@ _KERNELS = ("pallas_call", "ffi_call", "tpu_custom_call", "ragged_dot", "scaled_
 
 
 def count_flops(function: Any, *args: Any) -> int:
-    """Counts the operations of one call from its jaxpr, as the compiler's own count takes a loop's body once.
-
-    Args:
-        function: a pure function; it is not run.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-        Those of all devices together: two for each multiply-add of a `dot_general` or convolution. The body of a `scan`
-        counts as often as it runs, of a `while_loop` once, of a conditional the branch with most.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> count_flops(lambda x: x @ x, jnp.ones((8, 8)))
-        1024
-    """
+    """Counts the operations of one call, on all devices together, from its jaxpr."""
+    # The compiler's own count takes a loop's body once. A multiply-add of a `dot_general` or
+    # convolution counts two. The body of a `scan` counts as often as it runs, of a `while_loop`
+    # once, of a conditional the branch with most.
     return count_products(function, *args).total()
 
 

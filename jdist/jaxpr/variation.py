@@ -44,11 +44,9 @@ def _bound_axes() -> list[str]:
 
 
 def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Finds the variables that depend on one of `sources` by way of no collective of jdist.
-
-    A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
-    microbatch's.
-    """
+    """Finds the variables that depend on one of `sources` through no collective of jdist."""
+    # A collective of JAX's own combines the replicas' same microbatch: its results belong to that
+    # microbatch.
     own = set(sources)
     for eqn in graph.body_of(closed).eqns:
         combines = collective_of(eqn) is not None and not is_transposed_gather(eqn)
@@ -58,11 +56,9 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
 
 
 def varying(closed: Any, sources: Collection[Var], visit: Visit = lambda *_: None) -> set[Var]:
-    """Finds the variables that differ from replica to replica if the arguments `sources` do.
-
-    Where a nested function cannot be analysed, all its results count as different. `visit` is shown every equation, those
-    of nested functions too, and some of these several times.
-    """
+    """Finds the variables that differ from replica to replica if the arguments `sources` do."""
+    # If a nested function cannot be analysed, all its results count as different. `visit` sees
+    # every equation, also of nested functions, and some of these several times.
     variables = set(sources)
     _propagate(graph.body_of(closed), variables, visit)
     return variables
@@ -72,10 +68,8 @@ ByRows = frozenset[tuple[int, int]]  # gradients, by the number of the call and 
 
 
 def traced(trace: Callable[[ByRows], Any], sources: Callable[[Any], Collection[Var]]) -> Any:
-    """Traces a step, `trace(by_rows) -> (jaxpr, ...)`, again where it takes gradients by a replica's own arrays.
-
-    Raises StepError for collectives that some replicas may never reach.
-    """
+    """Traces a step, again if it takes gradients by a replica's own arrays."""
+    # `trace(by_rows) -> (jaxpr, ...)`. Refuses collectives that some replicas may never reach.
     by_rows: ByRows = frozenset()
     while True:
         closed, *rest = trace(by_rows)
@@ -232,10 +226,8 @@ class Origin:
 
 
 def origins(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[tuple[Any, list[Origin]]]:
-    """Iterates over the equations of a step, those of calls, loops and branches included, with the origins of their operands.
-
-    `batch` are its arguments with the rows first, `own` others that vary.
-    """
+    """Iterates over a step's equations, also nested ones, with the origins of their operands."""
+    # `batch` are its arguments with the rows first, `own` others that vary.
     known = {v: Origin(varies=True, rows=frozenset({0} if v.aval.ndim else ())) for v in batch}
     yield from _origins(graph.body_of(closed), {**known, **dict.fromkeys(own, Origin(varies=True))})
 

@@ -42,18 +42,12 @@ _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An array in parts during the update, stored as a `ShardedLeaf` is.
+    """An array in parts during the update, stored as a `ShardedLeaf` is."""
 
-    Attributes:
-        stored: the rows; None until the host has computed them.
-        form: how it is stored.
-        on_host: whether it is in host memory, or on the devices.
-        name: the leaf of the state that it is, or was computed from first; "" of a gradient alone.
-    """
-
-    stored: jax.Array | None
+    stored: jax.Array | None  # the rows; None until the host has computed them
     form: Form
-    on_host: bool
+    on_host: bool  # in host memory, else on the devices
+    # the leaf of the state that it is, or was computed from first; "" of a gradient alone
     name: str = ""
 
     @property
@@ -78,22 +72,12 @@ def evaluate(
     kinds: Sequence[OutputKind | None] = (),
     gathers: list[Gather] | None = None,
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """Evaluates an update part, seen from outside of the replicas.
-
-    Args:
-        strategy: whose replicas and axes.
-        layout: where parts are.
-        closed: what `prepared` returned.
-        arguments: arrays that every device holds whole, and `ShardedArray`s.
-        kept: of results that are wanted in parts their forms.
-        kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
-        gathers: where to note which arrays are gathered.
-
-    Returns:
-        `(results, hashes)`. Results that are `kept` are stored as their forms say, the others whole on the devices, with a
-        leading axis of replicas where their kind is LOCAL. The hashes, uint32 [replicas] by a result's place, are of
-        results that are kept in parts although they may vary among the replicas.
-    """
+    """Evaluates an update part, seen from outside of the replicas; returns `(results, hashes)`."""
+    # `arguments` are arrays that every device has in full, and `ShardedArray`s. Results with a form
+    # in `kept` are stored in it, the others in full on the devices, with a leading axis of replicas
+    # if their kind is LOCAL; a kind of None is the same on all. The hashes, uint32 [replicas] by a
+    # result's place, are of results in parts that may vary among the replicas. `gathers` collects
+    # the gathered arrays.
     evaluation = _Evaluation(strategy, layout, closed, [] if gathers is None else gathers)
     return evaluation.run(arguments, kept, kinds or [None] * len(kept))
 
@@ -145,10 +129,8 @@ class _Evaluation:
         return not graph.is_literal(v) and v in self.varying
 
     def is_of_replicas(self, eqn: Any) -> bool:
-        """Whether replicas compute an equation by themselves, as a result or an operand varies among them.
-
-        Equations with effects, and with results that do not vary, are computed at once.
-        """
+        """Whether replicas compute an equation by themselves, as a result or an operand varies among them."""
+        # Equations with effects, and with results that do not vary, are computed at once.
         makes_varying = any(map(self.is_varying, eqn.outvars))
         if not makes_varying and not any(map(self.is_varying, eqn.invars)):
             return False

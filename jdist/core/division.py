@@ -98,8 +98,8 @@ def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
-    """Finds leaves of optax states, and of fields or keys named like an optimiser; and if there are any."""
-    # Such a state may have no leaves.
+    """Finds the leaves of optax states, and of fields or keys named like an optimiser."""
+    # Also returns whether there is such a state at all, which may have no leaves.
 
     def is_optax(node: Any) -> bool:
         return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"

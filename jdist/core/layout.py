@@ -187,7 +187,7 @@ class Layout:
         return self.num_parts > 1 and is_large and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
     def form(self, shape: tuple[int, ...], model: tuple[Any, ...] = ()) -> Form:
-        """Chooses how to store an array in parts with little padding; axes in `model` are not cut again."""
+        """Chooses how to store an array in parts with little padding; does not cut `model` axes."""
         # On devices one axis of the array is cut; of three axes and more not the first, for some
         # padding if necessary: if it is a stack, a layer can be gathered by itself. (A stack of
         # biases is small, and gathered in full.) In host memory rows are cut that span the last
@@ -273,7 +273,7 @@ class Layout:
         return self._inside_replica(exchange, form)(form.store(x))
 
     def _inside_replica(self, function: Callable[[jax.Array], jax.Array], form: Form) -> Callable[..., jax.Array]:
-        """Makes a collective over replicas act on each device's share of an array divided inside a replica."""
+        """Makes a collective act on each device's share of an array divided inside a replica."""
         # The compiler would make each device gather the full array from its replica first.
         if not any(form.model):
             return function

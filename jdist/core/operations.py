@@ -36,7 +36,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """The functions behind the methods of a kind of strategy, which they take first; and its coordinator."""
+    """A kind of strategy's functions, which take the strategy first, and its coordinator."""
 
     # `(strategy, fn, args) -> state` in the strategy's layout
     init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]

@@ -90,7 +90,7 @@ class More:
 
 @dataclass(frozen=True)
 class StatePicture:
-    """The parts of a state on each device, host or server: a picture in a notebook, text if printed."""
+    """A state's parts on each device, host or server: a picture in a notebook, else text."""
 
     title: str
     summary: str  # its size, and each place's part, in words
@@ -99,11 +99,7 @@ class StatePicture:
     refusal: str | None = None  # why the strategy refuses such a state
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture as an SVG file.
-
-        Raises:
-            StepError: the name does not end in .svg.
-        """
+        """Writes the picture as an SVG file, whose name must end in ".svg"."""
         if not os.fspath(path).endswith(".svg"):
             raise StepError(f"the picture is SVG, and {os.fspath(path)!r} does not end in .svg.")
         Path(path).write_text(self._repr_svg_(), encoding="utf-8")

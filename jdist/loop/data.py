@@ -99,7 +99,7 @@ def open_feed(
     steps_per_call: int = 1,
     batch_axis: Any = 0,
 ) -> Feed:
-    """Distributes a user's data to a strategy's replicas; the arguments are those of `jdist.fit`."""
+    """Distributes a user's data to a strategy's replicas, with arguments of `jdist.fit`."""
     # At most one of `epochs` and `steps` is given; neither means one pass. `steps_per_epoch` comes
     # with `steps`. `batch_axis` is the step's.
     kind = _kind(data)

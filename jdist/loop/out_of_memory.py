@@ -24,7 +24,7 @@ _NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: *(.*(?i:memory|alloc).*)|.*(Out of
 
 @contextlib.contextmanager
 def naming_leaves(trees: Callable[[], Mapping[str, PyTree]]) -> Iterator[None]:
-    """Translates the error of a device without memory; `trees` collects the run's arrays, by name."""
+    """Translates the error of a device without memory; `trees` gives the run's arrays."""
     try:
         yield
     except jax.errors.JaxRuntimeError as exc:
@@ -54,7 +54,7 @@ def raise_out_of_memory(error: Exception, trees: Mapping[str, PyTree]) -> None:
 
 
 def live_leaves(trees: Mapping[str, PyTree]) -> list[LiveLeaf]:
-    """Lists the arrays of trees, and this process's others, by the bytes that a device holds of each."""
+    """Lists the arrays of trees, and this process's others, by their bytes on a device."""
     # Arrays that the failed call has consumed count as well: they were there.
     found: dict[int, LiveLeaf] = {}
     for name, tree in trees.items():

@@ -129,7 +129,7 @@ class _Evaluation:
         return not graph.is_literal(v) and v in self.varying
 
     def is_of_replicas(self, eqn: Any) -> bool:
-        """Whether replicas compute an equation by themselves, as a result or an operand varies among them."""
+        """Whether replicas compute an equation by themselves: a result or operand varies."""
         # Equations with effects, and with results that do not vary, are computed at once.
         makes_varying = any(map(self.is_varying, eqn.outvars))
         if not makes_varying and not any(map(self.is_varying, eqn.invars)):

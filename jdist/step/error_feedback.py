@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass
 class ErrorFeedback:
-    """The residuals of one tracing of a step: each gradient takes its own, in the order of the calls."""
+    """The residuals of one tracing of a step: each gradient takes its own, in call order."""
 
     strategy: Strategy  # its all-reduce keeps the residuals
     name: str  # the step's

@@ -25,7 +25,7 @@ _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
 class Lineage:
-    """The calls of one step that continue from one another's states: two models in turn are two lineages."""
+    """The calls of one step that continue each other's states; two models make two lineages."""
 
     # `token` is that of the newest call. A code in it is sticky, so it covers all calls of the
     # lineage. It does not count `steps_before`.

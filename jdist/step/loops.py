@@ -41,7 +41,7 @@ def repeat(
     state: PyTree,
     batches: PyTree,
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loops over stacked batches, with a step `(token, state, batch) -> (token, state, results)`."""
+    """Loops over stacked batches with a step `(token, state, batch) -> (token, state, results)`."""
     # The returned token has an entry for each step that says whether it was left out.
 
     def body(carry: Any, batch: PyTree) -> Any:
@@ -64,8 +64,8 @@ def _was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree)
 
 
 def scan(strategy: Strategy, body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
-    """Runs `lax.scan`, unrolled if XLA's CPU backend would run convolutions 20 times slower in a loop."""
-    # `benchmarks/loops_on_cpu.py` measures it.
+    """Runs `lax.scan`, unrolled if convolutions in it would be far slower on XLA's CPU backend."""
+    # They are more than 20 times slower; `benchmarks/loops_on_cpu.py` measures it.
     platform = strategy.devices[0].platform if strategy.devices else jax.default_backend()
     unroll = False
     if platform == "cpu":

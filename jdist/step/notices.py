@@ -20,7 +20,7 @@ _REFORMED = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "
 
 
 def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Collection[Var] = ()) -> None:
-    """Warns of shared draws for the rows of all parts, combined gradients of rows, and a loss divided twice."""
+    """Warns of draws shared by all parts, combined gradients of rows, and losses divided twice."""
     # Of the arguments of the step, as one part runs it, `batch` are rows, and `own` vary without
     # being rows.
     if parts == 1:

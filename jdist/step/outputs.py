@@ -145,7 +145,7 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
 
 
 def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
-    """Replaces each leaf of the outputs by its kind; refuses results that cannot have their role."""
+    """Replaces each leaf of the outputs by its kind; refuses results unfit for their role."""
     # For example "examples" without as many rows as the batch (`rows`, None: unknown).
 
     def of(role: str, tree: PyTree) -> PyTree:
@@ -173,7 +173,7 @@ def rows_of(batches: PyTree) -> int | None:
 
 
 def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int | None) -> None:
-    """Refuses integer metrics that are averaged over replicas, and warns of one value an example."""
+    """Refuses integer metrics that are averaged; warns of metrics with a value an example."""
     # The mean of a count is of no use. Averaging would mix values of examples, but this is no
     # error: another vector (one entry a class, a layer, an expert) may happen to be as long as the
     # replica's rows.

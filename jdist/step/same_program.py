@@ -32,7 +32,7 @@ _SHOWN = 5
 
 
 def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: Any | None) -> None:
-    """Compares a traced step, and its first state unless it is None, with those of the other processes."""
+    """Compares a traced step, and perhaps its first state, with the other processes'."""
     if state is not None:
         _check_same_state(strategy, name, state)
     check_same_program(closed, name, strategy.cluster.exchange)

@@ -140,7 +140,7 @@ class ClosureQueue:
         return pending
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until every closure is done; raises what one of them failed with."""
+        """Waits until every closure is done; raises the error of a failed one."""
         with self.lock:
             if not self.lock.wait_for(lambda: self.done or self.closed.is_set() or self.is_a_shard_lost, timeout_s):
                 left = self.dispatch.scheduled - self.dispatch.settled + self._to_come

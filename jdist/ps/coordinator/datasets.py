@@ -29,8 +29,11 @@ _numbers = itertools.count(1)
 
 
 class WorkerDataset:
-    """A dataset of which each worker reads its own share, made by a function that runs there.
-    Iterating gives one `RemoteBatch` for each worker batch; it stands in for a step's batch."""
+    """A dataset of which each worker reads its own share, made by a function that runs there."""
+
+    # Iterating gives one `RemoteBatch` for each batch of any worker, and ends when every share is
+    # read. It stands for a batch of a step, or for an argument of a scheduled function. Source:
+    # `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
 
     def __init__(self, name: str, options: dict[str, Any], connects: Sequence[Callable[[], Channel]], wait_s: float):
         """Opens "module:function" on the workers, with the options of `distributed_dataset`."""
@@ -248,8 +251,9 @@ def name_of_function(fn: Any) -> str:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
-    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part. Returns `(leaves,
-    treedef, (first, count) of the batch's leaves, the batch)`."""
+    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part."""
+    # Returns `(leaves, treedef, (first, count) of the batch's leaves, the batch)`; the batch's
+    # leaves are structs.
     nodes, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, RemoteBatch))
     batches = [(i, x) for i, x in enumerate(nodes) if isinstance(x, RemoteBatch)]
     if not batches:

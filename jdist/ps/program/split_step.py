@@ -189,8 +189,7 @@ def _split(spec: ProgramSpec, pure: Pure, state: PyTree, batches: PyTree, others
 def _trace(
     spec: ProgramSpec, pure: Pure, state: PyTree, batches: PyTree, others: PyTree, closures: int
 ) -> tuple[functools.partial[SplitStep], Any]:
-    """Traces a step as one replica runs it. Returns the step without its `update`, and the jaxpr of
-    that."""
+    """Traces a step as one replica runs it; returns it without `update`, and the jaxpr of that."""
     # The jaxpr is `(state leaves, others, cuts, carried) -> (leaves, late)`; `carried` is all that
     # `CarriedLeaves.pushed` returns.
     strategy = spec.strategy

@@ -81,9 +81,9 @@ class RpcServer:
         most_bytes: int = 4 << 30,
         data_port: int | None = 0,
     ):
-        """Listens on "host:port" (port 0: a free one); without `data_port` gRPC carries all."""
-        # `threads` calls may run at the same time; others wait. `most_bytes` limits the arrays of one
-        # call.
+        """Listens on "host:port" (port 0: a free one); `data_port` None: gRPC carries all."""
+        # `threads` calls may run at the same time; others wait. `most_bytes` limits one call's
+        # arrays.
         self._token, self._most_bytes = security.token, most_bytes
         self._methods = dict(methods)
         self._lock, self._num_running, self._ended_at_s = threading.Lock(), 0, time.monotonic()

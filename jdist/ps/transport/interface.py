@@ -109,8 +109,8 @@ class Channel(Protocol):
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        """Calls a method without waiting, over a data connection if there is one. Returns a
-        function that waits for the answer; it must be called once."""
+        """Begins a call, over a data connection if there is one; returns a wait for the answer."""
+        # The wait must be called once.
         ...
 
     def close(self) -> None:

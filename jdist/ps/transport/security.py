@@ -89,7 +89,7 @@ def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | 
 
 
 def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
-    """Makes Python's TLS of these files, to try them and explain what gRPC does not."""
+    """Makes Python's TLS of these files, to try them and explain errors that gRPC hides."""
     certificate, key, authority = files
     context = ssl.SSLContext(protocol)
     try:
@@ -133,7 +133,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_to_others(addresses: Iterable[str], security: Security) -> str | None:
-    """Describes what servers beyond this machine expose without protection; None if nothing."""
+    """Describes the exposure of unprotected servers beyond this machine; None without any."""
     beyond = [address for address in addresses if not is_loopback(split(address)[0])]
     if not beyond or not security.lacks:
         return None

@@ -119,8 +119,8 @@ def check_not_mixed(strategy: Strategy) -> None:
 
 
 def is_foreign(strategy: Strategy) -> bool:
-    """Whether the caller's JAX settings would change a strategy's programs: another mesh in context, or `jax_disable_jit`."""
-    return _compiles_nothing() or _has_foreign_mesh(strategy)
+    """Whether the caller's JAX settings would change or refuse a strategy's programs: see `own_settings`."""
+    return _compiles_nothing() or _has_foreign_mesh(strategy) or _keeps_tracers(strategy)
 
 
 @contextlib.contextmanager
@@ -132,6 +132,8 @@ def own_settings(strategy: Strategy) -> Iterator[None]:
             stack.enter_context(jax.disable_jit(False))
         if _has_foreign_mesh(strategy):
             stack.enter_context(jax.set_mesh(None))
+        if _keeps_tracers(strategy):
+            stack.enter_context(jax.check_tracer_leaks(False))
         yield
 
 
@@ -142,6 +144,12 @@ def mesh_of_program(strategy: Strategy) -> contextlib.AbstractContextManager[Any
 
 def _compiles_nothing() -> bool:
     return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue] # its annotations leave it out
+
+
+def _keeps_tracers(strategy: Strategy) -> bool:
+    """Whether JAX, from 0.11, would take for a leak what the gradient of gathered parts keeps until it was taken."""
+    # pyright: JAX's annotations leave the setting out
+    return strategy.parts is not None and jax.config.jax_check_tracer_leaks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _has_foreign_mesh(strategy: Strategy) -> bool:

@@ -301,7 +301,17 @@ def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[...
     return [value_of(v, known) for v in body_of(closed).outvars]
 
 
-CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "eval_jaxpr"}
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "checkpoint",
+    "remat2",
+    "eval_jaxpr",
+}
 
 
 def without_mesh(closed: Any) -> Any:

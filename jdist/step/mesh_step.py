@@ -229,7 +229,8 @@ class DistributedStep(Distributed):
         how, self._verify = self._verify, "off"
         self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
         if self._tell is not None and self.verification.not_compared and self.strategy.num_replicas > 1:
-            found = "found no difference, but could not compare" if self.verification.ok else "could not compare"
+            is_same = self.verification.ok and self.verification.num_compared
+            found = "found no difference, but could not compare" if is_same else "could not compare"
             self._tell(f"{self.__name__}: verify {found} {'; '.join(self.verification.not_compared)}.")
 
     def _notice_mask(self, program: Program, traced: Traced, arguments: tuple[PyTree, ...]) -> None:

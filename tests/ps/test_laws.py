@@ -37,6 +37,7 @@ def strategy_of():
 REFUSED = {
     "sharpness_aware": "from what its workers have combined already",
     "looked_at_after_the_update": "from what its workers have combined already",
+    "in_eight_bits": "what the step combines by max over all rows",
     "penalised_by_the_gradient": "from what its workers have combined already",
     "looking_ahead_by_an_inner_gradient": "from what its workers have combined already",
     **dict.fromkeys(

@@ -256,7 +256,7 @@ def test_leaves_that_rounding_hides_are_listed_with_how_coarsely_they_are_compar
     found = verified(step_of(loss_fn))
     assert found.ok
     assert re.search(r"closely, as rounding .*state\['w'\] \(within \d+% of its change", str(found))
-    assert not any("metrics" in each for each in found.not_compared)  # a mean in float32, of exact sums
+    assert all(0 < int(percent) < 20 for percent in re.findall(r"within (\d+)%", str(found)))  # as bfloat16 rounds
 
 
 KEPT = (np.arange(ROWS) % 7 < np.where(np.arange(ROWS) < 8, 6, 2)).astype(np.float32)

@@ -16,15 +16,19 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="other processes' var
 LINE = (Path(__file__).parents[1] / "ps" / "line_program.py").read_text()
 # `servers()` gives the pid of each server of this launch that is up, by its log and its variables.
 FIND = """
+def serves(path):
+    text = (path / "cmdline").read_text()
+    return "serve\\0" in text and "guard.py" not in text
 def servers():
     found = {}
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             variables = dict(v.split("=", 1) for v in (path / "environ").read_text().split("\\0") if "=" in v)
-            serves = "serve\\0" in (path / "cmdline").read_text() and "guard.py" not in (path / "cmdline").read_text()
+            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            is_server = serves(path) and not serves(path.with_name(parent))  # not its reader of programs
         except OSError:
             continue
-        if serves and variables.get("JDIST_TOKEN") == os.environ["JDIST_TOKEN"]:
+        if is_server and variables.get("JDIST_TOKEN") == os.environ["JDIST_TOKEN"]:
             its = json.loads(variables["TF_CONFIG"])["task"]
             found[f"{its['type']} {its['index']}"] = int(path.name)
     return found

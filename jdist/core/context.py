@@ -148,7 +148,7 @@ def _compiles_nothing() -> bool:
 
 def _keeps_tracers(strategy: Strategy) -> bool:
     """Whether JAX, from 0.11, would take for a leak what the gradient of gathered parts keeps until it was taken."""
-    # pyright: JAX's annotations leave the setting out
+    # The rule is off, as JAX leaves the setting out of its annotations.
     return strategy.parts is not None and jax.config.jax_check_tracer_leaks  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jdist.core.collective_marks import collective_of
 from jdist.jaxpr import graph, variation
-from jdist.jaxpr.variation import Var
+from jdist.jaxpr.variation import Origin, Var
 from jdist.support.tracebacks import callers_level
 
 _SCALED = ("mul", "div", "neg", "max", "min")
@@ -25,7 +25,8 @@ def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Coll
     # being rows.
     if parts == 1:
         return
-    shared = next(shared_draws(closed, batch, own), None)
+    origins = list(variation.origins(closed, batch, own))
+    shared = next(shared_draws(origins), None)
     if shared is not None:
         warnings.warn(
             f"{name} draws {shared.str_short()} for the rows of its batch from a key that all replicas share: each of the "
@@ -33,7 +34,7 @@ def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Coll
             "`key = jdist.replica_rng(key)`.",
             stacklevel=callers_level(),
         )
-    by_rows = next(averaged_rows(closed, batch, own), None)
+    by_rows = next(averaged_rows(origins), None)
     if by_rows is not None:
         warnings.warn(
             f"{name} takes a gradient by {by_rows.str_short()}, which all replicas have alike, although each of them has other "
@@ -51,9 +52,9 @@ def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Coll
         )
 
 
-def shared_draws(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[Any]:
+def shared_draws(program: Iterable[tuple[Any, list[Origin]]]) -> Iterator[Any]:
     """Finds what is drawn from a key that does not vary and meets rows that do, number by row; yields its type."""
-    for eqn, origins in variation.origins(closed, batch, own):
+    for eqn, origins in program:
         ranks = {getattr(v.aval, "ndim", None) for v in eqn.invars}
         if len(ranks) != 1 or graph.nested_jaxprs(eqn) or eqn.primitive.name in _NOT_ROW_BY_ROW:
             continue
@@ -63,9 +64,9 @@ def shared_draws(closed: Any, batch: Collection[Var], own: Collection[Var] = ())
                 yield v.aval
 
 
-def averaged_rows(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[Any]:
+def averaged_rows(program: Iterable[tuple[Any, list[Origin]]]) -> Iterator[Any]:
     """Finds gradients of rows, number by row, that are combined over the replicas; yields the type of each."""
-    for eqn, origins in variation.origins(closed, batch, own):
+    for eqn, origins in program:
         collective = collective_of(eqn)
         if collective is not None and collective.kind == "gradient":
             yield from (v.aval for v, origin in zip(eqn.invars, origins, strict=True) if 0 in origin.rows)

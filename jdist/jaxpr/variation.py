@@ -287,7 +287,7 @@ def _places_after(eqn: Any, operand: int, before: tuple[int, ...], after: tuple[
     elif name in ("reshape", "squeeze", "expand_dims"):
         ends = {math.prod(after[: i + 1]): i for i in reversed(range(len(after)))}
         places = {a: ends[end] for a in axes if (end := math.prod(before[: a + 1])) in ends}
-    elif name == "conv_general_dilated":  # of a kernel's gradient the rows are the features, which are summed
+    elif name == "conv_general_dilated":  # a kernel's gradient sums over the rows as its features
         sides = params["dimension_numbers"]
         places = {sides.rhs_spec[0]: sides.out_spec[1]} if operand else {sides.lhs_spec[0]: sides.out_spec[0]}
     elif name.startswith("scatter") and operand:

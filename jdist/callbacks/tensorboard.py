@@ -58,13 +58,14 @@ class _Files:
         # does not wait for that thread.
         self._writer = self._service.SummaryWriter(os.fspath(self._folder), flush_secs=1)
         if config and _CONFIG not in logged:
-            self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```")
             values = {
                 name: value if isinstance(value, bool | int | float | str) else str(value)
                 for name, value in flatten(config).items()
             }
             for summary in importlib.import_module("tensorboardX.summary").hparams(values, {}):
                 self._writer.file_writer.add_summary(summary)
+            # Last: where a kill tears the file between them, the resumed run writes both.
+            self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```")
         return Started(logged=logged)
 
     def log(self, step: int, scalars: Mapping[str, float], images: Mapping[str, bytes]) -> None:

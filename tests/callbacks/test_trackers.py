@@ -25,6 +25,7 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks import Started, TrackerWarning
+from jdist.callbacks.tensorboard import _Files, last_steps
 from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.errors import CheckpointError, ConfigError, StepError
 from jdist.report.matrix import matrix_as_png
@@ -181,6 +182,26 @@ class TestOneRun:
         (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
         assert run.data.params == {"a.b": "1"}
         assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, 15))
+
+    def test_a_run_of_tensorboard_that_was_killed_within_its_config_has_it_whole(self, tmp_path: Path):
+        service = pytest.importorskip("tensorboardX", reason="pip install 'jdist[tensorboard]'")
+        config = {"a": {"b": 1}}
+
+        def begin(folder: Path, *, resumed: bool) -> set[str]:
+            writer = _Files(service, folder)
+            writer.start("0", config, resumed=resumed)
+            writer.finish("finished")
+            return set(last_steps(folder))
+
+        whole = begin(tmp_path / "whole", resumed=False)
+        (path,) = (tmp_path / "whole").iterdir()
+        content = path.read_bytes()
+        ends = np.cumsum([16 + len(record) for record in records(content)])
+        for end in ends:
+            folder = tmp_path / f"to{end}"
+            folder.mkdir()
+            (folder / f"{path.name}.killed").write_bytes(content[:end])
+            assert begin(folder, resumed=True) == whole
 
     def test_a_run_of_mlflow_that_was_killed_before_its_params_gets_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,5 +31,7 @@ step = jax.jit(
         num_wrong, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
     )
 )
-found = any(np.asarray(step(jnp.int32(i))).any() for i in range(12))
-print(f"wrong: {found}, taken for wrong: {gloo.scatters_wrongly()}")
+taken = gloo.scatters_wrongly()
+tries = 200 if taken else 12  # a loaded machine can sum rightly a dozen times
+found = any(np.asarray(step(jnp.int32(i))).any() for i in range(tries))
+print(f"wrong: {found}, taken for wrong: {taken}")

@@ -1,10 +1,84 @@
-"""Checks of numbers, also NumPy's and JAX's; imports neither, as the launcher does without them."""
+"""Checks of arguments, each with one phrasing; numbers of NumPy and JAX pass, and neither library is imported."""
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
+from collections.abc import Iterable
 from typing import Any, SupportsFloat
+
+from jdist.support.suggest import did_you_mean
+
+
+def whole_number(
+    name: str,
+    value: Any,
+    error: type[Exception],
+    *,
+    least: int = 1,
+    most: int | None = None,
+    unit: str = "",
+    call: str = "",
+    fix: str = "",
+) -> int:
+    """Returns `value` as an int, or raises `error` if it is not a whole number from `least` to `most`."""
+    number = as_int(value, least=least)
+    if number is None or (most is not None and number > most):
+        span = f", {least} or more" if most is None else f" from {least} to {most}"
+        raise _refusal(name, value, f"a whole number{f' of {unit}' if unit else ''}{span}", error, call, fix)
+    return number
+
+
+def real_number(
+    name: str,
+    value: Any,
+    error: type[Exception],
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    unit: str = "",
+    call: str = "",
+    fix: str = "",
+) -> float:
+    """Returns `value` as a finite number above `above`, or of at least `least`; else raises `error`."""
+    number = as_real(value)
+    low = number is not None and ((above is not None and number <= above) or (least is not None and number < least))
+    if number is None or not math.isfinite(number) or low:
+        span = f" above {above:g}" if above is not None else f", {least:g} or more" if least is not None else ""
+        raise _refusal(
+            name, value, f"a{'' if unit else ' finite'} number{f' of {unit}' if unit else ''}{span}", error, call, fix
+        )
+    return number
+
+
+def seconds(name: str, value: Any, error: type[Exception], *, least: float | None = None, call: str = "") -> float:
+    """Returns a finite duration above 0, or of at least `least`; else raises `error`."""
+    return real_number(name, value, error, above=0 if least is None else None, least=least, unit="seconds", call=call)
+
+
+def flag(name: str, value: Any, error: type[Exception], *, call: str = "", fix: str = "") -> bool:
+    """Returns True or False, also for NumPy's; raises `error` for anything else, such as "no"."""
+    if (number := as_bool(value)) is None:
+        raise _refusal(name, value, "True or False", error, call, fix)
+    return number
+
+
+def choice(
+    name: str, value: Any, allowed: Iterable[Any], error: type[Exception], *, call: str = "", fix: str = ""
+) -> Any:
+    """Returns `value` if it is one of `allowed`; else raises `error`, with the nearest of them."""
+    allowed = tuple(allowed)
+    if not any(isinstance(value, type(one)) and value == one for one in allowed):
+        listed = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
+        hint = did_you_mean(value, [one for one in allowed if isinstance(one, str)])
+        raise _refusal(name, value, listed, error, call, fix or hint.strip())
+    return value
+
+
+def _refusal(name: str, value: Any, allowed: str, error: type[Exception], call: str, fix: str) -> Exception:
+    where = f"{call}: " if call else ""
+    return error(f"{where}`{name}` is {value!r:.80}; it must be {allowed}.{f' {fix}' if fix else ''}")
 
 
 def as_int(value: Any, *, least: int | None = None) -> int | None:

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import JDistError
+from jdist.errors import JDistError, StepError
 from jdist.strategies.parameter_server import check_parameter_server
+from jdist.support import checks
 from jdist.tasks.options import whole
 
 
@@ -21,6 +22,46 @@ def step(w, batch):
 
 def parameter_server(**options):
     return check_parameter_server(**({"local_workers": 4, "local_ps": 2} | options))
+
+
+REFUSALS = [
+    (lambda: checks.whole_number("k", 0, StepError), "`k` is 0; it must be a whole number, 1 or more."),
+    (lambda: checks.whole_number("k", 1.0, StepError, least=0, unit="bytes"), "a whole number of bytes, 0 or more."),
+    (
+        lambda: checks.whole_number("k", True, StepError, least=0, most=9, call="f"),
+        "f: `k` is True; it must be a whole number from 0 to 9.",
+    ),
+    (lambda: checks.real_number("x", "1", StepError, fix="Give 1."), "`x` is '1'; it must be a finite number. Give 1."),
+    (
+        lambda: checks.real_number("x", float("nan"), StepError, above=0),
+        "`x` is nan; it must be a finite number above 0.",
+    ),
+    (lambda: checks.seconds("t", 0, StepError), "`t` is 0; it must be a number of seconds above 0."),
+    (lambda: checks.seconds("t", -1, StepError, least=0), "`t` is -1; it must be a number of seconds, 0 or more."),
+    (lambda: checks.flag("on", "no", StepError), "`on` is 'no'; it must be True or False."),
+    (
+        lambda: checks.choice("mode", "synk", ("sync", "async"), StepError),
+        "`mode` is 'synk'; it must be 'sync' or 'async'. Did you mean 'sync'?",
+    ),
+    (
+        lambda: checks.choice("op", ["sum"], ("sum", "mean", None), StepError),
+        "`op` is ['sum']; it must be one of 'sum', 'mean', None.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSALS)
+def test_each_check_has_one_phrasing(call, words):
+    with pytest.raises(StepError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_checks_return_python_values():
+    assert checks.whole_number("k", np.int64(3), StepError) == 3
+    assert checks.real_number("x", np.float32(0.5), StepError) == 0.5
+    assert checks.flag("on", np.bool_(False), StepError) is False
+    assert checks.choice("mode", None, ("sync", None), StepError) is None
 
 
 SOURCE = jdist.data.from_arrays({"x": np.zeros((8, 2), np.float32)}, global_batch=4)

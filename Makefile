@@ -52,6 +52,7 @@ $(STAMP): $(CORE)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/site/docstrings.py
 
 types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -153,10 +153,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Marks long work of this process alone, for which the others wait as long as it takes.
-
-        Args:
-            what: a phrase for messages, such as "downloading".
+        """Marks long work of this process alone, for which the others wait; `what` names it in messages.
 
         Example:
             >>> import jdist

@@ -60,18 +60,9 @@ class Preemption:
         return exit_status.INTERRUPTED if self.reason == "SIGINT" else exit_status.PREEMPTED
 
     def stops_after(self, step: int, part: int = 0) -> bool:
-        """Whether all processes stop now, after `step` steps; if so, it has called `save`.
-
-        All processes have to ask at the same places. It costs next to nothing while nobody has asked to stop.
-
-        Args:
-            step: number of steps done, rising; 0 before the first.
-            part: place in long work between two steps, as of the batches of an evaluation; rising, 0 before the first.
-
-        Raises:
-            Exception: what the watcher or `save` raised.
-            ClusterError: another process did not answer.
-        """
+        """Whether all processes stop now, after `step` steps; if so, it has called `save`. Raises what `save` raised."""
+        # All processes ask at the same places. `part` counts within long work between two steps, such
+        # as the batches of an evaluation; it is 0 before the first. Asking is cheap until somebody stops.
         if self._problem is not None:
             raise self._problem
         if self._stopped or not self._cluster.stops_after(step, part):

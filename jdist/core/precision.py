@@ -86,19 +86,14 @@ class Precision:
     def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
         """Casts floating-point leaves that are wider to the compute dtype; leaves all others as they are.
 
-        Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
-        gradients come back in the dtype that a leaf had.
-
-        Args:
-            tree: pytree of arrays or numbers; constants, as the functions and numbers of an `equinox.Module`, stay.
-            keep: further names of entries that stay.
-
         Example:
             >>> import jdist, jax.numpy as jnp
             >>> half = jdist.precision("bf16", keep=("scale",))
             >>> {k: str(x.dtype) for k, x in half.cast_to_compute({"w": jnp.ones(2), "scale": jnp.ones(2)}).items()}
             {'scale': 'float32', 'w': 'bfloat16'}
         """
+        # Integers, bools, complex numbers, PRNG keys, constants (functions of an `equinox.Module`) and
+        # entries under a name in `keep` stay. Gradients return in the dtype that a leaf had.
         kept = {*self.keep, *keep}
 
         def cast(path: Any, x: Any) -> Any:

@@ -38,13 +38,7 @@ class StatefulSource(Iterable[PyTree], abc.ABC):
 
     @abc.abstractmethod
     def open(self, epoch: int, state: Any) -> StatefulBatches:
-        """Begins pass number `epoch`, or goes on in it.
-
-        Args:
-            epoch: counts from 0.
-            state: what `StatefulBatches.state` returned in this pass, or `state_at_end` of the one before; None: from the
-                beginning.
-        """
+        """Opens pass `epoch` at `state`: of this pass, or `state_at_end` of the one before; None: at its beginning."""
 
     @property
     @abc.abstractmethod

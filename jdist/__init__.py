@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from jdist.replica.train_state import TrainState as TrainState
     from jdist.replica.train_state import optimizer as optimizer
     from jdist.report.history import History as History
-    from jdist.step.comparison import Verification as Verification
     from jdist.step.decorator import distribute as distribute
+    from jdist.step.differences import Verification as Verification
     from jdist.step.verify import VerificationWarning as VerificationWarning
     from jdist.step.verify import verify as verify
     from jdist.strategies.by_name import make_strategy as make_strategy
@@ -95,7 +95,7 @@ _NAMES = {
     "Strategy": "jdist.core.strategy",
     "StepState": "jdist.core.step_state",
     "TrainState": "jdist.replica.train_state",
-    "Verification": "jdist.step.comparison",
+    "Verification": "jdist.step.differences",
     "VerificationWarning": "jdist.step.verify",
     "ValueContext": "jdist.core.per_replica",
     "aggregate": "jdist.replica.aggregation",

@@ -22,6 +22,8 @@ ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 # Primitives that lay out the elements of an array anew.
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+PRINTS = ("debug_print", "debug_callback")  # they return nothing
+HOST_CALLS = (*PRINTS, "io_callback", "pure_callback")
 
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
 
@@ -177,6 +179,11 @@ def uses_primitive(eqn: Any, *names: str) -> bool:
 def contains_primitive(closed: Any, *names: str) -> bool:
     """Whether a jaxpr applies one of these primitives anywhere."""
     return any(eqn.primitive.name in names for eqn in all_equations(closed))
+
+
+def prints(closed: Any) -> bool:
+    """Whether a jaxpr prints, or calls the host without reading a result."""
+    return contains_primitive(closed, *PRINTS)
 
 
 def nested_jaxprs(eqn: Any) -> list[Any]:

@@ -20,7 +20,6 @@ from jdist.step.base import Distributed
 from jdist.step.tree_checks import check_arrays
 
 PyTree = Any
-_CALLBACKS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -84,7 +83,7 @@ def _serialized(step: Distributed, state: PyTree, batch: PyTree, platforms: Sequ
 
     function, shapes = jax.jit(serve), _of_any_rows(batch, step.options.batch_axis)
     try:
-        if graph.contains_primitive(function.trace(shapes).jaxpr, *_CALLBACKS):
+        if graph.contains_primitive(function.trace(shapes).jaxpr, *graph.HOST_CALLS):
             raise StepError(
                 f"jdist.export: {step.__name__} calls back into Python (`jax.debug.print`, `jax.pure_callback`), which an "
                 "artefact cannot. Take the call out of the step."

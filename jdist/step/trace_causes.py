@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jdist.jaxpr import graph, variation
+from jdist.step.differences import as_numbers
 from jdist.step.notices import divides_by_global_batch, last_reductions
-from jdist.step.rounding import as_numbers
 from jdist.step.trial import Trial
 
 _EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "pmax", "pmin")

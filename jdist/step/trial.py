@@ -1,29 +1,51 @@
-"""Trial runs of a step, on copies: without random draws and prints, and unknown to the step's own calls."""
+"""Trial runs of a step, on copies, without what makes two runs differ on purpose: random draws, and calls of the host.
+
+A replica draws for its own rows, and from a key of its own: no draw of N replicas can equal that of one. With one constant in
+place of every draw, the remaining differences have other causes.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jdist.core.context import mesh_of_program
 from jdist.core.per_replica import is_per_replica
 from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
+from jdist.jaxpr import graph
+from jdist.jaxpr.graph import ClosedJaxpr
+from jdist.jaxpr.variation import DRAWS, Origin, Var
+from jdist.jaxpr.variation import origins as origins_of
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token
 from jdist.step.outputs import Traced
 from jdist.step.placement import place_batches, replicate
-from jdist.step.quiet import draws, prints, quiet, shaken
 from jdist.step.signature import Call
 
 PyTree = Any
 Run = Callable[[tuple[PyTree, ...]], Any]  # from `(token, state, batches, others)` to `(token, state, outputs)`
+
+_UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
+_CALLBACKS = ("io_callback", "outside_call")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_SUMS = (
+    *_PRODUCTS,
+    *("reduce_sum", "reduce_prod", "reduce_window_sum", "cumsum", "cumprod", "cumlogsumexp", "scatter-add"),
+    *("triangular_solve", "cholesky", "lu", "qr", "geqrf", "householder_product", "eigh", "svd", "fft"),
+)
+# A vector's elements may round in another way than those at its end; division and roots are exact to the last digit.
+_APPROXIMATE = (
+    *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan"),
+    *("pow", "rsqrt", "cbrt", "lgamma", "digamma", "atan2", "sinh", "cosh"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,7 @@ class Trial:
                 self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
                 places = jax.tree.unflatten(jax.tree.structure(arguments), self.closed.jaxpr.invars)
                 self.batch = jax.tree.leaves(places[2])
-                is_loud = draws(self.closed) or prints(self.closed)
+                is_loud = draws(self.closed) or graph.prints(self.closed)
                 self._run = self._compile(quiet(self.closed)) if is_loud else lambda arguments: program.run(*arguments)
         return arguments, traced
 
@@ -107,3 +129,144 @@ def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
 
 def on_host(x: Any) -> Any:
     return whole_on_host(x) if isinstance(x, jax.Array) or is_sharded_leaf(x) else x
+
+
+def draws(closed: Any) -> bool:
+    """Whether a jaxpr draws random numbers."""
+    return graph.contains_primitive(closed, *DRAWS)
+
+
+def draws_until(closed: Any) -> bool:
+    """Whether it draws until what it drew is accepted: of a constant it might never be."""
+    loops = (eqn for eqn in graph.all_equations(closed) if eqn.primitive.name == "while")
+    return any(graph.uses_primitive(loop, *DRAWS) for loop in loops)
+
+
+def calls_the_host(closed: Any) -> bool:
+    """Whether it calls a function of the host that may change something there, and reads what that returns."""
+    return graph.contains_primitive(closed, *_CALLBACKS)
+
+
+def quiet(closed: Any) -> Any:
+    """Rewrites a jaxpr with one constant for every draw, and without prints."""
+    return _rewritten(closed, _quiet, {})
+
+
+def shaken(closed: Any, multiplies: float, batch: Collection[Var]) -> Any:
+    """Adds rounding errors to every sum of a jaxpr, different at each run; exact equations stay."""
+    # Each sum errs as its own dtype rounds, products of matrices at least by `multiplies`. The
+    # gradient of a zero bias may be zero except for the order of its terms, so the terms err as
+    # well. A sum over rows that is stored in fewer bits is rounded by each replica for its own rows.
+    stored = {eqn for eqn, (origin, *_) in _casts(closed, batch) if origin.varies and not origin.rows}
+    return _rewritten(closed, lambda eqn: _shaken(eqn, multiplies, is_stored=eqn in stored), {})
+
+
+def _casts(closed: Any, batch: Collection[Var]) -> Iterator[tuple[Any, list[Origin]]]:
+    """Iterates over the casts to floats of fewer bits, with the origins of what they cast."""
+    for eqn, origins in origins_of(closed, batch):
+        if eqn.primitive.name == "convert_element_type":
+            dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            if all(jnp.issubdtype(d, jnp.floating) for d in dtypes) and dtypes[1].itemsize < dtypes[0].itemsize:
+                yield eqn, origins
+
+
+def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+    result: Any
+    if id(jaxpr) in known:
+        return known[id(jaxpr)]
+    is_closed = isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
+    opened: Any = jaxpr  # type checkers narrow `jaxpr` by the check above
+    if is_closed:
+        inner = _rewritten(opened.jaxpr, rewrite, known)
+        result = opened if inner is opened.jaxpr else ClosedJaxpr(inner, opened.consts)
+    else:
+        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
+        same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
+        if same:
+            result = opened
+        else:  # without the effects of prints that are gone
+            kept = {effect for eqn in eqns for effect in eqn.effects}
+            effects = type(opened.effects)(effect for effect in opened.effects if effect in kept)
+            result = opened.replace(eqns=eqns, effects=effects)
+    known[id(jaxpr)] = result
+    return result
+
+
+def _quiet(eqn: Any) -> list[Any] | None:
+    if eqn.primitive.name in graph.PRINTS:
+        return []
+    return _constant(eqn) if eqn.primitive.name in DRAWS else None
+
+
+def _shaken(eqn: Any, multiplies: float, *, is_stored: bool) -> list[Any] | None:
+    name = eqn.primitive.name
+    if name.startswith("pallas"):
+        return [eqn]  # a kernel's body has arithmetic of its own
+    if not (is_stored or name in (*_SUMS, *_APPROXIMATE)) or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return None
+    eps = max(float(jnp.finfo(eqn.outvars[0].aval.dtype).eps), multiplies if name in _PRODUCTS else 0.0)
+
+    def function(*operands: jax.Array) -> list[jax.Array]:
+        terms = operands if is_stored or name in _APPROXIMATE else [_with_errors(x, eps) for x in operands]
+        results = eqn.primitive.bind(*terms, **eqn.params)
+        return [_with_errors(x, eps) for x in (results if eqn.primitive.multiple_results else [results])]
+
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+    places = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.outvars], [*eqn.invars, *eqn.outvars], strict=True))
+
+    def placed(v: Any) -> Any:
+        return v if isinstance(v, jex.Literal) else places.get(v, v)
+
+    return [
+        each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
+        for each in closed.jaxpr.eqns
+    ]
+
+
+def _with_errors(x: jax.Array, eps: float) -> jax.Array:
+    """Gives numbers errors of rounding; whole ones are exact, and so are sums of them, as far as the dtype counts."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    real = jnp.finfo(x.dtype).dtype
+    is_8_bits = real.itemsize == 1  # which JAX promotes to nothing
+    wide = jnp.dtype(jnp.float32) if is_8_bits else jnp.promote_types(real, jnp.float32)
+    value = x.astype(wide if is_8_bits else jnp.promote_types(x.dtype, jnp.float32))
+    # Stateful: it draws other numbers wherever and whenever it runs, with no key to hand through loops and calls.
+    errors = jax.lax.rng_uniform(jnp.array(-eps, wide), jnp.array(eps, wide), x.shape)
+    is_exact = False
+    if value.dtype == wide:
+        is_exact = (value == jax.lax.round(value)) & (jax.lax.abs(value) <= 1 / float(jnp.finfo(real).eps))
+    return jnp.where(is_exact, value, value + value * errors).astype(x.dtype)
+
+
+def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:
+    """Rewrites one equation, into none or several."""
+    rewritten = rewrite(eqn)
+    if rewritten is not None:
+        return rewritten
+    params = {key: _param(value, rewrite, known) for key, value in eqn.params.items()}
+    if all(params[key] is value for key, value in eqn.params.items()):
+        return [eqn]
+    inner = {effect for each in graph.jaxprs_in(params.values()) for effect in each.effects}
+    dropped = {effect for each in graph.nested_jaxprs(eqn) for effect in each.effects} - inner
+    return [eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))]
+
+
+def _param(value: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+    if isinstance(value, ClosedJaxpr | jex.Jaxpr):
+        return _rewritten(value, rewrite, known)
+    if type(value) in (tuple, list):
+        items = [_param(each, rewrite, known) for each in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return value
+
+
+def _constant(eqn: Any) -> list[Any]:
+    """Makes the equations of a constant in the place of a draw."""
+    (out,) = eqn.outvars
+    shape, dtype = out.aval.shape, out.aval.dtype
+    value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))
+    # With one more axis, as a scalar constant would be no equation.
+    closed = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
+    *first, last = (each.replace(ctx=eqn.ctx) for each in closed.jaxpr.eqns)
+    return [*first, last.replace(outvars=[out])]

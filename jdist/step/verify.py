@@ -1,16 +1,53 @@
-"""The verification that a step computes on many replicas what it computes on one with the whole batch."""
+"""The verification that a step computes on many replicas what it computes on one with the whole batch.
+
+It may differ only where its text looks at its own rows: at a mean of something that is no mean, at a count, at pairs of rows.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jdist.cluster.runtime import alone
 from jdist.core import context
-from jdist.errors import StepError, VerificationError
+from jdist.core.sharded_leaf import map_leaves
+from jdist.core.step_state import user_state
+from jdist.core.strategy import Strategy
+from jdist.data.batching import filled_up, full_mask_place
+from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
+from jdist.jaxpr import graph
+from jdist.reduction import psum
+from jdist.step import trace_causes
 from jdist.step.base import Distributed
-from jdist.step.comparison import Comparison, NotComparableError, Verification
+from jdist.step.differences import (
+    IN_JIT,
+    NUM_TRIALS,
+    Difference,
+    Found,
+    Pair,
+    Verification,
+    allowance,
+    apart,
+    as_averages,
+    as_numbers,
+    noise,
+    relative,
+)
 from jdist.step.mesh_step import DistributedStep
+from jdist.step.placement import compare_replicas
+from jdist.step.trace_causes import Evidence
+from jdist.step.trial import Result, Trial, calls_the_host, draws, draws_until, named_leaves, on_host
 from jdist.support.tracebacks import callers_level
+
+PyTree = Any
+
+_MATMUL_EPS = 2.0**-8  # accelerators may multiply float32 in fewer digits
 
 
 class VerificationWarning(UserWarning):
@@ -93,3 +130,230 @@ def verify_first(
 
 def _left_out(what: str, parts: int) -> Verification:
     return Verification((), "", (what,), num_compared=0, parts=parts)
+
+
+class NotComparableError(Exception):
+    """Nothing can be compared; its text says why, to be read after "the step"."""
+
+
+class Comparison:
+    """A step and the arguments of a call to compare it on; raises NotComparableError where nothing can be compared."""
+
+    def __init__(self, step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._step, self._strategy, self._options = step, step.strategy, step.options
+        self._parts = step.strategy.num_replicas * step.options.accumulate
+        if self._parts == 1:
+            raise NotComparableError("which has one replica and one microbatch: it is what it would be compared with")
+        whole = self._strategy.replicated_sharding
+        if whole is not None and not whole.is_fully_addressable:
+            raise NotComparableError("which runs in several processes: verify it in one, under `jdist.mirrored()`")
+        self._call, state, batches, others = step.bind(args, kwargs)
+        self._mask_place = full_mask_place(batches)
+        if step.options.steps_per_call > 1:
+            batches = jax.tree.map(lambda x: x[0], batches)
+        filled = (filled_up(batch) for batch in batches)
+        real = next((rows for rows in filled if rows is not None and not rows.all()), None)
+        self._real = None if real is None or not real.any() else real
+        self._state, self._others = map_leaves(on_host, user_state(state)), map_leaves(on_host, others)
+        self._batches = jax.tree.map(on_host, batches)
+        self._rows = self._batches if self._real is None else jax.tree.map(lambda x: x[self._real], self._batches)
+        self._runs: list[dict[str, Result]] = []  # with errors of rounding, of these rows
+        self._before = {leaf.name: leaf.value for leaf in named_leaves((None, self._state, ()), ("state",))}
+
+    def compare(self, *, pads: bool) -> Verification:
+        """Runs both ways and compares their results; with `pads` also on a batch of which some rows only fill it up."""
+        one = self._as_one()
+        step = self._step
+        rounds = self._options.precision is not None or self._strategy.keeps_residuals
+        if rounds or self._options.steps_per_call > 1 or draws(one.closed) or graph.prints(one.closed):
+            step = self._like(_exact(self._strategy))
+        many = Trial(step, self._call)
+        alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
+        found = self._found(one, alone, together)
+        not_compared = [*self._not_compared(one, alone, together), *found.coarse()]
+        of_shape = tuple(self._of_another_shape(alone, together))
+        is_padded = self._real is not None
+        if not found.differing and not of_shape and pads and self._mask_place is not None:
+            # A full batch does not show what a replica does with fewer rows.
+            is_padded = True
+            self._batches = self._rows = self._with_rows_left_out(self._mask_place)
+            self._runs = []
+            alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
+            found = self._found(one, alone, together)
+        num_compared = len(found.pairs) + len(of_shape)
+        if not found.differing and not of_shape:
+            return Verification((), "", tuple(not_compared), num_compared, self._parts)
+        evidence = Evidence(
+            one=one,
+            many=many,
+            rows=next((len(x) for x in jax.tree.leaves(self._rows)), 0),
+            parts=self._parts,
+            accumulates=self._options.accumulate > 1,
+            apart=_are_apart(step.strategy, many.state),
+            padded=is_padded,
+        )
+        differences = (*of_shape, *_explained(evidence, found.differing))
+        remedies = list(dict.fromkeys(each.remedy for each in differences))
+        if trace_causes.BROADCAST.remedy not in remedies and self._is_exact_in_jit(one, alone):
+            remedies.append(IN_JIT)
+        return Verification(differences, " ".join(remedies), tuple(not_compared), num_compared, self._parts)
+
+    def _as_one(self) -> Trial:
+        """Traces the step as one replica."""
+        one = _one_replica(self._strategy)
+        way = Trial(self._like(one, accumulate=1), self._call)
+        try:
+            way.trace(self._state, self._rows, self._others)
+        except (JDistError, TypeError, ValueError, NameError) as exc:
+            # Raises if the step is wrong under every strategy.
+            Trial(self._like(_exact(self._strategy)), self._call).trace(self._state, self._batches, self._others)
+            raise NotComparableError(f"which does not run as one replica: {str(exc).splitlines()[0]}") from exc
+        if calls_the_host(way.closed):
+            raise NotComparableError("which calls a function of the host, and would call it twice more")
+        if draws_until(way.closed):
+            raise NotComparableError("which draws random numbers until it accepts some; draws differ on purpose")
+        limits = one.devices[0].memory_stats() if one.devices else None
+        if limits is not None and "bytes_limit" in limits:
+            free = limits["bytes_limit"] - limits.get("bytes_in_use", 0)
+            if 3 * _size_bytes(self._state) + _size_bytes(self._rows) > free:
+                raise NotComparableError("as one device cannot hold its state and the whole batch")
+        return way
+
+    def _run_one(self, one: Trial) -> dict[str, Result]:
+        try:
+            return one.run(self._state, self._rows, self._others)
+        except jax.errors.JaxRuntimeError as exc:
+            if "RESOURCE_EXHAUSTED" not in str(exc):
+                raise
+            raise NotComparableError("as one device cannot hold the whole batch") from exc
+
+    def _like(self, strategy: Strategy, **options: Any) -> DistributedStep:
+        """Copies the step without what rounds on purpose."""
+        plain = {"donate": False, "precision": None, "steps_per_call": 1, "verify": "off"}
+        return self._step.like(strategy, **plain, **options)
+
+    def _pairs(self, one: dict[str, Result], other: dict[str, Result]) -> list[Pair]:
+        """Pairs the leaves that both ways return in one shape."""
+        pairs = []
+        for name, result in one.items():
+            if name not in other or _is_nan(result, other[name]):
+                continue
+            value, distributed = result.value, other[name].value
+            if self._real is not None and name.startswith("examples") and len(distributed) == len(self._real):
+                distributed = distributed[self._real]
+            if np.shape(distributed) != np.shape(value):
+                continue
+            before = self._before.get(name)
+            before = np.zeros_like(as_numbers(value)) if before is None else before
+            pairs.append(Pair(name, result.place, before, value, distributed))
+        return pairs
+
+    def _found(self, one: Trial, alone: dict[str, Result], together: dict[str, Result]) -> Found:
+        """Compares two results, each leaf within what rounding does on its own path through the program."""
+        pairs = as_averages(self._pairs(alone, together), self._parts)
+        within = {pair.name: allowance(pair.one) for pair in pairs}
+        suspects = [pair for pair in pairs if apart(pair.one, pair.other) > within[pair.name]]
+        if suspects and not self._runs:
+            shaken = one.shaken(_multiplies(one))
+            self._runs = [self._run_one(shaken) for _ in range(NUM_TRIALS)]
+        for pair in suspects:
+            shaken_leaves = [(pair.before, run[pair.name].value) for run in self._runs]
+            within[pair.name] = max(within[pair.name], noise(pair.one, shaken_leaves))
+        return Found(pairs, within)
+
+    def _with_rows_left_out(self, mask_place: int) -> PyTree:
+        """Masks the last half of the last part's rows, at least one, in the batches."""
+        leaves, treedef = jax.tree.flatten(self._batches)
+        mask = np.array(leaves[mask_place])
+        mask[len(mask) - max(1, len(mask) // self._parts // 2) :] = 0
+        leaves[mask_place] = mask
+        return jax.tree.unflatten(treedef, leaves)
+
+    def _of_another_shape(self, alone: dict[str, Result], together: dict[str, Result]) -> Iterator[Difference]:
+        """Finds leaves whose shape depends on how many rows a replica sees; examples of padding do not count."""
+        for name, result in alone.items():
+            if name not in together or np.shape(result.value) == np.shape(together[name].value):
+                continue
+            if self._real is not None and name.startswith("examples"):
+                continue
+            shapes = np.shape(result.value), np.shape(together[name].value)
+            cause = trace_causes.of_shape(*shapes)
+            summaries = _summary(result.value), _summary(together[name].value)
+            yield Difference(name, *summaries, float("inf"), cause.description, cause.remedy)
+
+    def _not_compared(self, one: Trial, alone: dict[str, Result], together: dict[str, Result]) -> Iterator[str]:
+        if draws(one.closed):
+            yield "random draws, which differ on purpose (each was replaced by one constant)"
+        yield from (
+            f"{name}, which is NaN in both" for name, result in alone.items() if _is_nan(result, together.get(name))
+        )
+
+    def _is_exact_in_jit(self, one: Trial, alone: dict[str, Result]) -> bool:
+        """Whether the step in the global view is what it is as one replica."""
+        strategy = self._strategy
+        if strategy.name not in ("mirrored", "tpu", "multi_worker") or strategy.is_global_view:
+            return False
+        way = Trial(self._like(dataclasses.replace(_exact(strategy), transform="jit")), self._call)
+        try:
+            results = way.run(self._state, self._batches, self._others)
+        except (JDistError, TypeError, ValueError, NameError):  # it has no meaning there
+            return False
+        return not self._found(one, alone, results).differing
+
+
+def _is_nan(one: Result, other: Result | None) -> bool:
+    """Whether two results hold nothing but NaN, of which nothing can be compared."""
+    values = [] if other is None else [as_numbers(result.value) for result in (one, other)]
+    return bool(values) and all(value.size and np.isnan(value).all() for value in values)
+
+
+def _explained(evidence: Evidence, pairs: list[Pair]) -> Iterator[Difference]:
+    general = trace_causes.of_step(evidence, [pair.name for pair in pairs])
+    for pair in pairs:
+        own = None
+        if not pair.name.startswith("state"):
+            own = trace_causes.of_metric(evidence, pair.alone, pair.together, pair.place)
+        cause = general if own is None or (own, general) == (trace_causes.TOTAL, trace_causes.GLOBAL) else own
+        alone, together = _summary(pair.alone), _summary(pair.together)
+        length = relative(pair.one, pair.other)
+        yield Difference(pair.name, alone, together, length, cause.description, cause.remedy)
+
+
+def _summary(value: Any) -> float:
+    numbers = as_numbers(value)
+    return float(np.real(numbers)) if numbers.ndim == 0 else float(np.linalg.norm(numbers.ravel()))
+
+
+def _size_bytes(tree: PyTree) -> int:
+    return sum(getattr(x, "nbytes", 8) for x in jax.tree.leaves(tree))
+
+
+def _exact(strategy: Strategy) -> Strategy:
+    """Copies a strategy, with the state on its devices and exact sums."""
+    return dataclasses.replace(strategy, reduction=psum(), cluster=alone())
+
+
+def _one_replica(strategy: Strategy) -> Strategy:
+    """Makes a strategy of one of a strategy's devices, with its axes."""
+    if strategy.mesh is None:
+        return strategy
+    devices = np.array(strategy.devices[:1]).reshape((1,) * len(strategy.mesh.axis_names))
+    mesh = Mesh(devices, strategy.mesh.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
+    return dataclasses.replace(
+        _exact(strategy), name="one_device", devices=strategy.devices[:1], mesh=mesh, transform="shard_map"
+    )
+
+
+def _are_apart(strategy: Strategy, state: PyTree) -> bool:
+    """Whether the replicas hold different states."""
+    try:
+        compare_replicas(strategy, state)
+    except ReplicaDivergenceError:
+        return True
+    return False
+
+
+def _multiplies(way: Trial) -> float:
+    """Computes the least relative error of a product of matrices, as accelerators round factors."""
+    devices = way.step.strategy.devices
+    return 0.0 if not devices or devices[0].platform == "cpu" else _MATMUL_EPS

@@ -22,7 +22,6 @@ from jdist.jaxpr import graph
 from jdist.ps.program import trial
 from jdist.support.arrays import is_key
 
-_HOST_CALLS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
 PLATFORMS = ("cpu", "cuda", "tpu")
 # What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
 _ALLOWED = (
@@ -38,7 +37,7 @@ def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -
     # Arguments for several devices have shardings. See
     # https://docs.jax.dev/en/latest/export/export.html
     closed = jax.make_jaxpr(function)(list(arguments))
-    called = [name for name in _HOST_CALLS if graph.contains_primitive(closed, name)]
+    called = [name for name in graph.HOST_CALLS if graph.contains_primitive(closed, name)]
     if called:
         raise ArtifactError(
             f"the step calls the host ({', '.join(called)}), that is the process that made the step, and cannot be sent to "

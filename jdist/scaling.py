@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 
 from jdist.errors import ScalingError
-from jdist.support.checks import as_int, as_real
+from jdist.support import checks
+from jdist.support.checks import as_real
 
 # A number, or a function of the number of updates; a rule returns the kind that it was given.
 Rate = TypeVar("Rate", float, optax.Schedule)
@@ -150,10 +151,9 @@ def gradual_warmup(value: float | optax.Schedule, *, steps: int, init_value: flo
 
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
     """
-    if as_int(steps, least=0) is None:
-        raise ScalingError(f"jdist.scaling.gradual_warmup: `steps` is {steps!r}; it must be a whole number, 0 or more.")
-    if as_real(init_value) is None:
-        raise ScalingError(f"jdist.scaling.gradual_warmup: `init_value` is {init_value!r}; it must be a number.")
+    call = "jdist.scaling.gradual_warmup"
+    checks.whole_number("steps", steps, ScalingError, least=0, call=call)
+    checks.real_number("init_value", init_value, ScalingError, call=call)
     if as_real(value) is None and not callable(value):
         raise ScalingError(_no_rate("gradual_warmup", value))
     after = value if callable(value) else optax.constant_schedule(value)
@@ -168,12 +168,7 @@ def gradual_warmup(value: float | optax.Schedule, *, steps: int, init_value: flo
 def _ratio(base_batch: int, global_batch: int) -> float:
     sizes: list[int] = []
     for name, batch in (("base_batch", base_batch), ("global_batch", global_batch)):
-        size = as_int(batch, least=1)
-        if size is None:
-            raise ScalingError(
-                f"jdist.scaling: `{name}` is {batch!r}; it must be a positive whole number, the examples of one update."
-            )
-        sizes.append(size)
+        sizes.append(checks.whole_number(name, batch, ScalingError, unit="examples", call="jdist.scaling"))
     return sizes[1] / sizes[0]
 
 

@@ -98,7 +98,10 @@ def test_a_warm_up_serves_wherever_optax_takes_a_schedule():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: scaling.linear(0.1, base_batch=0, global_batch=8), "`base_batch` is 0; it must be a positive whole"),
+        (
+            lambda: scaling.linear(0.1, base_batch=0, global_batch=8),
+            "`base_batch` is 0; it must be a whole number of examples, 1",
+        ),
         (lambda: scaling.linear(0.1, base_batch=8, global_batch=8.0), r"`global_batch` is 8\.0"),
         (lambda: scaling.square_root(0.1, base_batch=True, global_batch=8), "`base_batch` is True"),
         (lambda: scaling.linear("0.1", **BATCHES), "scaling.linear: the value is '0.1'; it must be a number, or a sch"),

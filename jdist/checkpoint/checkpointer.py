@@ -13,9 +13,9 @@ written last, is the commit; folder.py says more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-import operator
 import os
 import time
 import warnings
@@ -32,9 +32,7 @@ from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.checkpoint.fit import Only, Rename, Selection, first_few
 from jdist.checkpoint.folder import Damaged, Place, open_shared
 from jdist.checkpoint.job import Job
-from jdist.checkpoint.pieces import LocalLeaf
-from jdist.checkpoint.restore import read_together
-from jdist.checkpoint.save import save_together
+from jdist.checkpoint.together import agree_on_paths, read_together, save_together
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
@@ -42,7 +40,7 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
-from jdist.support.checks import as_int, as_real
+from jdist.support import checks
 from jdist.support.tracebacks import callers_level
 
 PyTree = Any
@@ -51,7 +49,7 @@ _CLAIM_S = 10.0  # an earlier run may be about to end
 
 
 class CheckpointWarning(UserWarning):
-    """Something that was saved, or looks like it, is passed over."""
+    """A checkpoint was skipped: it is damaged, or jdist did not write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +120,10 @@ class Checkpointer:
         timeout_s: float = 600.0,
         cluster: Runtime | None = None,
     ):
-        if as_int(keep, least=1) is None:
-            raise CheckpointError(f"`keep` is {keep!r:.80}: it must be a whole number, 1 or more")
-        if best_mode not in ("max", "min"):
-            raise CheckpointError(f"`best_mode` is {best_mode!r}: it must be 'max' or 'min'")
-        seconds = as_real(timeout_s)
-        if seconds is None or not 0 < seconds < math.inf:
-            raise CheckpointError(f"`timeout_s` is {timeout_s!r:.80}: it must be a number of seconds, more than 0")
+        self._keep = checks.whole_number("keep", keep, CheckpointError)
+        checks.choice("best_mode", best_mode, ("max", "min"), CheckpointError)
+        seconds = checks.seconds("timeout_s", timeout_s, CheckpointError)
         self._directory = open_path(directory, seconds)
-        self._keep = operator.index(keep)
         self._best_metric = best_metric
         self._best_mode = best_mode
         self._check = check
@@ -143,6 +136,7 @@ class Checkpointer:
         self._cluster = cluster or alone()
         # Of the values that processes exchange: their paths may differ, and several may save at once.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
+        self._shared: Any = {"cluster": self._cluster, "name": self._name, "timeout_s": seconds}
         strangers, self._is_open = open_shared(self._directory, self._cluster, seconds, self._name, make=False)
         if strangers:
             text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
@@ -181,9 +175,7 @@ class Checkpointer:
         """
         if self._closed:
             raise CheckpointError(f"{self._directory}: this Checkpointer is closed; make another to save again")
-        if (number := as_int(step, least=0)) is None:
-            raise CheckpointError(f"`step` is {step!r:.80}: it must be a whole number, 0 or more")
-        step = number
+        step = checks.whole_number("step", step, CheckpointError, least=0)
         body = {
             "step": step,
             "data": None if data is None else disk.to_plain_json("data", data),
@@ -204,7 +196,8 @@ class Checkpointer:
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
             copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
             copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
-        self._saving, self._waiting_s = (step, Job(lambda: self._write(body, copied))), None
+        write = functools.partial(save_together, self._directory, body, copied, prune=self._prune, **self._shared)
+        self._saving, self._waiting_s = (step, Job(write)), None
         if wait:
             self.wait()
 
@@ -311,8 +304,8 @@ class Checkpointer:
             >>> restored.state["params"]["body"].tolist(), restored.not_restored
             ([1.0, 1.0], ('count', 'params/new_head'))
         """
-        if step is not None and as_int(step, least=0) is None:
-            raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
+        if step is not None:
+            step = checks.whole_number("step", step, CheckpointError, least=0)
         selection = Selection(only, rename, skip_mismatch)
         self.wait()
         # What is left keeps its value.
@@ -320,32 +313,9 @@ class Checkpointer:
         wanted = codec.flatten(like)
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
-            with together(f"{self._name}: listing", self._timeout_s, self._cluster):
-                there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
-            asked = [there, None if step is None else as_int(step)]
-            all_asked = self._cluster.exchange(f"{self._name}: what there is", asked, self._timeout_s)
-            if any(each[1] != asked[1] for each in all_asked):
-                listed = ", ".join(f"process {i}: {each[1]}" for i, each in enumerate(all_asked))
-                raise CheckpointError(
-                    f"{self._directory}: the processes ask for different steps ({listed}). Give all of them the same `step`."
-                )
-            # By process 0: what others see of a shared folder may be older.
-            paths = [self._directory / name for name in all_asked[0][0]]
-            if step is not None:
-                steps = sorted({disk.step_of(path) for path in paths})
-                paths = [path for path in paths if disk.step_of(path) == step]
-                if not paths:
-                    raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {steps}")
+            paths = agree_on_paths(self._directory, step, **self._shared)
             problems: dict[str, str] = {}
-            read = read_together(
-                paths,
-                wanted,
-                problems,
-                selection=selection,
-                cluster=self._cluster,
-                name=self._name,
-                timeout_s=self._timeout_s,
-            )
+            read = read_together(paths, wanted, problems, selection=selection, **self._shared)
             self._damaged |= problems.keys()
         if read is None:
             if problems:
@@ -377,17 +347,6 @@ class Checkpointer:
             **{name: body[name] for name in ("step", "data", "metrics", "metadata")},
         )
 
-    def _write(self, body: dict[str, Any], leaves: list[LocalLeaf]) -> None:
-        save_together(
-            self._directory,
-            body,
-            leaves,
-            cluster=self._cluster,
-            name=self._name,
-            timeout_s=self._timeout_s,
-            prune=self._prune,
-        )
-
     def _whole(self) -> list[tuple[Place, dict[str, Any]]]:
         """Lists the checkpoints that look readable, the last save of each step, in the order of saving."""
         whole: dict[int, tuple[Place, dict[str, Any]]] = {}
@@ -405,10 +364,7 @@ class Checkpointer:
         return max(scored, key=lambda body: (sign * self._measured(body), -body["step"]), default=None)
 
     def _measured(self, body: dict[str, Any]) -> float:
-        """Looks `best_metric` up, also by the name without "eval/" that `jdist run` once saved it under; else NaN."""
-        metrics = {name.removeprefix("eval/"): value for name, value in body["metrics"].items()} | body["metrics"]
-        name = self._best_metric or ""
-        return metrics.get(name, metrics.get(name.removeprefix("eval/"), math.nan))
+        return body["metrics"].get(self._best_metric or "", math.nan)
 
     def _prune(self) -> None:
         whole = self._whole()

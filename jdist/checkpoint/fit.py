@@ -15,6 +15,7 @@ from jdist.checkpoint.folder import Place
 from jdist.checkpoint.leaves import BESIDE
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import CheckpointError
+from jdist.support import checks
 from jdist.support.paths import matches_path, nearest_path, parse_path
 
 Only = str | Sequence[str] | Callable[[str], bool]
@@ -57,8 +58,7 @@ class Selection:
                     raise CheckpointError(
                         f"`rename`: {old!r:.80}: {new!r:.80}: paths are texts, and a new one may be None"
                     )
-        if not isinstance(self.skip_mismatch, bool):
-            raise CheckpointError(f"`skip_mismatch` is {self.skip_mismatch!r:.80}: it must be True or False")
+        checks.flag("skip_mismatch", self.skip_mismatch, CheckpointError)
 
     @property
     def is_all(self) -> bool:

@@ -16,7 +16,6 @@ import secrets
 import shutil
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jdist.checkpoint.bucket import BucketError, BucketPath
 from jdist.cluster.runtime import Runtime, together
 from jdist.errors import CheckpointError, ClusterError
 
-FORMAT = 2  # 1 is read as well, see pieces.py
+FORMAT = 2
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})(?:_[0-9a-f]{8})?")
 OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # the files of a checkpoint
@@ -167,15 +166,6 @@ def check_room(folder: Place, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, text, str(folder))
 
 
-def file_crc32(path: Path) -> int:
-    """Computes the crc32 of a file's bytes."""
-    crc32 = 0
-    with path.open("rb", buffering=0) as handle:
-        while block := handle.read(1 << 20):
-            crc32 = zlib.crc32(block, crc32)
-    return crc32
-
-
 def fsync(path: Path) -> None:
     """Flushes a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -268,15 +258,12 @@ def read_manifest(path: Place) -> dict[str, Any]:
         version, digest, body = whole["format"], whole["sha256"], whole["body"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{file}: cannot be read: {describe_error(error)}") from error
-    if version not in (1, FORMAT):
-        raise CheckpointError(
-            f"{file}: has format {version!r}; this jdist reads 1 to {FORMAT}. Use the jdist that saved it"
-        )
+    if version != FORMAT:
+        raise CheckpointError(f"{file}: has format {version!r}; this jdist reads {FORMAT}. Use the jdist that saved it")
     if digest != _digest_of(body):
         raise Damaged(f"{file}: its checksum does not match")
     sizes = path.sizes() if isinstance(path, BucketPath) else {}
-    for name, facts in body["files"].items():
-        size_bytes = facts[0] if version == 1 else facts  # in format 1 with the file's crc32
+    for name, size_bytes in body["files"].items():
         try:
             each = path / name
             there_bytes = size_of(each) if isinstance(each, Path) else _size_in(sizes, each)

@@ -29,8 +29,8 @@ from jdist.core.remote import shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
+from jdist.support import checks
 from jdist.support.arrays import is_key
-from jdist.support.checks import as_int
 from jdist.support.paths import names_in
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import callers_level
@@ -128,8 +128,8 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
     """Finds the folder of a tree: the path itself, an item in it, or one in the folder of a step."""
     from etils import epath  # comes with Orbax
 
-    if step is not None and as_int(step, least=0) is None:
-        raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
+    if step is not None:
+        step = checks.whole_number("step", step, CheckpointError, least=0)
     directory = epath.Path(as_orbax_takes(path))
     if (ours := _ours(directory)) is not None:
         raise CheckpointError(

@@ -21,8 +21,8 @@ from jdist.checkpoint.orbax import BESIDE, TIMEOUT_S, Names, as_orbax_takes, imp
 from jdist.checkpoint.pieces import read_leaves
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import CheckpointError
+from jdist.support import checks
 from jdist.support.arrays import is_key
-from jdist.support.checks import as_int
 from jdist.support.paths import names_in
 from jdist.support.tracebacks import callers_level
 
@@ -94,8 +94,8 @@ def to_orbax(
 
 def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Place:
     """Finds the checkpoint of jdist's that was saved last, or last of a step."""
-    if step is not None and as_int(step, least=0) is None:
-        raise CheckpointError(f"`step` is {step!r:.80}: it must be None or a whole number, 0 or more")
+    if step is not None:
+        step = checks.whole_number("step", step, CheckpointError, least=0)
     folder = open_path(directory, TIMEOUT_S)
     paths = disk.list_committed(folder)
     if step is not None:

@@ -1,13 +1,11 @@
 """The values of a checkpoint on disk: raw bytes in row-major order, each process's in one file of its own.
 
 A piece is a box of a leaf. Process 0 writes a leaf that it has whole as one piece; of a leaf that is spread over processes
-each writes the boxes that it has. Checkpoints of format 1 hold whole leaves as an Orbax checkpoint in `arrays/`, and each
-piece in a file; they are read, and no longer written.
+each writes the boxes that it has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import zlib
@@ -18,8 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.folder import Damaged, Place, describe_error, file_crc32, writing
-from jdist.errors import CheckpointError
+from jdist.checkpoint.folder import Damaged, Place, describe_error, writing
 
 _TOGETHER_BYTES = 1 << 20  # of small leaves, which would take longer one by one
 Extent = Sequence[tuple[int, int]]  # a box of a leaf: from which index to before which, by axis
@@ -91,16 +88,12 @@ def read_leaves(
     checkpoint: Place, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
 ) -> Iterator[dict[int, np.ndarray]]:
     """Reads leaves of a checkpoint one by one, each as it was saved to the bit, and keeps none."""
-    # Small leaves come a megabyte at a time; format 1 by Orbax comes all at once. `needed` has the
-    # boxes of each leaf by number, None for all of it: other pieces are not read, and their
-    # elements are not set.
+    # Small leaves come a megabyte at a time. `needed` has the boxes of each leaf by number, None for
+    # all of it: other pieces are not read, and their elements are not set.
     leaves = body["leaves"]
-    by_orbax = [i for i, leaf in enumerate(leaves) if "pieces" not in leaf]
-    if by_orbax:
-        yield {i: array for i, array in _read_by_orbax(checkpoint, body, by_orbax).items() if i in needed}
     group: list[int] = []
     size = 0
-    for i in sorted(needed.keys() - set(by_orbax)):
+    for i in sorted(needed):
         num_bytes = math.prod(leaves[i]["stored"]["shape"]) * jnp.dtype(leaves[i]["stored"]["dtype"]).itemsize
         if group and size + num_bytes > _TOGETHER_BYTES:
             yield _read_group(checkpoint, leaves, group, needed)
@@ -146,35 +139,3 @@ def _read_file(file: Place, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> 
                 raise Damaged(f"{file}: its checksum does not match, of leaf {path}")
             if values is not box:
                 box[...] = values
-
-
-def _read_by_orbax(checkpoint: Place, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
-    """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
-    folder, leaves = checkpoint / "arrays", body["leaves"]
-    # Before Orbax reads them: it may take garbage for lengths, and fail in its own threads.
-    for name, (_, crc32) in body["files"].items():
-        if file_crc32(checkpoint / name) != crc32:
-            raise Damaged(f"{checkpoint / name}: its checksum does not match")
-    arrays = {i: _empty(leaves[i]) for i in numbers}
-    stored = [i for i in numbers if arrays[i].size]  # Orbax refused empty arrays
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise CheckpointError(
-            f"{checkpoint}: was saved by an older jdist with Orbax, which cannot be imported here: {error}. "
-            "Install it to read this checkpoint: pip install orbax-checkpoint"
-        ) from error
-    if stored:
-        wanted = {str(i): ocp.RestoreArgs(restore_type=np.ndarray) for i in stored}
-        orbax: Any = ocp.PyTreeCheckpointHandler()  # Any: annotated with etils' Path
-        try:
-            with contextlib.closing(orbax) as handler:
-                tree = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))
-        except Exception as error:
-            raise Damaged(f"{folder}: cannot be read: {describe_error(error)}") from error
-        # It does not know every one-byte type of JAX (uint4, some float8): it holds those as bytes.
-        arrays |= {i: np.asarray(tree[str(i)]).view(arrays[i].dtype) for i in stored}
-    for i, array in arrays.items():
-        if zlib.crc32(_as_bytes(array)) != leaves[i]["crc32"]:
-            raise Damaged(f"{folder}: the checksum of leaf {leaves[i]['path']} does not match")
-    return arrays

@@ -20,9 +20,9 @@ from jdist.core.collective_marks import Collective, alone, emit, without_gradien
 from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.errors import StepError, StrategyError
 from jdist.reduction.algorithm import apply_reduction, axes_size, psum
+from jdist.support import checks
 from jdist.support.arrays import is_key, promote_types
 from jdist.support.checks import as_int
-from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -104,7 +104,7 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         StepError: `op` is none of these, or a leaf has no such reduction; or a maximum or minimum is differentiated.
         StrategyError: the strategy's algorithm claims to be exact and keeps something, or returned no sum of the tree.
     """
-    check_op(op, get_args(ReduceOp))
+    checks.choice("op", op, get_args(ReduceOp), StepError)
     tree = as_arrays("jdist.all_reduce", tree)
     check_numbers("jdist.all_reduce", op, tree)
     if op in ("mean", "sum"):
@@ -306,9 +306,3 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         total = jnp.where(weights != 0, weights * values, 0).sum()
     (count,) = combine(Collective("value", "sum"), [weights.sum(dtype=values.dtype)])
     return total * (num_replicas() / jnp.where(count == 0, 1, count))
-
-
-def check_op(op: str, allowed: tuple[str, ...]) -> None:
-    """Refuses an `op` that is not allowed, by name."""
-    if op not in allowed:
-        raise StepError(f"`op` is {op!r}; allowed are {', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}")

@@ -14,7 +14,8 @@ from jdist.core import context
 from jdist.core.collective_marks import Collective, alone, emit, gradient_of, note_gradient
 from jdist.core.precision import Precision
 from jdist.errors import StepError
-from jdist.replica.collectives import all_reduce, check_op, combine, num_replicas, replica_axes, replica_id
+from jdist.replica.collectives import all_reduce, combine, num_replicas, replica_axes, replica_id
+from jdist.support import checks
 from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import without_own_frames
 
@@ -61,7 +62,7 @@ def value_and_grad(
         >>> float(loss), float(grad)
         (9.0, 6.0)
     """
-    check_op(op, get_args(GradientOp))
+    checks.choice("op", op, get_args(GradientOp), StepError)
     if using is not None and (argnums != 0 or holomorphic or allow_int):
         raise StepError(
             "jdist.value_and_grad: `using` differentiates by the first argument, and takes no option but `has_aux`. Leave "

@@ -189,7 +189,7 @@ def read_timeline(path: Path) -> Timeline:
     if not lines and not (path / record.NAME).is_file():
         raise ConfigError(
             f"{path}: there is no record of times in it, no {times_file.NAME} of a run that has begun to train and no "
-            f"{record.NAME} of `jdist launch`. A run writes it from its first step on; one of an older jdist has none."
+            f"{record.NAME} of `jdist launch`. A run writes it from its first step on."
         )
     begins = [line for line in lines if line.get("event") == "begin"]
     launches = list(dict.fromkeys(line["launch"] for line in begins if "launch" in line))

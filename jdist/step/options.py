@@ -11,7 +11,7 @@ from jdist.core.precision import LossScaling, Precision
 from jdist.core.precision import precision as make_precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
-from jdist.support.checks import as_bool, as_int
+from jdist.support import checks
 from jdist.support.suggest import did_you_mean
 
 ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
@@ -67,7 +67,7 @@ class StepOptions:
                     'in their order. Give what it only reads the role "replicated".'
                 )
         check_axes(self.batch_axis, StepError)
-        _check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        checks.choice("non_finite", self.non_finite, get_args(NonFinite), StepError)
         if self.verify is not None:
             check_verify(self.verify)
         for name, least in (
@@ -76,18 +76,13 @@ class StepOptions:
             ("max_in_flight", 1),
             ("check_replicas", 0),
         ):
-            value = getattr(self, name)
-            number = as_int(value, least=least)
-            if number is None:
-                raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+            number = checks.whole_number(name, getattr(self, name), StepError, least=least)
             if name == "steps_per_call" and number > MOST_STEPS:
                 raise StepError(
                     f"`{name}` is {number:,}; it must be at most {MOST_STEPS:,}, as an axis of arrays has no more."
                 )
             object.__setattr__(self, name, number)
-        if (donate := as_bool(self.donate)) is None:
-            raise StepError(f"`donate` is {self.donate!r:.80}; it must be True or False.")
-        object.__setattr__(self, "donate", donate)
+        object.__setattr__(self, "donate", checks.flag("donate", self.donate, StepError))
         if self.precision is not None and not isinstance(self.precision, Precision):
             raise StepError(
                 f'`precision` is {self.precision!r}; it must be "bf16", "fp16", or a value that `jdist.precision` makes: '
@@ -194,17 +189,11 @@ def make_options(**options: Any) -> StepOptions:
 
 def check_verify(value: Any) -> None:
     """Raises StepError for what is no way to verify a step."""
-    _check_choice("verify", value, get_args(Verify))
+    checks.choice("verify", value, get_args(Verify), StepError)
 
 
 def _check_roles(name: str, roles: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(roles, tuple):
         raise StepError(f"`{name}` is {roles!r}; it must be a tuple of roles out of {allowed}.")
-    for role in roles:
-        _check_choice(name, role, allowed)
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise StepError(f"`{name}` has {value!r}; allowed are {choices}.{did_you_mean(value, allowed)}")
+    for i, role in enumerate(roles):
+        checks.choice(f"{name}[{i}]", role, allowed, StepError)

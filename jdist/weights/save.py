@@ -24,7 +24,7 @@ from jdist.core.remote import fetched
 from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
 from jdist.errors import CheckpointError
-from jdist.support.checks import as_int
+from jdist.support import checks
 from jdist.support.file_lock import hold
 from jdist.weights.axes import View
 from jdist.weights.files import DTYPES, INDEX, METADATA, NAME, local_path
@@ -87,8 +87,7 @@ def save(
         >>> [file.name for file in files]
         ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
     """
-    if (most := as_int(max_file_bytes, least=1)) is None:
-        raise CheckpointError(f"`max_file_bytes` is {max_file_bytes!r:.80}: it must be a whole number, 1 or more")
+    most = checks.whole_number("max_file_bytes", max_file_bytes, CheckpointError)
     selection = Selection(only)
     parsed = None if rules is None else parse_rules(rules)
     cluster = cluster or alone()

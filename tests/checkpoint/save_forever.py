@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 
-from jdist.checkpoint import bucket, checkpointer, save
+from jdist.checkpoint import bucket, checkpointer, together
 from jdist.checkpoint import folder as disk
 
-STAGES = {"write_pieces": save, "write_manifest": disk, "commit": disk, "remove": disk}
+STAGES = {"write_pieces": together, "write_manifest": disk, "commit": disk, "remove": disk}
 KEEP = 2
 
 

@@ -15,7 +15,7 @@ import jax  # noqa: E402 # not before the processes have joined
 import numpy as np  # noqa: E402
 
 from jdist.checkpoint import folder as shared_folder  # noqa: E402
-from jdist.checkpoint import save  # noqa: E402
+from jdist.checkpoint import together  # noqa: E402
 from jdist.errors import JDistError  # noqa: E402
 from jdist.support.arrays import put  # noqa: E402
 from jdist.train import Checkpointer  # noqa: E402
@@ -52,15 +52,15 @@ with Checkpointer(folder / "run", keep=9, check=strategy.check, cluster=strategy
             assert new == old
     met["restored"] = restored.data
 
-    write = save.write_pieces
+    write = together.write_pieces
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if process == 1:
-        save.write_pieces = full
+        together.write_pieces = full
     met["full disk"] = said(lambda: checkpoints.save(3, state_at(3), wait=True))
-    save.write_pieces = write
+    together.write_pieces = write
     checkpoints.save(4, state_at(4), wait=True)
     met["steps"] = checkpoints.steps()
 

@@ -174,7 +174,7 @@ def test_the_job_that_came_last_holds_the_directory(url):
 def test_a_fenced_job_that_wakes_up_late_touches_nothing_of_its_successor(url, monkeypatch):
     """Both save step 2, each as its second save."""
     is_writing, goes_on = threading.Event(), threading.Event()
-    module = sys.modules["jdist.checkpoint.save"]
+    module = sys.modules["jdist.checkpoint.together"]
     write_pieces = module.write_pieces
 
     def stalled(*args):

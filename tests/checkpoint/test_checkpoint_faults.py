@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jdist.checkpoint import folder as disk
-from jdist.checkpoint import pieces, save
+from jdist.checkpoint import pieces, together
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.errors import CheckpointError
 from tests.checkpoint.save_forever import KEEP, state_at
@@ -205,10 +205,11 @@ def test_with_none_left_the_error_names_each(three):
     assert all(str(folder / "manifest.json") in str(caught.value) for folder in three.glob("step_*"))
 
 
-def test_another_format_is_refused_not_passed_over(three):
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_format_is_refused_not_passed_over(three, number):
     manifest = newest(three) / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
-    with Checkpointer(three) as checkpoints, pytest.raises(CheckpointError, match=f"{manifest}: has format 3"):
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": number}))
+    with Checkpointer(three) as checkpoints, pytest.raises(CheckpointError, match=f"{manifest}: has format {number}"):
         checkpoints.restore(LIKE_THREE)
 
 
@@ -270,7 +271,7 @@ def test_a_read_only_disk(small_disk):
         assert checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize(("module", "stage"), [(save, "write_pieces"), (disk, "write_manifest"), (disk, "commit")])
+@pytest.mark.parametrize(("module", "stage"), [(together, "write_pieces"), (disk, "write_manifest"), (disk, "commit")])
 def test_an_error_of_the_disk_at_any_stage(tmp_path, monkeypatch, module, stage):
     state = {"w": jnp.arange(10.0)}
 

@@ -71,11 +71,14 @@ def test_every_public_error_is_named():
 @pytest.mark.parametrize(
     ("line", "raised"),
     [
-        ("StepError: `…` is …; it must be an integer of at least ….", True),
+        ("StepError: jdist.mean: `mask` has shape …, `per_example` has shape …; the mask's shape must be the …", True),
         ("ConfigError: …: no such key…", True),
         ("ReplicaDivergenceError: … of … leaves of the state differ between the … replicas:…", True),
         ("StepError: something that nobody says", False),
-        ("BatchError: `…` is …; it must be an integer of at least ….", False),
+        (
+            "BatchError: jdist.mean: `mask` has shape …, `per_example` has shape …; the mask's shape must be the …",
+            False,
+        ),
     ],
 )
 def test_a_line_is_found_by_its_class_and_its_words(line: str, raised: bool):

@@ -279,28 +279,6 @@ class TestOldNames:
         with Checkpointer("runs/toy/checkpoints") as checkpoints:
             assert set(checkpoints.restore(begun(jdist.mirrored())).metrics) == {"eval/loss", "eval/close"}
 
-    def test_a_run_folder_as_it_once_was_is_gone_on_with(self, jdist_run):
-        jdist_run("name=whole")
-        jdist_run("train.steps=8")
-        like = begun(jdist.mirrored())
-        path = Path("runs/toy/checkpoints")
-        with Checkpointer(path) as checkpoints:
-            restored = checkpoints.restore(like)
-        for save in path.iterdir():
-            save.rename(path.parent / f".{save.name}")
-        with Checkpointer(path, best_metric="close") as checkpoints:  # as runs were saved before `eval/`
-            old = {name.removeprefix("eval/"): value for name, value in restored.metrics.items()}
-            checkpoints.save(8, restored.state, data=restored.data, metrics=old | {"close": 2.0})
-        config = Path("runs/toy/config.yaml")
-        config.write_text(config.read_text().replace("eval/close", "close").replace("callbacks:", "# callbacks:"))
-        code, out, err = jdist_run()
-        assert (code, err) == (0, "")
-        assert "going on from step 8 of 24" in out
-        assert rows_of("runs/toy") == rows_of("runs/whole")
-        jax.tree.map(np.testing.assert_array_equal, params_in("runs/toy", step=24), params_in("runs/whole", step=24))
-        with Checkpointer(path, best_metric="eval/close") as checkpoints:
-            assert checkpoints.best_step == 8
-
 
 def test_the_best_is_kept_where_the_state_before_a_nan_is_saved(jdist_run):
     bad = ["task.options.poison_row=40", "train.seed=5", "checkpoint.every=2", "checkpoint.keep=1", "eval.every=2"]

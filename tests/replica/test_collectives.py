@@ -165,7 +165,7 @@ def test_all_reduce_of_nested_trees_and_its_gradient_in_scan_and_cond(strategy):
 
 @pytest.mark.parametrize("call", [jdist.all_reduce, lambda x, op: jdist.value_and_grad(lambda w: w, op=op)(x)])
 def test_an_unknown_op_is_refused_with_those_allowed(call):
-    with pytest.raises(StepError, match=r"`op` is 'average'; allowed are 'mean', 'sum'"):
+    with pytest.raises(StepError, match=r"`op` is 'average'; it must be (one of )?'mean'"):
         call(1.0, "average")
 
 

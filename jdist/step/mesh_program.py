@@ -48,11 +48,6 @@ class Program:
         with mesh_of_program(self._strategy):
             return self._jitted(*arguments)
 
-    def lower(self, *arguments: PyTree) -> Any:
-        """Lowers the step, without running it."""
-        with mesh_of_program(self._strategy):
-            return self._jitted.lower(*arguments)
-
     def trace(self, *arguments: PyTree) -> Any:
         """Traces the step, without compiling it."""
         with mesh_of_program(self._strategy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -17,33 +16,31 @@ from jax.core import Tracer
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.context import check_not_mixed, in_own_settings, is_foreign, own_settings
-from jdist.core.division import shapes
-from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
+from jdist.core.step_state import loss_scale_of, pack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.batching import has_padding
 from jdist.step import placement
-from jdist.step.base import IGNORES_MASK, Distributed, Preview
+from jdist.step.base import IGNORES_MASK, Preview
 from jdist.step.call_errors import explain
-from jdist.step.error_feedback import ResidualSlot
-from jdist.step.in_flight import Lineage, NewestState, Window, doubt_newest_states
+from jdist.step.in_flight import Lineage, Window, doubt_newest_states
 from jdist.step.mesh_program import REPLICATED, Backend, Program
 from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
-from jdist.step.placement import DonationGuard, shapes_in
-from jdist.step.program_spec import ProgramSpec
+from jdist.step.placement import DonationGuard
 from jdist.step.same_program import check_same_of_processes
-from jdist.step.signature import Call, Others, Signature, Step, is_same_state, split_states, unwrap_per_replica
+from jdist.step.signature import Call, Others, Step, is_same_state, unwrap_per_replica
+from jdist.step.traced_step import TracedStep
 from jdist.step.tree_checks import check_not_traced
 from jdist.support.arrays import check_not_donated, to_host
-from jdist.support.tracebacks import callers_level, hide_own_frames, without_own_frames
+from jdist.support.tracebacks import callers_level, hide_own_frames
 
 PyTree = Any
 _NO_OTHERS = Others((), {})
 
 
-class DistributedStep(Distributed):
+class DistributedStep(TracedStep):
     """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
 
     Attributes:
@@ -54,22 +51,12 @@ class DistributedStep(Distributed):
     """
 
     def __init__(self, strategy: Strategy, step: Step, options: StepOptions, backend: Backend = REPLICATED):
-        self.__name__, self.__wrapped__ = "the step", step
-        functools.update_wrapper(self, step)
-        self.strategy, self.options, self.backend = strategy, options, backend
-        self._step = with_static_leaves(step)
-        self._signature = Signature(step, options, strategy)
-        self._programs: dict[Call, tuple[Program, Traced]] = {}
+        super().__init__(strategy, step, options, backend)
         lead = options.num_step_axes
         self._by_rows = None if strategy.mesh is None else placement.rows_sharding(strategy, lead=lead)
         self._donation_guard = DonationGuard()
         is_plain = options.args == ("state", "batch") and is_first(options.batch_axis) and not options.static_argnames
         self._plain_call = Call(("state", "batch")) if is_plain else None
-        self._newest = NewestState()
-        self._residuals = None
-        if strategy.keeps_residuals:
-            self._residuals = ResidualSlot(self.__name__, step, lambda: self._newest.packed)
-        self._flag_names: list[str] = []
         self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._newest.state)
         self._token = new_token(self.strategy, self.options.steps_per_call)
         self.verification: Any = None
@@ -122,97 +109,6 @@ class DistributedStep(Distributed):
         with self.strategy.cluster.blocked():
             self._window.drain()
 
-    @without_own_frames
-    @in_own_settings
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Traces and lowers the step without running it.
-
-        Args:
-            *args: as in a call; arrays, or `jax.ShapeDtypeStruct`s in their place.
-            **kwargs: as in a call.
-
-        Returns:
-            JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
-        """
-        call, state, batches, others = self._bind_shapes(args, kwargs)
-        try:
-            program, _ = self.program(call)
-            whole = self.strategy.replicated_sharding
-            token, others = shapes_in(self._token, whole), shapes_in(others, whole)
-            batches = placement.batch_shapes(self.strategy, self.options, batches, call.batch_axes)
-            if self.strategy.keeps_residuals:
-                state = self._with_residuals(call, state, batches, others, shapes_alone=True)
-                own = shapes_in(state.residuals, self.strategy.batch_sharding)
-                rest = shapes_in(carrying(state, residuals=None), whole)
-                return program.lower(token, carrying(rest, residuals=own), batches, others)
-            return program.lower(token, shapes(self.strategy, state), batches, others)
-        except Exception as exc:
-            explain(exc, self.strategy, self._signature, call, state, batches, others)
-            raise
-
-    @without_own_frames
-    @in_own_settings
-    def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Returns the state as a call does: in its place, with a loss scale or residuals where a step keeps them.
-
-        To restore a checkpoint into, which holds these too.
-
-        Args:
-            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
-            **kwargs: as in a call.
-
-        Returns:
-            The state, of a step of several a tuple of them; nothing of the step is run.
-        """
-        call, state, batches, others = self._bind_shapes(args, kwargs)
-        state = self.backend.adopt_state(self.strategy, state)
-        if self.strategy.keeps_residuals:
-            state = self._with_residuals(call, state, batches, others)
-        return self._as_returned(unpack(state))
-
-    @in_own_settings
-    def preview(self, *args: Any, **kwargs: Any) -> Preview:
-        """Describes what a call would do: traces the step, compiles and runs nothing.
-
-        Args:
-            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
-            **kwargs: as in a call.
-        """
-        return Preview.of(*self._trace(args, kwargs))
-
-    @in_own_settings
-    def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the step, compiles and runs nothing; its jaxpr, closed. The arguments are those of `preview`."""
-        traced, _, _ = self._trace(args, kwargs)
-        return traced.jaxpr
-
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, tuple[PyTree, ...]]:
-        """Traces a call: what JAX has traced, what is known of the results, and the arguments."""
-        call, state, batches, others = self._bind_shapes(args, kwargs)
-        try:
-            if self.strategy.keeps_residuals:
-                state = self._with_residuals(call, state, batches, others, shapes_alone=True)
-            elif self.strategy.parts is not None:
-                state = shapes(self.strategy, state)
-            program, traced = self.program(call)
-            batch_shapes = placement.batch_shapes(self.strategy, self.options, batches, call.batch_axes)
-            arguments = self._token, state, batch_shapes, others
-            jax_traced = program.trace(*arguments)
-        except Exception as exc:
-            explain(exc, self.strategy, self._signature, call, state, batches, others)
-            raise
-        return jax_traced, traced, arguments
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
-        """Sorts the arguments of a call by role: `(call, state, batches, others)`."""
-        return self._signature.bind(args, kwargs)
-
-    def _bind_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
-        """Sorts arguments that may be shapes; the state is packed, with a loss scale if the step has one."""
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        placement.check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        return call, self._with_loss_scale(pack(state)), batches, others
-
     def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
         """Distributes the same function under another strategy that keeps the state on its devices, with some other options."""
         return DistributedStep(strategy, self._step, dataclasses.replace(self.options, **options))
@@ -239,32 +135,6 @@ class DistributedStep(Distributed):
         preview = Preview.of(program.trace(*arguments), traced, arguments)
         if preview.ignores_mask and set(preview.results) != {"examples"}:  # rows that come back one by one
             warnings.warn(f"{self.__name__} {IGNORES_MASK}", stacklevel=callers_level())
-
-    def _with_loss_scale(self, state: PyTree) -> PyTree:
-        """Gives a state the first loss scale, if the step scales its loss and the state has none."""
-        scaling = self.options.loss_scaling
-        if scaling is None or loss_scale_of(state) is not None:
-            return state
-        return carrying(state, loss_scale=scaling.begin())
-
-    def _with_residuals(
-        self, call: Call, state: PyTree, batches: PyTree, others: Others, *, shapes_alone: bool = False
-    ) -> StepState:
-        """Gives a state residuals of zeros for this step's gradients, or shapes of them, unless it has some."""
-        assert self._residuals is not None  # callers ask `strategy.keeps_residuals` first
-        program, _ = self.program(call)
-
-        def after(state: PyTree) -> PyTree:
-            return program.trace(shapes_in(self._token, None), state, shapes_in(batches, None), others).out_info[1]
-
-        state_shapes = shapes_in(carrying(state, residuals={}), None)
-        sharding = self.strategy.batch_sharding
-        zeros = None if shapes_alone else lambda x: jnp.zeros(x.shape, x.dtype, device=sharding)
-        return self._residuals.filled(call, state, state_shapes, after, zeros)
-
-    def _as_returned(self, state: PyTree) -> PyTree:
-        """Splits a state as a call returns it: into a tuple, if the step has several."""
-        return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
@@ -431,15 +301,6 @@ class DistributedStep(Distributed):
             step = lineage.steps_before + count
             lineage.steps_before = step + 1
         raise non_finite_error(self.__name__, self._flag_names[code - 1], step)
-
-    def program(self, call: Call) -> tuple[Program, Traced]:
-        """Makes the program of calls like this one, once: `(program, what is known of its results)`."""
-        entry = self._programs.get(call)
-        if entry is None:
-            traced = Traced()
-            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._flag_names, self.__name__)
-            entry = self._programs[call] = self.backend.make_program(spec), traced
-        return entry
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

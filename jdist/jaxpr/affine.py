@@ -90,7 +90,7 @@ class AffineRule:
 
         jaxpr = graph.body_of(self._flat)
         try:
-            shape = jax.eval_shape(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+            shape = jax.eval_shape(run, *map(graph.struct_of, jaxpr.invars))
         except (_NotAffineError, OverflowError):  # a negative number times an unsigned one
             return None
         dtype, slope = self._old.aval.dtype, slopes[0]
@@ -316,7 +316,7 @@ def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
     def stay(eqn: Any, operands: list[Any]) -> list[Any] | None:
         return None if collective_of(eqn) is None else eqn.primitive.bind(*operands, **eqn.params)
 
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in given]
+    structs = list(map(graph.struct_of, given))
     piece = graph.subfunction(closed, list(given), [wanted])
     few = jax.make_jaxpr(lambda *values: piece(values))(*structs)
     return jax.make_jaxpr(lambda *values: graph.inlined(few, values, {"jit": stay, "pjit": stay}))(*structs)

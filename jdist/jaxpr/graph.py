@@ -46,39 +46,33 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
     """Replaces results that an equation returns unchanged by its operands."""
     # A scan over layers that also returns their parameters, as `nnx.scan` does, computes nothing
     # from them: their readers must not seem to depend on the scan.
+
+    def results_of(eqn: Any) -> dict[int, Var]:
+        if collective_of(eqn) is None:
+            places = _forwarded_results(eqn)
+        else:  # collectives of a single replica are the identity
+            places = _forwarded_by_one_replica(eqn) if collectives else {}
+        return {result: eqn.invars[operand] for result, operand in places.items()}
+
+    return substituted(closed, results_of, drops=False)
+
+
+def substituted(closed: Any, results_of: Callable[[Any], dict[int, Var]], *, drops: bool = True) -> Any:
+    """Replaces results of equations, by number, by other variables, and drops these equations."""
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
     def resolved(v: Var) -> Var:
         return v if is_literal(v) else source.get(v, v)
 
-    def results_of(eqn: Any) -> dict[int, int]:
-        if collective_of(eqn) is None:
-            return _forwarded_results(eqn)
-        # Collectives of a single replica are the identity.
-        return _forwarded_by_one_replica(eqn) if collectives else {}
-
     equations = []
     for eqn in jaxpr.eqns:
-        equations.append(eqn.replace(invars=[resolved(v) for v in eqn.invars]))
-        for result, operand in results_of(eqn).items():
-            source[eqn.outvars[result]] = equations[-1].invars[operand]
+        eqn = eqn.replace(invars=[resolved(v) for v in eqn.invars])
+        results = results_of(eqn)
+        source.update((eqn.outvars[i], v) for i, v in results.items())
+        if not (results and drops):
+            equations.append(eqn)
     replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
     return ClosedJaxpr(replaced, closed.consts)
-
-
-def substituted(closed: Any, operand: Callable[[Any], Var | None]) -> Any:
-    """Rewrites a function so that the result of an equation for which `operand` gives a variable is that variable."""
-    jaxpr, source = body_of(closed), dict[Var, Var]()
-    equations = []
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[v if is_literal(v) else source.get(v, v) for v in eqn.invars])
-        v = operand(eqn)
-        if v is None:
-            equations.append(eqn)
-        else:
-            source[eqn.outvars[0]] = v
-    outvars = [v if is_literal(v) else source.get(v, v) for v in jaxpr.outvars]
-    return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=outvars), closed.consts)
 
 
 def without(closed: Any, left_out: Callable[[Any], bool]) -> Any:
@@ -159,8 +153,7 @@ def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None
             known.update(zip(eqn.outvars, results, strict=True))
         return [value_of(v, known) for v in body_of(closed).outvars]
 
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body_of(closed).invars]
-    return jax.make_jaxpr(run)(*structs)
+    return jax.make_jaxpr(run)(*map(struct_of, body_of(closed).invars))
 
 
 def all_equations(closed: Any) -> Iterator[Any]:
@@ -343,8 +336,7 @@ def without_mesh(closed: Any) -> Any:
         return list(map(value, jaxpr.outvars))
 
     def again(closed: Any) -> Any:
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body_of(closed).invars]
-        return jax.make_jaxpr(lambda *values: run(closed, values))(*shapes)
+        return jax.make_jaxpr(lambda *values: run(closed, values))(*map(struct_of, body_of(closed).invars))
 
     def clean(param: Any) -> Any:
         if isinstance(param, jax.sharding.Sharding):
@@ -373,6 +365,11 @@ def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
 def value_of(v: Var, known: dict[Var, Any]) -> Any:
     """Looks up the value of an operand: of a literal its own, of a variable the known one."""
     return v.val if is_literal(v) else known[v]
+
+
+def struct_of(v: Var) -> jax.ShapeDtypeStruct:
+    """Describes a variable's value by shape and dtype."""
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
 def is_literal(v: Var) -> bool:

@@ -86,9 +86,9 @@ def split(
     if parts and _cuts_what_varies(closed, of_rows(closed)):
         raise PartsVaryError
 
-    def part_of(eqn: Any) -> Any:
+    def part_of(eqn: Any) -> dict[int, Any]:
         part = given.get(eqn.invars[0]) if is_own_part(eqn) else None
-        return part if part is not None and part.aval.shape == eqn.outvars[0].aval.shape else None
+        return {0: part} if part is not None and part.aval.shape == eqn.outvars[0].aval.shape else {}
 
     closed = graph.substituted(closed, part_of)
     return _Analysis(closed, (state, batch, others), shapes, sizes, otherwise, len(parts)).split()
@@ -200,7 +200,7 @@ class _Analysis:
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
             varies=tuple(graph.is_in(v, varying) or graph.is_in(v, self.of_rows) for v in self.outputs),
             early=early,
-            output_shapes=tuple(map(_struct, self.outputs)),
+            output_shapes=tuple(map(graph.struct_of, self.outputs)),
             update=self._update(early, combined, carried_vars),
             traced=StepJaxpr(
                 closed=self.closed,
@@ -222,7 +222,9 @@ class _Analysis:
         collective = collective_of(self.equations[place])
         assert collective is not None  # every cut is one
         operands = tuple(v.aval.shape for v in self._operands(place))
-        return Cut(collective, tuple(map(_struct, results)), operands, is_read_again=any(v in reads for v in results))
+        return Cut(
+            collective, tuple(map(graph.struct_of, results)), operands, is_read_again=any(v in reads for v in results)
+        )
 
     def _operands(self, place: int) -> list[Any]:
         """Lists the operands of a cut, one for each result."""
@@ -338,10 +340,6 @@ def _leaves(*trees: PyTree) -> list[jax.Array]:
 
 def _take(items: Any, count: int) -> list[Any]:
     return [next(items) for _ in range(count)]
-
-
-def _struct(v: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
 def _is_among(eqn: Any, equations: Sequence[Any]) -> bool:

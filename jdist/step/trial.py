@@ -211,7 +211,7 @@ def _shaken(eqn: Any, multiplies: float, *, is_stored: bool) -> list[Any] | None
         results = eqn.primitive.bind(*terms, **eqn.params)
         return [_with_errors(x, eps) for x in (results if eqn.primitive.multiple_results else [results])]
 
-    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+    closed = jax.make_jaxpr(function)(*map(graph.struct_of, eqn.invars))
     places = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.outvars], [*eqn.invars, *eqn.outvars], strict=True))
 
     def placed(v: Any) -> Any:

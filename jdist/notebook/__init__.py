@@ -1,10 +1,8 @@
 """A function of a notebook in several processes.
 
-source    the source of a function, the names that it uses, and values that differ from it
-program   that source, and that of all it uses, as a script
-values    arguments, constants and results in a file: plain data and arrays
-child     the functions that the script calls in each process
-launch    `jdist.notebook_launch`: writes the script, launches it, and reads the result
+launch   `jdist.notebook_launch`: pickles the function, launches its processes, and reads the result
+pickled  functions, classes and values of a notebook for other processes, and what is returned, by cloudpickle
+child    calls the function in each process
 
 May import: cluster, launcher and what is below them.
 """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jdist.cluster.exit_status import FINISHED
@@ -13,11 +15,10 @@ from jdist.errors import LaunchError, ProcessFailedError
 from jdist.launcher.events import Settings
 from jdist.launcher.launch import make_log_dir
 from jdist.launcher.loop import Launched, Launcher
-from jdist.launcher.options import check_cpu_devices, check_positive, whole_number
-from jdist.notebook import values
-from jdist.notebook.child import result_file
-from jdist.notebook.program import Program
+from jdist.launcher.options import check_cpu_devices
+from jdist.notebook import child, pickled
 from jdist.strategies import libtpu
+from jdist.support import checks
 
 
 def notebook_launch(
@@ -32,32 +33,32 @@ def notebook_launch(
 ) -> Any:
     """Calls a function in several processes of this machine, from a notebook, a script or a shell; none is left afterwards.
 
-    Each process is a fresh Python, whatever this one has done with JAX. It runs the source of `fn` and of what `fn` uses: the
-    notebook's imports, its functions and classes (with their present defaults and public class attributes), and plain values
-    as they are now. All else (models, strategies, arrays of JAX) is made inside of `fn`, or passed in `args`; anything that
-    cannot go to another process is refused by name. `jdist.multi_worker()` in `fn` finds the processes.
+    Each process is a fresh Python, whatever this one has done with JAX. It gets `fn` and what `fn` uses of the notebook, as
+    they are now: functions, classes, imports and values, by cloudpickle in a file that only this user can read. What runs
+    on devices (strategies, arrays of JAX) must be made inside `fn`, or passed in `args`; anything that cannot go to
+    another process is refused by name. `jdist.multi_worker()` in `fn` finds the processes.
 
     Their output is shown line by line, with the index of its process. Interrupting the cell (Ctrl-C) asks them to end, and
-    kills those that have not after `grace_s`; the notebook goes on, and `fn` may catch the KeyboardInterrupt and return what
-    it has. (Python takes interrupts in its main thread, where cells run.)
+    kills those that have not after `grace_s`; the notebook goes on, and `fn` may catch the KeyboardInterrupt and return a
+    result. (Python takes interrupts in its main thread, where cells run.)
 
     One process of each host drives all chips of a TPU: use it by `jdist.tpu()` in the notebook itself; several processes are
     refused there, except with virtual CPU devices. GPUs are for one process, too, unless `fn` itself takes one by its index.
 
     Args:
-        fn: a function at the top of a cell, of a script or of a module, or its name "package.module:function".
-        args: its arguments: plain values, and arrays of NumPy or JAX, which arrive as NumPy's.
+        fn: a function, or its name "package.module:function".
+        args: its arguments; arrays of JAX arrive as NumPy's.
         processes: how many.
         devices_per_process: number of virtual CPU devices of each; None: the devices that JAX finds.
         timeout_s: seconds until all are asked to end; None: no limit.
         grace_s: seconds that the others get to end after one has failed, and all after an interrupt or the timeout.
-        log_dir: folder for the script and each process's output; None: runs/launch-TIME.
+        log_dir: folder for each process's output; None: runs/launch-TIME.
 
     Returns:
         The result of `fn` in process 0, with NumPy arrays in place of JAX's; None if it left by `sys.exit(0)`.
 
     Raises:
-        LaunchError: `fn`, what it uses, or an option is not allowed; tells what to write instead.
+        LaunchError: `fn`, a value that it uses, or an option is not allowed; tells what to write instead.
         ProcessFailedError: `fn` failed in a process, with its traceback; or the time was over.
         KeyboardInterrupt: the cell was interrupted.
 
@@ -66,34 +67,44 @@ def notebook_launch(
         >>> jdist.notebook_launch("platform:python_implementation", processes=1)
         'CPython'
     """
-    processes = whole_number("processes", processes, least=1)
+    processes = checks.whole_number("processes", processes, LaunchError)
     if not isinstance(args, list | tuple):
-        raise LaunchError(f"`args` is {values.kind(args)}; give a tuple with one entry for each argument: args=(x,).")
-    check_positive("grace_s", grace_s)
+        raise LaunchError(f"`args` is {pickled.kind(args)}; give a tuple with one entry for each argument: args=(x,).")
+    grace_s = checks.seconds("grace_s", grace_s, LaunchError)
     if timeout_s is not None:
-        check_positive("timeout_s", timeout_s)
+        timeout_s = checks.seconds("timeout_s", timeout_s, LaunchError)
     check_cpu_devices(devices_per_process, os.environ)
     if devices_per_process is None:
         _check_tpu(processes, os.environ.get("JAX_PLATFORMS", ""), has_tpu=libtpu.has_tpu() and libtpu.is_installed())
-    program = Program(fn, args)
-    folder = make_log_dir(log_dir)
-    devices = "" if devices_per_process is None else f" --devices-per-process {devices_per_process}"
-    script = program.write(folder, command=f"jdist launch --processes {processes}{devices}")
-    result = result_file(script)
-    result.unlink(missing_ok=True)  # of an earlier launch into the same folder
+    name = _name_of(fn)
+    call = child.dumps(fn, args, name)
     which = f"{processes} process{'es' if processes > 1 else ''}"
-    launcher = Launcher(
-        Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
-        [sys.executable, str(script)],
-        log_dir=folder,
-        devices_per_process=devices_per_process,
-        timeout_s=timeout_s,
-        explains=False,
-    )
-    launched = launcher.run(f"{which} of {script}")
-    if launched.exit_code == FINISHED:
-        return values.read(result) if result.exists() else None
+    with tempfile.TemporaryDirectory(prefix="jdist-") as folder:  # for this user alone
+        file = Path(folder, "call")
+        file.write_bytes(call)
+        launcher = Launcher(
+            Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
+            [sys.executable, "-P", "-c", child.PROGRAM, str(file)],
+            log_dir=make_log_dir(log_dir),
+            devices_per_process=devices_per_process,
+            timeout_s=timeout_s,
+            explains=False,
+        )
+        launched = launcher.run(f"{which} of {name}")
+        if launched.exit_code == FINISHED:
+            return child.read_result(file)
     raise _error(launched, which, timeout_s)
+
+
+def _name_of(fn: Callable[..., Any] | str) -> str:
+    if isinstance(fn, str):
+        module, _, name = fn.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), name)):
+            raise LaunchError(f"`fn` is {fn!r}; a name is 'package.module:function'.")
+        return name
+    if not callable(fn):
+        raise LaunchError(f"`fn` is {pickled.kind(fn)}; pass a function, and its arguments as `args`.")
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _check_tpu(processes: int, platforms: str, *, has_tpu: bool) -> None:

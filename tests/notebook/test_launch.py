@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -77,20 +78,22 @@ def fine():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"processes": 0}, "processes=0 is too small"),
-        ({"processes": "1:4"}, "processes='1:4' is not a number"),
-        ({"devices_per_process": 0}, "devices_per_process=0 is too small"),
-        ({"timeout_s": 0}, "timeout_s=0 is not a duration"),
-        ({"grace_s": -1}, "grace_s=-1 is not a duration"),
-        ({"grace_s": "a"}, "grace_s='a' is not a duration"),
-        ({"timeout_s": float("nan")}, "timeout_s=nan is not a duration"),
+        ({"processes": 0}, "`processes` is 0; it must be a whole number, 1 or more"),
+        ({"processes": "1:4"}, "`processes` is '1:4'; it must be a whole number"),
+        ({"devices_per_process": 0}, "`devices_per_process` is 0; it must be a whole number, 1 or more"),
+        ({"timeout_s": 0}, "`timeout_s` is 0; it must be a number of seconds above 0"),
+        ({"grace_s": -1}, "`grace_s` is -1; it must be a number of seconds above 0"),
+        ({"grace_s": "a"}, "`grace_s` is 'a'; it must be a number of seconds"),
+        ({"timeout_s": float("nan")}, "`timeout_s` is nan; it must be a number of seconds"),
         ({"args": 3}, r"`args` is an int; .*args=\(x,\)"),
-        ({"args": (1, object())}, r"`args\[1\]` is an object, which cannot be given"),
+        ({"args": (1, threading.Lock())}, r"`args\[1\]` is a _thread.lock, which cannot go to another process"),
+        ({"fn": "no name"}, "'no name'; a name is 'package.module:function'"),
+        ({"fn": 3}, "`fn` is an int; pass a function"),
     ],
 )
 def test_options_that_are_not_right(tmp_path, options, message):
     with pytest.raises(LaunchError, match=message):
-        jdist.notebook_launch(fine, **options, log_dir=tmp_path / "logs")
+        jdist.notebook_launch(**{"fn": fine, **options}, log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
 
 
@@ -184,9 +187,34 @@ def leave():
 
 
 def test_one_that_leaves_returns_nothing(tmp_path):
-    for fn, returned in ((fine, 1), (leave, None)):
-        (tmp_path / "notebook_leave.returned.npz").touch()
+    for fn, returned in (("tests.notebook.notebook_cells:nothing", None), (fine, 1), (leave, None)):
         assert jdist.notebook_launch(fn, processes=1, log_dir=tmp_path) == returned
+
+
+def look_at_files():
+    file = sys.argv[1]
+    return file, *(os.stat(each).st_mode & 0o777 for each in (file, os.path.dirname(file)))
+
+
+def test_the_function_goes_by_a_file_that_others_cannot_read(tmp_path):
+    before = os.umask(0)
+    try:
+        file, _, folder_mode = jdist.notebook_launch(look_at_files, processes=1, log_dir=tmp_path)
+    finally:
+        os.umask(before)
+    assert folder_mode == 0o700
+    assert not os.path.exists(os.path.dirname(file))
+
+
+def give_back():
+    return {"s": [threading.Lock()]}
+
+
+def test_a_result_that_cannot_be_handed_back(tmp_path):
+    with pytest.raises(
+        ProcessFailedError, match=r"`give_back` returned at \['s'\]\[0\] a _thread.lock, which cannot be"
+    ):
+        jdist.notebook_launch(give_back, processes=1, log_dir=tmp_path)
 
 
 # ---- from a notebook
@@ -258,6 +286,21 @@ jdist.notebook_launch(work, args=(np.arange(3),))
     text, error = kernel.run("def lives(): return live.sum()\njdist.notebook_launch(lives)")
     assert error == "LaunchError"
     assert "`lives` uses `live`, a jax.Array" in text
+    kernel.run("import typing\nfrom flax.training.train_state import TrainState\nimport jax")
+    kernel.run("class State(TrainState):\n    stats: typing.Any")
+    text, error = kernel.run("""
+def leaves():
+    state = State(step=0, apply_fn=None, params=1, tx=None, opt_state=2, stats=3)
+    return jax.tree.leaves(state), state
+found = jdist.notebook_launch(leaves, processes=1)
+found[0], type(found[1]) is State
+""")
+    assert (error, text.splitlines()[-1]) == (None, "([0, 1, 2, 3], True)"), text
+    text, error = kernel.run(
+        "def fails():\n    raise ValueError('in a cell')\njdist.notebook_launch(fails, processes=1)"
+    )
+    assert error == "ProcessFailedError"
+    assert "    raise ValueError('in a cell')\n" in text  # the line of the cell
 
 
 @in_kernel
@@ -290,12 +333,6 @@ print(jdist.notebook_launch(work, ("file.txt",), processes=1), in_notebook())
         text, error = kernel.run(f"def magic():\n    {line}\njdist.notebook_launch(magic, processes=1)")
         assert error == "LaunchError", text
         assert "`magic` has a line that begins with `!` or `%`, which only IPython knows; write it in Python." in text
-    text, error = kernel.run(
-        "page = type('page', (), {'__module__': 'IPython.mine'})()\n"
-        "def shows(): return page\njdist.notebook_launch(shows, processes=1)"
-    )
-    assert error == "LaunchError", text
-    assert "`shows` uses `page`, an IPython.mine.page, which stays in this process." in text
 
 
 @in_kernel

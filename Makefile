@@ -133,7 +133,7 @@ trackers:
 ray:
 	$(MAKE) setup VENV=.venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
-	.venv-ray/bin/python -m pytest -n0 tests/launchers
+	.venv-ray/bin/python -m pytest -n0 tests/launcher/test_engines.py tests/launcher/test_place.py
 
 bench: setup
 	$(BIN)/python benchmarks/start.py

@@ -149,7 +149,7 @@ def main() -> None:
 
     os.environ[STARTED] = str(time.time())
     command = [sys.executable, str(Path(__file__).absolute()), "--worker", "--rounds", str(args.rounds)]
-    launched = jdist.cluster.launch(command, processes=args.processes, devices_per_process=1)
+    launched = jdist.launch(command, processes=args.processes, devices_per_process=1)
     sys.exit(launched.exit_code)
 
 

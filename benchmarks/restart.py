@@ -81,7 +81,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as name:
                     folder = Path(name)
                     command = [str(Path(__file__).absolute()), "--worker", name, str(who), signal_name]
-                    launched = jdist.cluster.launch(
+                    launched = jdist.launch(
                         [sys.executable, *command], processes=args.processes, devices_per_process=1, max_restarts=1
                     )
                     if launched.exit_code != 0:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from jdist import cluster as cluster
     from jdist import data as data
     from jdist import errors as errors
-    from jdist import launchers as launchers
     from jdist import metrics as metrics
     from jdist import nnx as nnx
     from jdist import plan as plan
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from jdist.core.strategy import Strategy as Strategy
     from jdist.data.options import InputContext as InputContext
     from jdist.data.options import InputOptions as InputOptions
+    from jdist.launcher.launch import launch as launch
+    from jdist.launcher.ray import ray_launch as ray_launch
     from jdist.loop.evaluate import evaluate as evaluate
     from jdist.loop.evaluate import predict as predict
     from jdist.loop.export import export as export
@@ -76,7 +77,6 @@ _MODULES = (
     "cluster",
     "data",
     "errors",
-    "launchers",
     "metrics",
     "nnx",
     "plan",
@@ -116,6 +116,7 @@ _NAMES = {
     "grad": "jdist.replica.gradients",
     "has_strategy": "jdist.core.context",
     "in_replica_context": "jdist.core.context",
+    "launch": "jdist.launcher.launch",
     "make_strategy": "jdist.strategies.by_name",
     "mean": "jdist.replica.collectives",
     "mirrored": "jdist.strategies.mirrored",
@@ -127,6 +128,7 @@ _NAMES = {
     "parameter_server": "jdist.strategies.parameter_server",
     "precision": "jdist.core.precision",
     "predict": "jdist.loop.evaluate",
+    "ray_launch": "jdist.launcher.ray",
     "replica_axes": "jdist.replica.collectives",
     "replica_id": "jdist.replica.collectives",
     "replica_rng": "jdist.replica.collectives",

@@ -15,7 +15,6 @@ ORDER = [
     "reduction",
     "cluster",
     "launcher",
-    "launchers",
     "data",
     "core",
     "replica",
@@ -49,10 +48,6 @@ ORDER = [
 ]
 ALLOWED = {
     ("jdist.experiment.environment", "jdist"): "a run's record has jdist's version and folder",
-    (
-        "jdist.cluster",
-        "jdist.launcher.launch",
-    ): "`jdist.cluster.launch` is a public name, imported when it is asked for",
 }
 # Files that stand for a user's own, and import what users import.
 AS_USERS = ("jdist.tasks.", "jdist.doctor.together")

@@ -4,7 +4,7 @@ Start at `spec.ClusterSpec`, which `resolvers` read from the environment, and at
 process's part in the job. `watch` knows which processes are alive and where they are; `stop` ends all after
 the same step; `exit_status` is what a launcher reads.
 
-May import: support, errors. (`launch` lives in the launcher's room, and is imported when it is asked for.)
+May import: support, errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from jdist.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from jdist.cluster.stop import preemption as preemption
-    from jdist.launcher.launch import launch as launch
 
 __all__ = [
     "DEFAULT",
@@ -34,7 +33,6 @@ __all__ = [
     "Resolver",
     "jax_env",
     "kubernetes",
-    "launch",
     "leader_worker_set",
     "lsf",
     "mpi",
@@ -52,8 +50,8 @@ __all__ = [
     "union",
     "vertex",
 ]
-# Reading the cluster needs neither the launcher nor JAX.
-_LAZY = {"launch": "jdist.launcher.launch", "preemption": "jdist.cluster.stop"}
+# Reading the cluster does not need JAX.
+_LAZY = {"preemption": "jdist.cluster.stop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
-"""`jdist launch`: starts the processes of a job on this host, watches them, and restarts them.
+"""`jdist launch`: starts the processes of a job on this host, or in Ray's actors, watches them, and restarts them.
 
-Start at `launch.launch`. `supervisor` is a pure state machine, `loop` feeds it `events` and carries out its commands;
-`exit_cause` finds which process is to blame.
+Start at `launch.launch`; `ray.ray_launch` runs the same `loop`. `supervisor` is a pure state machine, `loop` feeds it
+`events` and carries out its commands; `process` starts a process and shows its output; `exit_cause` finds which process
+is to blame.
 
 May import: cluster and what is below it.
 """

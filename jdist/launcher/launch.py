@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdist.errors import LaunchError
+from jdist.launcher.events import Settings
 from jdist.launcher.exit_cause import PS, WORKER, Task
 from jdist.launcher.loop import Launched, Launcher
-from jdist.launcher.options import (
-    check_cpu_devices,
-    command_line,
-    make_settings,
-    parse_servers,
-)
+from jdist.support import checks
+
+_RESTARTS_OF_A_RANGE = 3
 
 
 def launch(
@@ -110,3 +111,98 @@ def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
     except OSError as exc:
         raise LaunchError(f"log_dir={log_dir}: {exc}. Give a folder that can be written.") from exc
     raise LaunchError(f"runs/{name} and 98 more like it exist already; give log_dir.")
+
+
+def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
+    """Parses the fewest and the most processes: 4, "4", "1:4" or (1, 4)."""
+    parts = [str(part) for part in processes] if isinstance(processes, tuple) else str(processes).split(":")
+    if len(parts) in (1, 2) and all(part.isascii() and part.isdigit() for part in parts):
+        smallest, largest = int(parts[0]), int(parts[-1])
+        if 1 <= smallest <= largest:
+            return smallest, largest
+    raise LaunchError(
+        f"`processes` is {processes!r}; it must be a whole number, 1 or more, or the fewest and the most as MIN:MAX (1:4)."
+    )
+
+
+def parse_servers(workers: int | None, ps: int | None, processes: object) -> tuple[int, int] | None:
+    """Checks the numbers of workers and parameter servers; None for a job without them."""
+    if workers is None and ps is None:
+        return None
+    if processes is not None:
+        raise LaunchError(
+            f"processes={processes} and workers={workers}, ps={ps} are given. `processes` is for jobs that train in step; a "
+            "parameter server has `workers` and `ps`, and its program runs once, as the chief."
+        )
+    if workers is None or ps is None:
+        missing, there = ("workers", "ps") if workers is None else ("ps", "workers")
+        raise LaunchError(f"`{there}` is given without `{missing}`; a parameter server needs both, from 1 on.")
+    return checks.whole_number("workers", workers, LaunchError), checks.whole_number("ps", ps, LaunchError)
+
+
+def make_settings(
+    processes: int | str | tuple[int, int],
+    *,
+    max_restarts: int | None,
+    grace_s: float,
+    stop_timeout_s: float,
+    regrow_s: float,
+    evaluator: bool = False,
+    chief: bool = False,
+) -> Settings:
+    """Checks `launch`'s arguments; `chief`: for a parameter server's chief."""
+    smallest, largest = parse_processes(processes)
+    restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
+    return Settings(
+        smallest=smallest,
+        largest=largest,
+        evaluator=evaluator,
+        chief=chief,
+        max_restarts=checks.whole_number("max_restarts", restarts, LaunchError, least=0),
+        grace_s=checks.seconds("grace_s", grace_s, LaunchError),
+        stop_timeout_s=checks.seconds("stop_timeout_s", stop_timeout_s, LaunchError),
+        regrow_s=checks.seconds("regrow_s", regrow_s, LaunchError),
+        seed=random.SystemRandom().getrandbits(32),
+    )
+
+
+def command_line(command: Sequence[str], *, devices_per_process: int | None = None) -> list[str]:
+    """Makes the command line of each process from a config, script, `-m` module or program."""
+    # `devices_per_process` replaces a config's `platform.cpu_devices`.
+    if not command or not command[0]:
+        raise LaunchError(
+            "nothing to launch. Give a config or a script after `--`: "
+            "jdist launch --processes 2 -- configs/digits.yaml train.steps=500"
+        )
+    target, arguments = command[0], list(command[1:])
+    ending = Path(target).suffix
+    if ending in (".yaml", ".yml", ".py") and not Path(target).is_file():
+        raise LaunchError(f"{target}: no such file in {Path.cwd()}.")
+    if ending in (".yaml", ".yml"):
+        devices = [] if devices_per_process is None else [f"platform.cpu_devices={devices_per_process}"]
+        return [sys.executable, "-m", "jdist", "run", target, *devices, *arguments]
+    if ending == ".py":
+        return [sys.executable, target, *arguments]
+    if target == "-m":
+        if not arguments:
+            raise LaunchError("`-m` needs the name of a module: jdist launch --processes 2 -- -m my_package.train")
+        return [sys.executable, *command]
+    if shutil.which(target) is None:
+        raise LaunchError(
+            f"{target}: no such program. What is launched is a config (.yaml, .yml), a script (.py), `-m` and a "
+            f"module, or a program."
+        )
+    return list(command)
+
+
+def check_cpu_devices(devices_per_process: int | None, environ: Mapping[str, str]) -> None:
+    """Checks the number of virtual CPU devices; None: the devices that JAX finds."""
+    if devices_per_process is None:
+        return
+    checks.whole_number("devices_per_process", devices_per_process, LaunchError)
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        raise LaunchError(
+            f"devices_per_process={devices_per_process} asks for virtual CPU devices, but JAX_PLATFORMS={platforms} "
+            f"rules them out. Unset it, or leave devices_per_process out."
+        )

@@ -19,12 +19,11 @@ from pathlib import Path
 
 from jdist.cluster.environment import RECORD_FOLDER, TOKEN
 from jdist.cluster.exit_status import PEER_LOST
-from jdist.launcher.console import Console, prefix
 from jdist.launcher.environment import child_environment
 from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
 from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary, verdict
-from jdist.launcher.host import Host, LocalHost
-from jdist.launcher.output import Controlled, LogFile, Stream
+from jdist.launcher.output import Console, LogFile, prefix
+from jdist.launcher.process import Host, LocalHost, Process, Stream
 from jdist.launcher.record import Record
 from jdist.launcher.supervisor import Restarts, begin, step
 
@@ -69,11 +68,11 @@ class Launcher:
         self._environ = {TOKEN: secrets.token_hex(16), **os.environ}
         self._console, self._prefixes = Console(), _prefixes(settings, servers)
         self._selector = selectors.DefaultSelector()
-        self._processes: dict[Task, Controlled] = {}
+        self._processes: dict[Task, Process] = {}
         self._stderr: dict[Task, str] = {}
         self._causes: dict[int, str] = {}
         self._events: deque[Event] = deque()
-        self._reading: dict[int, tuple[Controlled, Stream]] = {}
+        self._reading: dict[int, tuple[Process, Stream]] = {}
         self._paused = False
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
@@ -121,7 +120,7 @@ class Launcher:
                         self._obey(commands)
             finally:
                 for process in self._processes.values():
-                    process.control.close()  # all guards at once, before any is waited for
+                    process.transport.control.close()  # all guards at once, before any is waited for
                 for process in self._processes.values():
                     process.abandon()
         return state
@@ -141,8 +140,8 @@ class Launcher:
         for key, _ in self._selector.select(timeout):
             if key.data == "signals":
                 self._hear(os.read(self._signals, 64))
-            elif isinstance(key.data, Controlled):
-                if key.data.listen():
+            elif isinstance(key.data, Process):
+                if key.data.transport.is_gone():
                     self._gone(key.data)
             elif key.fd in self._reading:  # not if its process has just gone
                 process, stream = self._reading[key.fd]
@@ -174,8 +173,8 @@ class Launcher:
                 with contextlib.suppress(OSError):  # full
                     os.write(self._others, bytes([number]))
 
-    def _gone(self, process: Controlled) -> None:
-        self._selector.unregister(process.control)
+    def _gone(self, process: Process) -> None:
+        self._selector.unregister(process.transport.control)
         for stream in process.streams:
             self._stop_reading(stream.pipe)
         code, at = process.finish(time.monotonic())
@@ -196,7 +195,7 @@ class Launcher:
                 self._start(command)
             elif isinstance(command, Send):
                 for task in command.tasks & self._processes.keys():
-                    self._processes[task].send(command.signal)
+                    self._processes[task].transport.send(command.signal)
             elif isinstance(command, str):
                 self._say(command)
             elif command.guilty is not None:
@@ -241,17 +240,12 @@ class Launcher:
         attempt = self._attempt
         log = self._log_path(task, attempt)
         environ = {RECORD_FOLDER: str(log.parent.absolute()), **self._environ}
-        process = self._host.spawn(
-            task,
-            line,
-            child_environment(environ, task, self._cluster, attempt=attempt, devices_per_process=self._devices),
-            log=LogFile(log),
-            prefixes=self._prefixes[task],
-            console=self._console,
-        )
+        environ = child_environment(environ, task, self._cluster, attempt=attempt, devices_per_process=self._devices)
+        transport = self._host.start(task, line, environ)
+        process = Process(task, transport, log=LogFile(log), prefixes=self._prefixes[task], console=self._console)
         self._processes[task] = process
         self._record.add("process", attempt=attempt, process=task.label)
-        self._selector.register(process.control, selectors.EVENT_READ, process)
+        self._selector.register(process.transport.control, selectors.EVENT_READ, process)
         for stream in process.streams:
             self._reading[stream.pipe] = process, stream
             if not self._paused:

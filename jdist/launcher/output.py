@@ -1,24 +1,16 @@
-"""The output of a launched process: its lines on the terminal, its log, and the end of its standard error."""
+"""The output of launched processes: `LogFile`, the lines of a stream, and the `Console` that shows them."""
 
 from __future__ import annotations
 
-import abc
-import os
-import signal
-import socket
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import collections
+import io
+import threading
 from pathlib import Path
 from typing import IO
 
-from jdist.launcher.console import Console
-from jdist.launcher.exit_cause import Task
-
-_CHUNK = 1 << 16
-_REMEMBERED = 1 << 16  # bytes of standard error that are kept, to find a traceback in
 LONGEST_LINE = 64 * 1024  # a longer line is passed on in pieces
 PROGRESS_EVERY_S = 5.0
+FULL = 4 << 20  # bytes that wait to be written, at which reading should pause
 
 
 class LogFile:
@@ -87,93 +79,76 @@ class Lines:
         return shown
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A process's standard output or error, and where it is shown."""
+class Console:
+    """Standard output and error, in whole lines and in order; a thread writes them, as a terminal may stand still."""
 
-    pipe: int
-    lines: Lines
-    shown_at: IO[str]
-    prefix: bytes
-    is_error: bool
-
-
-class Controlled(abc.ABC):
-    """A process that the launcher controls: its output is logged, and shown with `prefixes`."""
-
-    # Subclasses know its place. The process is gone once `control`, the launcher's end of a socket,
-    # is at its end. `pipes` and `prefixes` are for standard output and standard error.
-
-    def __init__(
-        self,
-        task: Task,
-        control: socket.socket,
-        pipes: Sequence[int],
-        *,
-        log: LogFile,
-        prefixes: tuple[bytes, bytes],
-        console: Console,
-    ) -> None:
-        self.task, self.control, self.log = task, control, log
-        out, err = pipes
-        out_prefix, error_prefix = prefixes
-        self.streams = [
-            Stream(out, Lines(), sys.stdout, out_prefix, is_error=False),
-            Stream(err, Lines(), sys.stderr, error_prefix, is_error=True),
-        ]
-        for stream in self.streams:
-            os.set_blocking(stream.pipe, False)
-        self.control.setblocking(False)
-        self._console = console
-        self._stderr = b""
-
-    @abc.abstractmethod
-    def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process."""
-
-    @abc.abstractmethod
-    def listen(self) -> bool:
-        """Reads from `control`; returns whether the process is gone, and all that was started with it."""
-
-    @abc.abstractmethod
-    def finish(self, now: float) -> tuple[int, float]:
-        """Reads the rest of a gone process's output and closes all; returns `(exit code, end)`."""
-        # The exit code is minus the signal's number if the process was killed.
-
-    @abc.abstractmethod
-    def abandon(self) -> None:
-        """Kills the process and all that it started; waits for that a limited time."""
-
-    def read(self, stream: Stream, now: float) -> bool:
-        """Reads, logs and shows a piece of output; returns whether there may be more."""
-        try:
-            data = os.read(stream.pipe, _CHUNK)
-        except BlockingIOError:
-            return False
-        if data:
-            self._take(stream, *stream.lines.feed(data, now))
-        return bool(data)
-
-    def read_rest(self, now: float) -> None:
-        """Reads what is left of the output."""
-        for stream in self.streams:
-            while self.read(stream, now):
-                pass
-            self._take(stream, *stream.lines.close())
+    def __init__(self) -> None:
+        self._waiting: collections.deque[tuple[IO[str], bytes]] = collections.deque()
+        self._size, self._closed = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="jdist-launch-console", daemon=True)
+        self._thread.start()
 
     @property
-    def stderr(self) -> str:
-        """The end of its standard error."""
-        return self._stderr.decode(errors="replace")
+    def is_full(self) -> bool:
+        return self._size > FULL
 
-    def _take(self, stream: Stream, whole: bytes, shown: bytes) -> None:
-        if whole:
-            self.log.write(whole)
-            if stream.is_error:
-                self._stderr = (self._stderr + whole)[-_REMEMBERED:]
-        if shown:
-            lines = stream.prefix + shown[:-1].replace(b"\n", b"\n" + stream.prefix) + b"\n"
-            self._console.write(stream.shown_at, lines)
+    def write(self, file: IO[str], lines: bytes) -> None:
+        """Queues lines; returns at once."""
+        if lines:
+            with self._changed:
+                self._waiting.append((file, lines))
+                self._size += len(lines)
+                self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until all is written, or nothing of it within `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        left = None
+        while self._thread.is_alive() and left != self._size:
+            left = self._size
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        broken: set[int] = set()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                file, lines = self._waiting.popleft()
+            if id(file) not in broken:
+                try:
+                    _write(file, lines)
+                except (OSError, ValueError):  # the terminal, or the reader of the pipe, is gone; the logs go on
+                    broken.add(id(file))
+            with self._changed:
+                self._size -= len(lines)
+
+
+def _write(file: IO[str], lines: bytes) -> None:
+    if isinstance(file, io.TextIOWrapper):
+        file.flush()
+        file.buffer.write(lines)
+    else:  # a notebook's
+        file.write(lines.decode(errors="replace"))
+    file.flush()
+
+
+def prefix(label: str, file: IO[str], colour: str) -> bytes:
+    """Makes the prefix of a process's lines, in colour where they go to a terminal."""
+    text = f"[{label}] "
+    if not file.isatty():
+        return text.encode()
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    rich = RichConsole(file=file)  # heeds what the terminal can, and NO_COLOR
+    with rich.capture() as captured:
+        rich.print(Text(text, style=colour), end="")
+    return captured.get().encode()
 
 
 def _overwritten(line: bytes) -> bytes:

@@ -13,9 +13,8 @@ from typing import Any
 from jdist.cluster.exit_status import FINISHED
 from jdist.errors import LaunchError, ProcessFailedError
 from jdist.launcher.events import Settings
-from jdist.launcher.launch import make_log_dir
+from jdist.launcher.launch import check_cpu_devices, make_log_dir
 from jdist.launcher.loop import Launched, Launcher
-from jdist.launcher.options import check_cpu_devices
 from jdist.notebook import child, pickled
 from jdist.strategies import libtpu
 from jdist.support import checks

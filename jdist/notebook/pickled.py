@@ -9,6 +9,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import functools
 import inspect
 import io
@@ -54,6 +55,8 @@ class Pickler(cloudpickle.Pickler):
         module = _module_of(obj)
         if is_jax_array(obj):
             return _on_host(obj, self.jax_arrays).__reduce__()
+        if isinstance(obj, CodeType):  # cloudpickle leaves its file out, which tracebacks and steps name
+            return _code, (obj.co_filename, *self.dispatch_table[CodeType](obj)[1])
         if isinstance(obj, type) and obj.__module__ == "__main__":
             return obj.__qualname__ if self._to_notebook else self._class(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
@@ -63,7 +66,7 @@ class Pickler(cloudpickle.Pickler):
         if module == "IPython.core.autocall":
             return getattr, (builtins, "exit")
         if isinstance(obj, MethodType) and obj.__name__ == "get_ipython":
-            return "no_ipython"
+            return getattr, (sys.modules[__name__], "no_ipython")
         if isinstance(obj, FunctionType) and obj.__globals__ is self.namespace:
             self._look_at(obj)
         return super().reducer_override(obj)
@@ -217,6 +220,10 @@ def no_ipython() -> None:
     raise NameError("name 'get_ipython' is not defined: a launched process is plain Python")
 
 
+def _code(file: str, *arguments: Any) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=file)
+
+
 def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
 
@@ -240,10 +247,10 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
         used |= {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
         used |= {f"{value.__name__}.__defaults__[{i}]": part for i, part in enumerate(value.__defaults__ or ())}
         yield from ((value.__name__, name, part) for name, part in used.items())
-    elif isinstance(value, type):
-        if value.__module__ == "__main__":
-            namespace = vars(sys.modules["__main__"])
+    elif isinstance(value, type) and value.__module__ == "__main__":
+        with contextlib.suppress(Refused):  # without a source
             text, node = source_of(value)
+            namespace = vars(sys.modules["__main__"])
             used = {name: namespace.get(name) for name in sorted(set().union(*names_of(text)))}
             used |= {f"{value.__name__}.{name}": part for name, part in _attributes(value, node).items()}
             yield from ((value.__name__, name, part) for name, part in used.items())
@@ -255,7 +262,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
         yield "", path, value.__func__ if isinstance(value, MethodType) else value.func
     elif hasattr(value, "__wrapped__"):
         yield "", path, value.__wrapped__
-    elif not isinstance(value, ModuleType):
+    elif not isinstance(value, type | ModuleType) and not is_jax_array(value):
         yield from (("", f"{path}.{name}", part) for name, part in getattr(value, "__dict__", {}).items())
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jdist.launcher.process import GUARD, end_of
+from jdist.launcher.process import GuardPipe
 from jdist.report.files import writing
 
 
@@ -61,24 +58,8 @@ def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
     # starts, ends with this process, however that ends. `stop` forwards it the signals that come
     # here.
     with writing(log), log.open("wb") as output:
-        control, guards_end = socket.socketpair()
-        with control:
-            with guards_end:
-                guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(GUARD), *command],
-                    stdin=guards_end.fileno(),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=dict(os.environ),
-                    start_new_session=True,
-                )
-
-            def send(number: signal.Signals) -> None:
-                with contextlib.suppress(OSError):  # it has just ended
-                    control.send(bytes([number]))
-
-            report = b""
-            with stop.passed_on(send):
-                while part := control.recv(4096):  # as long as the run lasts; signals get through meanwhile
-                    report += part
-    return end_of(guard, report)[0]
+        guard = GuardPipe(command, os.environ, output=output)
+        with contextlib.closing(guard), stop.passed_on(guard.send):
+            while not guard.is_gone():  # waits as long as the run lasts; signals get through meanwhile
+                pass
+    return guard.end()[0]

@@ -21,9 +21,7 @@ def folder(tmp_path_factory):
     """What save_in_processes.py leaves."""
     folder = tmp_path_factory.mktemp("saved")
     script = Path(__file__).with_name("save_in_processes.py")
-    launched = jdist.cluster.launch(
-        [str(script), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
-    )
+    launched = jdist.launch([str(script), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs")
     assert launched.exit_code == 0, launched
     return folder
 

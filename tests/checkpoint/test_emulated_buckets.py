@@ -108,7 +108,7 @@ def test_two_processes_go_on_after_one_is_killed(store, url, tmp_path, victim, p
     """Each writes its part; after a kill at each point of the third save the job is started again, and loses nothing."""
     script = Path(__file__).with_name("save_in_bucket.py")
     monkeypatch.setenv("JDIST_FAILPOINTS", f"process={victim}:{point}:kill@3")
-    launched = jdist.cluster.launch(
+    launched = jdist.launch(
         [str(script), url, str(tmp_path)], processes=2, devices_per_process=2, max_restarts=1, log_dir=tmp_path / "logs"
     )
     assert launched.exit_code == 0, launched

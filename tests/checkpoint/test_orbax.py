@@ -394,7 +394,7 @@ def test_a_host_holds_one_large_leaf_at_a_time(managed, monkeypatch):
 def test_each_process_reads_into_its_parts(tmp_path):
     orbax_saves(tmp_path / "saved", {"w": jnp.arange(257257.0).reshape(1001, 257), "n": jnp.int32(3)})
     script = Path(__file__).with_name("orbax_in_processes.py")
-    launched = jdist.cluster.launch(
+    launched = jdist.launch(
         [str(script), str(tmp_path / "saved")], processes=2, devices_per_process=2, log_dir=tmp_path / "logs"
     )
     assert launched.exit_code == 0, launched

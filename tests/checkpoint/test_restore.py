@@ -118,7 +118,7 @@ def test_which_pieces_meet_a_box():
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("restored")
-    launched = jdist.cluster.launch(
+    launched = jdist.launch(
         [program.__file__, str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
     )
     assert launched.exit_code == 0, launched

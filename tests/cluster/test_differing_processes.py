@@ -20,9 +20,7 @@ PROGRAM = Path(__file__).with_name("differing_processes.py")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("differing")
-    launched = jdist.cluster.launch(
-        [str(PROGRAM), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
-    )
+    launched = jdist.launch([str(PROGRAM), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs")
     assert launched.exit_code == 0
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jdist.cluster import launch
+from jdist import launch
 from tests.by_default import some
 from tests.cluster.fault_jobs import BOUND_S, LIGHT, ROOT, STEPS, TIMEOUT_S, Job
 

@@ -18,9 +18,7 @@ PROGRAM = Path(__file__).with_name("several_processes_api.py")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("api")
-    launched = jdist.cluster.launch(
-        [str(PROGRAM), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
-    )
+    launched = jdist.launch([str(PROGRAM), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs")
     assert launched.exit_code == 0
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 

@@ -40,7 +40,7 @@ SHARED_OUT["4x1"].append(("sharded", "gan", "steps_per_call", "sgd"))
 def trained(layout: str, cases: tuple[tuple[str, ...], ...], folder: Path) -> Path:
     """Where one launch, of all of the cases, has left what came of them."""
     processes, devices = LAYOUTS[layout]
-    launched = jdist.cluster.launch(
+    launched = jdist.launch(
         [str(PROGRAM), str(folder), *map("-".join, cases)],
         processes=processes,
         devices_per_process=devices,

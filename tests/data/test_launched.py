@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 def launched(folder, processes, devices, *arguments):
     """What each process wrote down."""
-    result = jdist.cluster.launch(
+    result = jdist.launch(
         [str(PROGRAM), str(folder), *arguments],
         processes=processes,
         devices_per_process=devices,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jdist.cluster import launch, resolve
+from jdist import launch
+from jdist.cluster import resolve
 from jdist.cluster.resolvers.resolve import STARTED
 from jdist.errors import ClusterConfigError
 

@@ -17,7 +17,7 @@ MODULES = [
     for path in sorted((ROOT / "jdist").rglob("*.py"))
     if ">>> " in path.read_text()
 ]
-ROOMS = ("callbacks", "cluster", "data", "launchers", "metrics", "ps", "reduction", "tasks", "train", "weights")
+ROOMS = ("callbacks", "cluster", "data", "metrics", "ps", "reduction", "tasks", "train", "weights")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -57,7 +57,7 @@ def test_the_programs_print_what_the_guide_says(program, output, capsys):
 def test_the_program_of_several_workers_runs_as_two(tmp_path, capfd):
     program, output = PROGRAMS[2]
     (script := tmp_path / "train.py").write_text(program)
-    assert jdist.cluster.launch([str(script)], processes=2, devices_per_process=1, log_dir=tmp_path).exit_code == 0
+    assert jdist.launch([str(script)], processes=2, devices_per_process=1, log_dir=tmp_path).exit_code == 0
     said = [line for line in capfd.readouterr().out.splitlines() if "Gloo" not in line]
     assert said == [f"[0] {line}" for line in output.splitlines()]
 

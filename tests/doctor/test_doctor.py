@@ -294,7 +294,7 @@ def test_torchruns_variables(tmp_path):
 
 
 def test_a_cluster_of_two(tmp_path):
-    launched = jdist.cluster.launch(
+    launched = jdist.launch(
         [sys.executable, "-m", "jdist", "doctor", "--json"], processes=2, devices_per_process=1, log_dir=tmp_path
     )
     assert launched.exit_code == 0

@@ -36,7 +36,7 @@ def test_a_config_is_run(tmp_path, monkeypatch, capfd):
     ("arguments", "message"),
     [
         (["--", "none.py"], "jdist: none.py: no such file"),
-        (["--processes", "4:1", "--", "true"], "jdist: processes='4:1'"),
+        (["--processes", "4:1", "--", "true"], "jdist: `processes` is '4:1'"),
         ([], "nothing to launch"),
     ],
 )
@@ -51,7 +51,7 @@ def test_what_is_not_right_leaves_with_2(arguments, message, capsys):
 
 def test_the_launcher_needs_no_jax():
     heavy = "{'jax', 'numpy', 'pydantic', 'rich'}"
-    code = f"import sys, jdist.cluster; jdist.cluster.launch; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, jdist; jdist.launch, jdist.ray_launch; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

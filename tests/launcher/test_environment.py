@@ -5,7 +5,7 @@ import pytest
 from jdist.errors import LaunchError
 from jdist.launcher.environment import child_environment
 from jdist.launcher.exit_cause import Task
-from jdist.launcher.options import check_cpu_devices
+from jdist.launcher.launch import check_cpu_devices
 
 ADDRESSES = ["127.0.0.1:20000", "127.0.0.1:20002"]
 

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.launcher.options import command_line, parse_processes
+from jdist.launcher.launch import command_line, parse_processes
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.launcher.launch import launch
-from jdist.launcher.options import parse_servers
+from jdist.launcher.launch import launch, parse_servers
 from tests.launcher.launch_children import await_files, await_gone, finish, launcher
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other processes' variables are read from /proc")
@@ -121,7 +120,7 @@ put(task["type"], os.environ["TF_CONFIG"])
     [
         ({"workers": 2}, "`workers` is given without `ps`"),
         ({"ps": 2}, "`ps` is given without `workers`"),
-        ({"workers": 0, "ps": 1}, "workers=0 is too small: it is at least 1"),
+        ({"workers": 0, "ps": 1}, "`workers` is 0; it must be a whole number, 1 or more"),
         ({"workers": 1, "ps": 1, "processes": 2}, "processes=2 and workers=1, ps=1 are given"),
     ],
 )

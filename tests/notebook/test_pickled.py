@@ -157,8 +157,8 @@ def test_a_function_of_a_module_is_imported_there():
             r"`C` uses `lock`, a _thread.lock, which cannot go to another process \(.*\)\. Make it inside of `f`",
         ),
         (
-            ["import types, sys\nlog = types.SimpleNamespace(to=open(sys.executable))\ndef f(): return log"],
-            r"`f` uses `log.to`, an _io.TextIOWrapper, which cannot go to another process",
+            ["import types, sys\nlog = types.SimpleNamespace(to=sys.__stdin__.buffer)\ndef f(): return log"],
+            r"`f` uses `log.to`, a _io.BufferedReader, which cannot go to another process",
         ),
         (
             ["import jdist\nstrategy = jdist.one_device()", "def f(): return strategy"],
@@ -201,5 +201,5 @@ def test_a_result_has_numpys_arrays_and_the_notebooks_classes():
     assert b"class C" not in file.getvalue()
     found = pickle.loads(file.getvalue())  # noqa: S301 # of the line above
     assert (type(found), type(found.w[0]), found.w[0].tolist()) == (names["C"], np.ndarray, [0, 1, 2])
-    value = {"s": [iter(())]}
+    value = {"s": [(x for x in "ab")]}
     assert find_culprit(value, "", TypeError(), True)[1:3] == ("['s'][0]", value["s"][0])

@@ -19,9 +19,7 @@ PROGRAM = Path(__file__).with_name("several_processes.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    launched = jdist.cluster.launch(
-        [str(PROGRAM), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
-    )
+    launched = jdist.launch([str(PROGRAM), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs")
     assert launched.exit_code == 0
     return folder
 

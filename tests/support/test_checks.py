@@ -158,6 +158,6 @@ def test_a_schedule_is_no_number():
 
 def test_a_config_is_checked_before_jax_is_imported():
     program = (
-        "import sys, jdist.cli.configs, jdist.launcher.options, jdist.experiment.config; sys.exit('jax' in sys.modules)"
+        "import sys, jdist.cli.configs, jdist.launcher.launch, jdist.experiment.config; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -199,7 +199,7 @@ def test_the_host_holds_one_leaf_at_a_time(tmp_path, monkeypatch):
 def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     save_file({name: np.asarray(x) for name, x in program.tensors().items()}, folder / "model.safetensors")
-    launched = jdist.cluster.launch(
+    launched = jdist.launch(
         [program.__file__, str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
     )
     assert launched.exit_code == 0, launched

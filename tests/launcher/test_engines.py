@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import jdist
-from jdist.cluster import launch
+from jdist import launch
 from jdist.errors import LaunchError
 from tests.children import without_devices
 
@@ -95,9 +95,7 @@ def ray_cluster() -> Iterator[Any]:
 )  # Ray's own
 class TestRay:
     def test_the_losses_are_those_of_the_launcher(self, ray_cluster: Any, expected: str, tmp_path: Path):
-        end = jdist.launchers.ray(
-            [SCRIPT, str(tmp_path)], processes=2, devices_per_process=1, log_dir=tmp_path / "logs"
-        )
+        end = jdist.ray_launch([SCRIPT, str(tmp_path)], processes=2, devices_per_process=1, log_dir=tmp_path / "logs")
         assert end.exit_code == 0, end.failure
         assert (tmp_path / "losses").read_text() == expected
         deadline = time.monotonic() + 30
@@ -109,7 +107,7 @@ class TestRay:
     def test_what_is_killed_is_named_and_all_start_again(
         self, ray_cluster: Any, expected: str, tmp_path: Path, victim: str, capfd: Any
     ):
-        end = jdist.launchers.ray(
+        end = jdist.ray_launch(
             [SCRIPT, str(tmp_path), victim],
             processes=2,
             devices_per_process=1,
@@ -126,7 +124,7 @@ class TestRay:
         assert (tmp_path / "losses").read_text() == expected
 
     def test_a_cluster_without_room_is_named(self, ray_cluster: Any, tmp_path: Path, capfd: Any):
-        end = jdist.launchers.ray([SCRIPT], processes=3, start_timeout_s=1.0, log_dir=tmp_path / "logs")
+        end = jdist.ray_launch([SCRIPT], processes=3, start_timeout_s=1.0, log_dir=tmp_path / "logs")
         assert end.exit_code != 0
         said = capfd.readouterr().err
         assert "found no room for 3 processes of 1 CPU each in 1 s; it has 2 CPU" in said
@@ -134,14 +132,14 @@ class TestRay:
     def test_a_launch_that_waits_for_room_heeds_a_signal(self, ray_cluster: Any, tmp_path: Path, capfd: Any):
         timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
-        end = jdist.launchers.ray([SCRIPT], processes=3, start_timeout_s=200.0, log_dir=tmp_path / "logs")
+        end = jdist.ray_launch([SCRIPT], processes=3, start_timeout_s=200.0, log_dir=tmp_path / "logs")
         timer.join()
         assert (end.exit_code, end.stop) == (143, signal.SIGTERM)
         assert "asked to stop before all actors were there" in capfd.readouterr().err
 
     def test_an_error_of_the_script_is_shown(self, ray_cluster: Any, tmp_path: Path, capfd: Any):
         (tmp_path / "bad.py").write_text("raise ValueError('a bad day')\n")
-        end = jdist.launchers.ray([str(tmp_path / "bad.py")], processes=1, log_dir=tmp_path / "logs")
+        end = jdist.ray_launch([str(tmp_path / "bad.py")], processes=1, log_dir=tmp_path / "logs")
         assert end.exit_code == 1
         assert "ValueError: a bad day" in capfd.readouterr().err
 
@@ -153,20 +151,20 @@ class TestArguments:
             ({"processes": 0}, "processes"),
             ({"start_timeout_s": 0}, "start_timeout_s"),
             ({"max_restarts": -1}, "max_restarts"),
-            ({"num_cpus": -1}, "num_cpus=-1 is not an amount"),
-            ({"num_gpus": "a"}, "num_gpus='a' is not an amount"),
-            ({"num_gpus": 1.5}, "num_gpus=1.5 is not to be had"),
-            ({"resources": [4]}, r"resources=\[4\] is no dict"),
-            ({"resources": {"TPU": "4"}}, r"resources\['TPU'\]='4' is not an amount"),
-            ({"resources": {"CPU": 4}}, "resources has CPU: give that as num_cpus"),
+            ({"num_cpus": -1}, "`num_cpus` is -1; it must be a finite number, 0 or more"),
+            ({"num_gpus": "a"}, "`num_gpus` is 'a'; it must be a finite number"),
+            ({"num_gpus": 1.5}, "`num_gpus` is 1.5; it must be a fraction below 1, or a whole number"),
+            ({"resources": [4]}, r"`resources` is \[4\]; it must be a dict"),
+            ({"resources": {"TPU": "4"}}, r"`resources\['TPU'\]` is '4'; it must be"),
+            ({"resources": {"CPU": 4}}, "`resources` has CPU: give that as num_cpus"),
             ({"num_cpus": 0}, "a process takes nothing of the Ray cluster"),
         ],
     )
     def test_what_is_not_allowed_is_refused(self, options: dict[str, Any], text: str):
         with pytest.raises(LaunchError, match=text):
-            jdist.launchers.ray([SCRIPT], **options)
+            jdist.ray_launch([SCRIPT], **options)
 
     def test_without_ray_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(LaunchError, match=r"pip install 'jdist\[ray\]'"):
-            jdist.launchers.ray([SCRIPT])
+            jdist.ray_launch([SCRIPT])

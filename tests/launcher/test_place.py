@@ -8,13 +8,12 @@ import types
 
 import pytest
 
-from jdist.launcher.console import Console
 from jdist.launcher.events import Settings
 from jdist.launcher.exit_cause import WORKER, Task
 from jdist.launcher.loop import Launcher
-from jdist.launcher.output import LogFile
-from jdist.launchers.actor import ActorProcess
-from jdist.launchers.place import Place
+from jdist.launcher.output import Console, LogFile
+from jdist.launcher.process import Process
+from jdist.launcher.ray import ActorPipe, Place
 from tests.launcher.launch_children import await_gone, is_alive
 
 # A process with one in its group; both would sleep on.
@@ -38,7 +37,7 @@ def read_to_the_end(place: Place) -> tuple[bytes, bytes, int]:
 @pytest.mark.parametrize("victim", [0, 1], ids=["guard", "process"])
 @pytest.mark.skipif(sys.platform != "linux", reason="the end of a guard reaches its process on Linux only")
 def test_what_is_killed_leaves_nothing(victim):
-    place = Place("127.0.0.1")
+    place = Place()
     place.start(["", "-c", FAMILY], {}, os.getcwd())
     out = b""
     while not out.endswith(b"\n"):
@@ -51,7 +50,7 @@ def test_what_is_killed_leaves_nothing(victim):
 
 
 def test_output_and_exit_code():
-    place = Place("127.0.0.1")
+    place = Place()
     program = "import os, sys; print(os.environ['X']); print('b', file=sys.stderr); sys.exit(3)"
     place.start(["", "-c", program], {"X": "a"}, "/no/such/folder")
     assert read_to_the_end(place) == (b"a\n", b"b\n", 3)
@@ -70,7 +69,7 @@ class Full:
             self.asked.append(is_asked())
         raise OSError("no room")
 
-    def spawn(self, *_, **__):
+    def start(self, *_):
         raise AssertionError("there was no room")
 
 
@@ -124,17 +123,9 @@ class FakeActor:
 def test_an_actor_that_is_gone_when_nobody_reads_any_more_ends_its_thread_quietly(tmp_path, monkeypatch):
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    process = ActorProcess(
-        FakeRay(),
-        FakeActor(),
-        Task(WORKER, 0),
-        ["true"],
-        {},
-        str(tmp_path),
-        log=LogFile(tmp_path / "log"),
-        prefixes=(b"", b""),
-        console=Console(),
-    )
+    task = Task(WORKER, 0)
+    pipe = ActorPipe(FakeRay(), FakeActor(), task, ["true"], {}, str(tmp_path))
+    process = Process(task, pipe, log=LogFile(tmp_path / "log"), prefixes=(b"", b""), console=Console())
     (thread,) = (each for each in threading.enumerate() if each.name == "Ray actor of process 0")
     nothing = os.open(os.devnull, os.O_RDONLY)
     for stream in process.streams:

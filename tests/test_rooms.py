@@ -50,7 +50,7 @@ ALLOWED = {
     ("jdist.experiment.environment", "jdist"): "a run's record has jdist's version and folder",
 }
 # Files that stand for a user's own, and import what users import.
-AS_USERS = ("jdist.tasks.", "jdist.doctor.together")
+AS_USERS = ("jdist.tasks.", "jdist.doctor.report")
 LOOSE = {"__init__", "__main__", "errors", "scaling", "train"}
 
 

@@ -15,7 +15,8 @@ import pytest
 import jdist
 from jdist.cluster import ClusterSpec
 from jdist.cluster.watch import client as watch_client
-from jdist.doctor import machine, network, together
+from jdist.doctor import machine, network
+from jdist.doctor import report as checks
 from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.doctor.report import examine, report
 from jdist.support.versions import versions
@@ -110,12 +111,12 @@ class TestNetwork:
 
 class TestTogether:
     def test_an_all_reduce_over_local_devices(self):
-        (found,) = together.all_reduce(jdist.mirrored())
+        (found,) = checks.all_reduce(jdist.mirrored())
         assert found.status == "pass"
         assert "over 8 replicas" in found.text
 
     def test_devices(self):
-        (found,) = together.devices(jdist.mirrored(), 1.0)
+        (found,) = checks.devices(jdist.mirrored(), 1.0)
         assert found.text.startswith("8 x ")
 
     def test_unequal_devices_fail(self):
@@ -123,9 +124,9 @@ class TestTogether:
             cluster = types.SimpleNamespace(num_processes=2, exchange=lambda name, value, timeout_s: told)
             return types.SimpleNamespace(cluster=cluster)
 
-        _, wrong = together.devices(strategy([8, "cpu"], [4, "cpu"]), 1.0)
+        _, wrong = checks.devices(strategy([8, "cpu"], [4, "cpu"]), 1.0)
         assert (wrong.status, "process 0: 8 x cpu; process 1: 4 x cpu" in wrong.text) == ("fail", True)
-        _, other = together.devices(strategy([8, "H100"], [8, "A100"]), 1.0)
+        _, other = checks.devices(strategy([8, "H100"], [8, "A100"]), 1.0)
         assert other.status == "warn"
 
 
@@ -199,7 +200,7 @@ def test_the_arrow_points_at_the_process_that_is_at_fault(monkeypatch, cause, at
 
     every = "Run `jdist doctor` as every process of the job at the same time (`srun jdist doctor`), or say --alone."
     monkeypatch.setattr(jdist, "multi_worker", fail)
-    _, (found,) = together.join(1.0)
+    _, (found,) = checks.join(1.0)
     assert found.text == str(error)
     assert found.remedy.startswith(
         every if at is None else f"The cause is at {at.format(other=made.other)}: mend it there"
@@ -239,13 +240,13 @@ class TestReport:
     def test_what_cannot_come_is_not_waited_for(self, monkeypatch):
         config = {"cluster": {"worker": ["no-such-host.invalid:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        monkeypatch.setattr(together, "join", lambda _: pytest.fail("waited"))
+        monkeypatch.setattr(checks, "join", lambda _: pytest.fail("waited"))
         assert "fail" in statuses(examine(alone=False, timeout_s=1.0))
 
     def test_alone_leaves_the_others_out(self, monkeypatch):
         config = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        monkeypatch.setattr(together, "join", lambda _: pytest.fail("waited"))
+        monkeypatch.setattr(checks, "join", lambda _: pytest.fail("waited"))
         assert "fail" not in statuses(examine(alone=True, timeout_s=1.0))
 
 

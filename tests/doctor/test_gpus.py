@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from jdist.doctor import gpus
+from jdist.doctor import machine
 from jdist.strategies import cuda
 
 JAXLIB = importlib.metadata.version("jaxlib")
@@ -42,7 +42,7 @@ def plugin(monkeypatch):
 
 
 def look(root, environ=(), *, loads=True):
-    return gpus.gpus(dict(environ), root=root, loads=lambda library: loads)
+    return machine.gpus(dict(environ), root=root, loads=lambda library: loads)
 
 
 def wrong(findings):
@@ -67,7 +67,7 @@ def test_the_flag_that_changes_how_gradients_are_sent_is_shown(root, plugin):
 def test_neither_gpu_nor_plugin_is_not_worth_a_line(tmp_path, plugin):
     plugin(name=None)
     assert look(tmp_path) == []
-    assert gpus.nccl({"NCCL_P2P_DISABLE": "1"}, hosts=4, root=tmp_path) == []
+    assert machine.nccl({"NCCL_P2P_DISABLE": "1"}, hosts=4, root=tmp_path) == []
 
 
 def test_a_plugin_without_a_driver_is_a_compiler(tmp_path, plugin):
@@ -160,7 +160,7 @@ def test_a_gpu_named_twice_hides_all(root, plugin, value):
     ("name", "value"), [("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "LOC"), ("NCCL_P2P_LEVEL", "0")]
 )
 def test_peer_access_is_off(root, name, value):
-    ((status, text, remedy),) = wrong(gpus.nccl({name: value}, hosts=1, root=root))
+    ((status, text, remedy),) = wrong(machine.nccl({name: value}, hosts=1, root=root))
     assert status == "warn"
     assert "turns peer access off" in text
     assert f"Unset {name}" in remedy
@@ -177,25 +177,25 @@ def test_peer_access_is_off(root, name, value):
     ],
 )
 def test_an_interface_that_leads_nowhere(root, value, reason):
-    ((status, text, remedy),) = wrong(gpus.nccl({"NCCL_SOCKET_IFNAME": value}, hosts=2, root=root))
+    ((status, text, remedy),) = wrong(machine.nccl({"NCCL_SOCKET_IFNAME": value}, hosts=2, root=root))
     assert status == "fail"
     assert reason in text
     assert "there are: docker0, eth0, ib0, lo" in text
     assert "eth0, ib0" in remedy
-    assert wrong(gpus.nccl({"NCCL_SOCKET_IFNAME": value}, hosts=1, root=root)) == []  # one host needs none
+    assert wrong(machine.nccl({"NCCL_SOCKET_IFNAME": value}, hosts=1, root=root)) == []  # one host needs none
 
 
 @pytest.mark.parametrize("value", [None, "eth", "=eth0", "^docker,lo", "^=eth0", "ib"])
 def test_an_interface_that_leads_to_others(root, value):
     environ = {} if value is None else {"NCCL_SOCKET_IFNAME": value}
-    (finding,) = gpus.nccl(environ, hosts=2, root=root)
+    (finding,) = machine.nccl(environ, hosts=2, root=root)
     assert finding.status == "pass"
 
 
 def test_a_container_without_a_network(root):
     for name in ("eth0", "ib0"):
         (root / "sys/class/net" / name).rmdir()
-    ((status, text, remedy),) = wrong(gpus.nccl({}, hosts=2, root=root))
+    ((status, text, remedy),) = wrong(machine.nccl({}, hosts=2, root=root))
     assert status == "fail"
     assert "finds no network interface to other hosts; there are: docker0, lo" in text
     assert "--network=host" in remedy

@@ -7,7 +7,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jdist.errors import LaunchError
 from jdist.launcher.exit_cause import Attempt, End, Task
+from jdist.support import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class Settings:
     stop_timeout_s: float = 300.0
     regrow_s: float = 300.0
     seed: int = 0  # of the backoff's jitter
+
+    def __post_init__(self) -> None:
+        for name in ("grace_s", "stop_timeout_s", "regrow_s"):
+            object.__setattr__(self, name, checks.seconds(name, getattr(self, name), LaunchError))
+        restarts = checks.whole_number("max_restarts", self.max_restarts, LaunchError, least=0)
+        object.__setattr__(self, "max_restarts", restarts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jdist.errors import LaunchError
 from jdist.launcher.events import Settings
@@ -70,7 +71,7 @@ def launch(
     counts = parse_servers(workers, ps, processes)
     settings = make_settings(
         1 if counts else 2 if processes is None else processes,
-        max_restarts=max_restarts,
+        max_restarts,
         grace_s=grace_s,
         stop_timeout_s=stop_timeout_s,
         regrow_s=regrow_s,
@@ -140,30 +141,12 @@ def parse_servers(workers: int | None, ps: int | None, processes: object) -> tup
     return checks.whole_number("workers", workers, LaunchError), checks.whole_number("ps", ps, LaunchError)
 
 
-def make_settings(
-    processes: int | str | tuple[int, int],
-    *,
-    max_restarts: int | None,
-    grace_s: float,
-    stop_timeout_s: float,
-    regrow_s: float,
-    evaluator: bool = False,
-    chief: bool = False,
-) -> Settings:
-    """Checks `launch`'s arguments; `chief`: for a parameter server's chief."""
+def make_settings(processes: int | str | tuple[int, int], max_restarts: int | None, **others: Any) -> Settings:
+    """Makes the settings of a launch from its arguments; `others` are called as there."""
     smallest, largest = parse_processes(processes)
     restarts = (_RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
-    return Settings(
-        smallest=smallest,
-        largest=largest,
-        evaluator=evaluator,
-        chief=chief,
-        max_restarts=checks.whole_number("max_restarts", restarts, LaunchError, least=0),
-        grace_s=checks.seconds("grace_s", grace_s, LaunchError),
-        stop_timeout_s=checks.seconds("stop_timeout_s", stop_timeout_s, LaunchError),
-        regrow_s=checks.seconds("regrow_s", regrow_s, LaunchError),
-        seed=random.SystemRandom().getrandbits(32),
-    )
+    seed = random.SystemRandom().getrandbits(32)
+    return Settings(smallest=smallest, largest=largest, max_restarts=restarts, seed=seed, **others)
 
 
 def command_line(command: Sequence[str], *, devices_per_process: int | None = None) -> list[str]:

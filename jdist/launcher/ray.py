@@ -74,9 +74,9 @@ def ray_launch(
         max_restarts: how often to start all again after a failure; None: 0, or 3 with MIN:MAX.
         log_dir: folder for the output of each process; None: runs/launch-TIME.
         start_timeout_s: seconds for the cluster to find room for all actors and to start them.
-        grace_s: as for `jdist.launch`.
-        stop_timeout_s: likewise.
-        regrow_s: likewise.
+        grace_s: as for `jdist.launch`, like the next two.
+        stop_timeout_s: see above.
+        regrow_s: see above.
 
     Returns:
         The exit code, the attempts and the folder of the logs.
@@ -87,9 +87,7 @@ def ray_launch(
     Example:
         `jdist.ray_launch(["train.py"], processes=4, num_gpus=1, max_restarts=3)`
     """
-    settings = make_settings(
-        processes, max_restarts=max_restarts, grace_s=grace_s, stop_timeout_s=stop_timeout_s, regrow_s=regrow_s
-    )
+    settings = make_settings(processes, max_restarts, grace_s=grace_s, stop_timeout_s=stop_timeout_s, regrow_s=regrow_s)
     start_timeout_s = checks.seconds("start_timeout_s", start_timeout_s, LaunchError)
     bundle = _bundle_of(num_cpus, num_gpus, resources)
     line = command_line(command, devices_per_process=devices_per_process)
@@ -104,9 +102,8 @@ def ray_launch(
         try:
             module.init(address=address, log_to_driver=False)
         except (ConnectionError, module.exceptions.RayError, ValueError, RuntimeError) as exc:
-            raise LaunchError(
-                f"ray: address={address!r}: {_first_line(exc)}. Start one by `ray start --head`."
-            ) from exc
+            why = _first_line(exc)
+            raise LaunchError(f"ray: address={address!r}: {why}. Start one by `ray start --head`.") from exc
     host = _RayHost(module, bundle=bundle, runtime_env=runtime_env, start_timeout_s=start_timeout_s)
     try:
         launcher = Launcher(
@@ -123,9 +120,7 @@ def ray_launch(
 def _bundle_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float] | None) -> dict[str, float]:
     """Checks the resources of a process, and returns those that it takes, by Ray's names."""
     if resources is not None and not isinstance(resources, Mapping):
-        raise LaunchError(
-            f'`resources` is {resources!r:.80}; it must be a dict of amounts by name, such as {{"TPU": 4}}.'
-        )
+        raise LaunchError(f'`resources` is {resources!r:.80}; it must be a dict of amounts, such as {{"TPU": 4}}.')
     if both := {"CPU", "GPU"} & set(resources or {}):
         raise LaunchError(f"`resources` has {', '.join(sorted(both))}: give that as num_cpus or num_gpus.")
     amounts = {name: (f"resources[{name!r}]", amount) for name, amount in (resources or {}).items()}
@@ -143,16 +138,9 @@ class _RayHost:
     """The actors of an attempt, in a placement group."""
 
     def __init__(
-        self,
-        ray: Any,
-        *,
-        bundle: Mapping[str, float],
-        runtime_env: Mapping[str, Any] | None,
-        start_timeout_s: float,
-    ):
-        self._ray = ray
-        self._bundle = bundle
-        self._runtime_env = runtime_env
+        self, ray: Any, *, bundle: Mapping[str, float], runtime_env: Mapping[str, Any] | None, start_timeout_s: float
+    ) -> None:
+        self._ray, self._bundle, self._runtime_env = ray, bundle, runtime_env
         self._start_timeout_s = start_timeout_s
         self._group: Any = None
         self._actors: dict[Task, Any] = {}
@@ -173,11 +161,8 @@ class _RayHost:
             if not is_over():
                 continue
             each = f"{len(tasks)} process{'' if len(tasks) == 1 else 'es'} of {_amounts(self._bundle)} each"
-            raise OSError(
-                f"the Ray cluster has found no room for {each} in "
-                f"{self._start_timeout_s:g} s; it has {_amounts(ray.cluster_resources())} in all, and "
-                f"{_amounts(ray.available_resources())} free"
-            )
+            free = f"{_amounts(ray.cluster_resources())} in all, and {_amounts(ray.available_resources())} free"
+            raise OSError(f"the Ray cluster has found no room for {each} in {self._start_timeout_s:g} s; it has {free}")
         strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
         for number, task in enumerate(tasks):
@@ -296,10 +281,7 @@ class Place:
     """A process on a node of Ray, for the actor there; gone with this object's process, as its guard kills it."""
 
     # A thread may `send` while another waits in `read`.
-
-    def __init__(self) -> None:
-        self._guard: GuardPipe | None = None
-        self._selector = selectors.DefaultSelector()
+    _guard: GuardPipe
 
     def address(self) -> str:
         """Finds an address by which other nodes reach this one, with a port that is free, as is the next."""
@@ -315,6 +297,7 @@ class Place:
         line = [part or sys.executable for part in line]
         self._guard = GuardPipe(line, environ, folder=folder if os.path.isdir(folder) else None)
         self._guard.control.setblocking(False)
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._guard.control, selectors.EVENT_READ, None)
         for number, pipe in enumerate(self._guard.pipes):
             os.set_blocking(pipe, False)
@@ -322,12 +305,10 @@ class Place:
 
     def send(self, number: int) -> None:
         """Sends a signal to the process, through its guard."""
-        if self._guard is not None:
-            self._guard.send(number)
+        self._guard.send(number)
 
     def read(self) -> tuple[bytes, bytes, int | None]:
         """Waits a moment for output; returns stdout, stderr, and the exit code or None."""
-        assert self._guard is not None
         output, code, is_gone = [b"", b""], None, False
         for key, _ in self._selector.select(_READ_S):
             if key.data is None:

@@ -69,7 +69,6 @@ def notebook_launch(
     processes = checks.whole_number("processes", processes, LaunchError)
     if not isinstance(args, list | tuple):
         raise LaunchError(f"`args` is {pickled.kind(args)}; give a tuple with one entry for each argument: args=(x,).")
-    grace_s = checks.seconds("grace_s", grace_s, LaunchError)
     if timeout_s is not None:
         timeout_s = checks.seconds("timeout_s", timeout_s, LaunchError)
     check_cpu_devices(devices_per_process, os.environ)

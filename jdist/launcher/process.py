@@ -80,7 +80,7 @@ class GuardPipe:
                 self.control.close()
                 raise
         self._files = [file for file in (self._guard.stdout, self._guard.stderr) if file is not None]
-        self.pipes = [file.fileno() for file in self._files]
+        self.pipes: Sequence[int] = [file.fileno() for file in self._files]
         self._heard = b""
 
     def send(self, number: int) -> None:

@@ -228,7 +228,7 @@ class ActorPipe:
             raise OSError(f"{task} cannot be started by its Ray actor: {_first_line(exc)}") from exc
         self.control, self._end = socket.socketpair()
         (out, self._out), (err, self._err) = os.pipe(), os.pipe()
-        self.pipes = out, err
+        self.pipes: Sequence[int] = (out, err)
         self._code = -int(signal.SIGKILL)
         self._thread = threading.Thread(target=self._follow, name=f"Ray actor of {task}", daemon=True)
         self._thread.start()

@@ -42,7 +42,7 @@ def run(file: IO[bytes]) -> None:
         for name in modules:
             importlib.import_module(name)
         if "IPython.display" in modules:
-            vars(builtins)["display"] = sys.modules["IPython.display"].display
+            builtins.display = sys.modules["IPython.display"].display  # type: ignore[attr-defined]  # as in IPython
         linecache.cache |= {name: (0, None, text, name) for name, text in lines.items()}
         unpickler = pickle.Unpickler(file)  # noqa: S301
         anchor, fn, *args = [unpickler.load() for _ in range(2 + count)]
@@ -74,7 +74,7 @@ def _write_result(file: Path, value: Any, name: str) -> None:
         with file.open("wb") as opened:
             pickled.Pickler(opened, jax_arrays=True, to_notebook=True).dump(value)
     except Exception as exc:  # noqa: BLE001 # any type's own method may raise anything
-        _, path, part, error = pickled.find_culprit(value, "", exc, jax_arrays=True)
+        _, path, part, error = pickled.find_culprit(value, "", exc, jax_arrays=True, to_notebook=True)
         raise LaunchError(
             f"`{name}` returned {f'at {path} ' * bool(path)}{pickled.kind(part)}, which cannot be handed back to the notebook "
             f"({error}). Return values that can be pickled, and arrays of JAX that this process has whole; of a train state "

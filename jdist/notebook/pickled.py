@@ -10,6 +10,7 @@ import __future__
 import ast
 import builtins
 import contextlib
+import dis
 import functools
 import inspect
 import io
@@ -68,15 +69,15 @@ class Pickler(cloudpickle.Pickler):
         if isinstance(obj, MethodType) and obj.__name__ == "get_ipython":
             return getattr, (sys.modules[__name__], "no_ipython")
         if isinstance(obj, FunctionType) and obj.__globals__ is self.namespace:
-            self._look_at(obj)
+            self._look_at(obj.__name__, obj.__code__)
         return super().reducer_override(obj)
 
-    def _look_at(self, fn: FunctionType) -> None:
-        """Refuses IPython's own syntax, and notes the modules and lines that the function needs elsewhere."""
-        names = _names_in(fn.__code__)
+    def _look_at(self, name: str, code: CodeType) -> None:
+        """Refuses IPython's own syntax, and notes the modules and lines that a definition needs elsewhere."""
+        names = _names_in(code)
         if "get_ipython" in names and names & _MAGICS:
             raise Refused(
-                f"`{fn.__name__}` has a line that begins with `!` or `%`, which only IPython knows; write it in Python."
+                f"`{name}` has a line that begins with `!` or `%`, which only IPython knows; write it in Python."
             )
         if "display" in names and hasattr(builtins, "display"):
             self.modules.add("IPython.display")
@@ -85,9 +86,8 @@ class Pickler(cloudpickle.Pickler):
             self.modules |= {
                 name for name in sys.modules if name.startswith(prefix) and {*name[len(prefix) :].split(".")} <= names
             }
-        file = fn.__code__.co_filename
-        if not os.path.exists(file):
-            self.lines[file] = linecache.getlines(file)
+        if not os.path.exists(code.co_filename):
+            self.lines[code.co_filename] = linecache.getlines(code.co_filename)
 
     def _class(self, cls: type) -> Any:
         outer, _, name = cls.__qualname__.rpartition(".")
@@ -99,6 +99,7 @@ class Pickler(cloudpickle.Pickler):
             return getattr, (operator.attrgetter(outer)(sys.modules["__main__"]), name)
         text, node = source_of(cls)
         now, later = names_of(text)
+        self._look_at(name, compile(text, name, "exec", dont_inherit=True))
         functions = {name: f for name, value in vars(cls).items() if (f := _function_in(value)) is not None}
         flags = [fn.__code__.co_flags & _FUTURE for fn in functions.values()]
         flags += [_FUTURE for each in inspect.get_annotations(cls).values() if isinstance(each, str)]
@@ -117,25 +118,22 @@ def dumps(fn: Any, args: Any, name: str) -> tuple[Pickler, bytes]:
     file = io.BytesIO()
     pickler = Pickler(file, jax_arrays=False)
     pickler.dump(pickler.anchor)
-    try:
-        pickler.dump(fn)
-        pickler.jax_arrays = True
-        for i, value in enumerate(args):  # one by one, to name it
-            last = i
+    for value, path in [(fn, name), *((value, f"args[{i}]") for i, value in enumerate(args))]:
+        try:
             pickler.dump(value)
-    except Exception as exc:  # noqa: BLE001 # any type's own method may raise anything
-        is_argument = pickler.jax_arrays
-        culprit, path = (args[last], f"args[{last}]") if is_argument else (fn, name)
-        raise LaunchError(_refusal(*find_culprit(culprit, path, exc, is_argument), name)) from None
+        except Exception as exc:  # noqa: BLE001 # any type's own method may raise anything
+            culprit = find_culprit(value, path, exc, jax_arrays=pickler.jax_arrays)
+            raise LaunchError(_refusal(*culprit, name)) from None
+        pickler.jax_arrays = True  # in arguments
     return pickler, file.getvalue()
 
 
-def find_culprit(value: Any, path: str, error: Exception, jax_arrays: bool) -> tuple[str, str, Any, Exception]:
-    """Follows a value to its part that raises `error`: the function that uses that, its path, the part, and its error."""
+def find_culprit(value: Any, path: str, error: Exception, **options: bool) -> tuple[str, str, Any, Exception]:
+    """Follows a value to its part that cannot go: the function that uses that, its path, the part, and its error."""
     user, seen = "", {id(value)}
     while True:
         for part_user, part_path, part in _parts(value, path):
-            if id(part) not in seen and (found := _error(part, jax_arrays)) is not None:
+            if id(part) not in seen and (found := _error(part, **options)) is not None:
                 user, path, value, error = part_user or user, part_path, part, found
                 seen.add(id(value))
                 break
@@ -231,9 +229,9 @@ def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
 # ---- parts of values
 
 
-def _error(value: Any, jax_arrays: bool) -> Exception | None:
+def _error(value: Any, **options: bool) -> Exception | None:
     try:
-        Pickler(io.BytesIO(), jax_arrays=jax_arrays).dump(value)
+        Pickler(io.BytesIO(), **options).dump(value)
     except Exception as exc:  # noqa: BLE001 # any type's own method may raise anything
         return exc
     return None
@@ -243,7 +241,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
     """Lists the parts of a value: for the names that a function or class uses its own name, the path, the part."""
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        used = {name: value.__globals__.get(name) for name in sorted(_names_in(value.__code__))}
+        used = {name: value.__globals__.get(name) for name in sorted(_globals_in(value.__code__))}
         used |= {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
         used |= {f"{value.__name__}.__defaults__[{i}]": part for i, part in enumerate(value.__defaults__ or ())}
         yield from ((value.__name__, name, part) for name, part in used.items())
@@ -297,6 +295,12 @@ def _names_in(code: CodeType) -> set[str]:
     """Lists the names that code uses, with the functions and classes inside of it."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _globals_in(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return names.union(*map(_globals_in, inner))
 
 
 def _module_of(value: object) -> str:

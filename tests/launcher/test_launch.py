@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.launcher import host
+from jdist.launcher import process as process_file
 from jdist.launcher.launch import launch
 from tests.launcher.launch_children import ROOT, program, until
 
@@ -160,7 +160,7 @@ def test_processes_that_cannot_be_started_end_the_launch(start, monkeypatch):
     def none(number):
         raise OSError("no port is free")
 
-    monkeypatch.setattr(host, "free_ports", none)
+    monkeypatch.setattr(process_file, "free_ports", none)
     result, _, err = start("", max_restarts=3)
     assert result.exit_code == 126
     assert "attempt 0 cannot be started: no port is free" in err

@@ -130,7 +130,7 @@ def test_a_function_of_a_module_is_imported_there():
         ),
         (["import jax\nk = jax.random.key(1)", "def f(): return k"], r"`f` uses `k`, a jax.Array, .*pass its seed"),
         (
-            ["import jax.numpy as jnp\nd = {'a': [jnp.ones(3)]}", "def f(): return d"],
+            ["import jax.numpy as jnp\nd, w = {'a': [jnp.ones(3)]}, jnp.ones(2)", "def f(a): return a.w, d"],
             r"`f` uses `d\['a'\]\[0\]`, a jax.Array",
         ),
         (
@@ -163,6 +163,10 @@ def test_a_function_of_a_module_is_imported_there():
         (
             ["import jdist\nstrategy = jdist.one_device()", "def f(): return strategy"],
             r"`f` uses `strategy.*`, a .*, which cannot go to another process .*Make it inside of `f`",
+        ),
+        (
+            ["class C:\n    def get(self): get_ipython().system('ls')\ndef f(): return C()"],
+            "`C` has a line that begins with `!`",
         ),
         (
             ["def outer():\n    class C: pass\n    return C", "C = outer()", "def f(): return C"],
@@ -201,5 +205,7 @@ def test_a_result_has_numpys_arrays_and_the_notebooks_classes():
     assert b"class C" not in file.getvalue()
     found = pickle.loads(file.getvalue())  # noqa: S301 # of the line above
     assert (type(found), type(found.w[0]), found.w[0].tolist()) == (names["C"], np.ndarray, [0, 1, 2])
-    value = {"s": [(x for x in "ab")]}
-    assert find_culprit(value, "", TypeError(), True)[1:3] == ("['s'][0]", value["s"][0])
+    value = {"c": names["c"], "s": [(x for x in "ab")]}
+    options = {"jax_arrays": True, "to_notebook": True}
+    del names["In"]  # a process has no cells
+    assert find_culprit(value, "", TypeError(), **options)[1:3] == ("['s'][0]", value["s"][0])

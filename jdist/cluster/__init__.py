@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from jdist.cluster.resolvers.host_lists import lsf, sagemaker, skypilot
 from jdist.cluster.resolvers.jax_env import jax_env
 from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
-from jdist.cluster.resolvers.mpi import mpi, open_mpi
+from jdist.cluster.resolvers.launchers import mpi, open_mpi, submitit, torchrun
 from jdist.cluster.resolvers.resolve import DEFAULT, Resolver, resolve, simple, union
 from jdist.cluster.resolvers.slurm import slurm
-from jdist.cluster.resolvers.submitit import submitit
 from jdist.cluster.resolvers.tf_config import tf_config, vertex
-from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
 from jdist.cluster.spec import ClusterSpec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import reprlib
+from typing import Any
 
 from jdist.errors import ClusterConfigError
 
@@ -63,6 +64,15 @@ def host_problem(host: str) -> str | None:
     if _NAME.fullmatch(host) is None:
         return "A host's name is made of letters, digits, dots and hyphens."
     return None
+
+
+def check_hosts(variable: str, hosts: list[Any], mend: str) -> None:
+    """Refuses a list in which an entry is not a host, or is there twice."""
+    for i, host in enumerate(hosts):
+        wrong = host_problem(host) if isinstance(host, str) else mend
+        if wrong is not None or host in hosts[:i]:
+            allowed = "there once only" if wrong is None else "the name or address of a host"
+            raise refused(variable, host, allowed, wrong or mend, field=f"[{i}]")
 
 
 def refused(variable: str, value: object, allowed: str, mend: str, *, field: str | None = None) -> ClusterConfigError:

@@ -32,7 +32,14 @@ def whole_number(digits: str) -> int | None:
     return int(digits) if _DIGITS.fullmatch(digits) else None
 
 
-def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0) -> int | None:
+def first_set(environ: Mapping[str, str], *variables: str) -> str | None:
+    """Finds the first of these variables that is set; None if none is."""
+    return next((each for each in variables if text(environ, each) is not None), None)
+
+
+def number(
+    environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0, most: int | None = None
+) -> int | None:
     """Reads the whole number in a variable; None if it is not set."""
     written = text(environ, variable)
     if written is None:
@@ -40,12 +47,14 @@ def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
     value = whole_number(written)
     if value is None or value < least:
         raise refused(variable, written, f"a whole number of at least {least}", mend)
+    if most is not None and value > most:
+        raise refused(variable, value, f"at most {most}", mend)
     return value
 
 
-def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0) -> int:
+def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0, most: int | None = None) -> int:
     """Reads a whole number as `number` does, from a variable that must be set."""
-    value = number(environ, variable, mend, least=least)
+    value = number(environ, variable, mend, least=least, most=most)
     if value is None:
         raise refused(variable, None, f"a whole number of at least {least}", mend)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jdist.cluster import address, environment
 from jdist.cluster.address import refused
@@ -16,6 +17,7 @@ INDEX = "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
 MOST = 100_000  # processes of a job, more than any has: the longest list that a typing error can make
 _FIRST_PORT, _PORTS = 20000, 4096
+Gpus = tuple[tuple[int, ...] | None, str | None]  # those that a process takes (None: all), and their variables
 
 
 def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -24,69 +26,57 @@ def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
     It applies where JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must be. JAX_COORDINATOR_ADDRESS alone
     only replaces the address of process 0 that another resolver finds.
 
-    Returns:
-        The spec, with workers alone; the addresses of all but process 0 are not known.
-
-    Raises:
-        ClusterConfigError: one of the three is missing, or holds something else.
-
     Example:
         >>> jax_env({"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"})
         ClusterSpec(worker 3, process 3 of 4; cluster: 4 worker; from jax_env)
     """
-    if environment.text(environ, COUNT) is None and environment.text(environ, INDEX) is None:
+    if environment.first_set(environ, COUNT, INDEX) is None:
         return None
-    return counted(environ, "jax_env", environment.address(environ, ADDRESS), ADDRESS, COUNT, INDEX)
+    return counted(environ, "jax_env", environment.address(environ, ADDRESS), (ADDRESS, COUNT, INDEX))
 
 
 def counted(
-    environ: Mapping[str, str],
-    resolver: str,
-    coordinator: str | None,
-    address_variable: str,
-    count_variable: str,
-    index_variable: str,
+    environ: Mapping[str, str], resolver: str, coordinator: str | None, variables: tuple[str, str, str]
 ) -> ClusterSpec:
-    """Makes the spec from the coordinator's address, which must be known, and the variables of count and index."""
-    mend = f"Set {address_variable}, {count_variable} and {index_variable} together on every process."
-    count = environment.needed(environ, count_variable, mend, least=1)
-    if count > MOST:
-        raise refused(count_variable, count, f"at most {MOST}", mend)
-    index = environment.index(environ, index_variable, count, count_variable, mend)
+    """Makes the spec from the coordinator's address, and the variables of address, count and index."""
+    address_from, count_from, index_from = variables
+    mend = f"Set {address_from}, {count_from} and {index_from} together on every process."
+    count = environment.needed(environ, count_from, mend, least=1, most=MOST)
+    index = environment.index(environ, index_from, count, count_from, mend)
     if coordinator is None:
-        raise refused(address_variable, None, "the address of process 0, host:port", mend)
-    return workers_spec(
-        environ,
-        resolver,
-        (coordinator,) + (None,) * (count - 1),
-        index,
-        jobs_from=f"{address_variable}, {count_variable}",
-        count_from=count_variable,
-        index_from=index_variable,
-    )
+        raise refused(address_from, None, "the address of process 0, host:port", mend)
+    addresses = (coordinator,) + (None,) * (count - 1)
+    return workers_spec(environ, resolver, addresses, index, (f"{address_from}, {count_from}", count_from, index_from))
 
 
 def workers_spec(
     environ: Mapping[str, str],
     resolver: str,
-    addresses: tuple[str | None, ...],
+    addresses: Sequence[str | None],
     index: int,
-    *,
-    jobs_from: str,
-    count_from: str,
-    index_from: str,
-    gpus: tuple[int, ...] | None = None,
-    gpus_from: str | None = None,
+    origins: tuple[str, str, str],
+    gpus: Gpus = (None, None),
 ) -> ClusterSpec:
-    """Makes the spec of a job of workers alone; `*_from` are its values' variables."""
-    # JAX_LOCAL_DEVICE_IDS replaces `gpus`.
-    devices, devices_from = chosen_devices(environ, gpus, gpus_from)
+    """Makes the spec of a job of workers alone; see `make_spec`."""
+    return make_spec(environ, resolver, {"worker": tuple(addresses)}, ("worker", index), origins, gpus)
+
+
+def make_spec(
+    environ: Mapping[str, str],
+    resolver: str,
+    jobs: Mapping[str, Any],
+    task: tuple[str, int],
+    origins: tuple[str, str, str],
+    gpus: Gpus = (None, None),
+) -> ClusterSpec:
+    """Makes a spec; `origins` are the variables of jobs, task type and index, and JAX_LOCAL_DEVICE_IDS replaces `gpus`."""
+    devices, devices_from = chosen_devices(environ, *gpus)
     return ClusterSpec(
-        jobs={"worker": addresses},
-        task_type="worker",
-        task_index=index,
+        jobs=jobs,
+        task_type=task[0],
+        task_index=task[1],
         resolver=resolver,
-        origins={"jobs": jobs_from, "task_type": count_from, "task_index": index_from, **devices_from},
+        origins={**dict(zip(("jobs", "task_type", "task_index"), origins, strict=True)), **devices_from},
         local_device_ids=devices,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import ALLOWED, host_problem, join, problem, refused
+from jdist.cluster.address import host_problem, join, refused
 from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX, chosen_port, counted
 from jdist.cluster.spec import ClusterSpec
 
@@ -31,12 +31,6 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
 
     It does not ask Kubernetes' API, so no service account needs rights.
 
-    Returns:
-        The spec, with workers alone; None outside a pod, or in one without any of these.
-
-    Raises:
-        ClusterConfigError: some of the variables are missing, or hold something else.
-
     Example:
         >>> kubernetes({
         ...     "KUBERNETES_SERVICE_HOST": "10.0.0.1", "JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train:1234",
@@ -47,37 +41,21 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     Source: kubeflow/trainer, pkg/runtime/framework/plugins/jax; kubeflow/training-operator, pkg/controller.v1/jax;
     Kubernetes, "Indexed Job for parallel processing with static work assignment".
     """
-
-    def is_set(name: str) -> bool:
-        return environment.text(environ, name) is not None
-
-    if not is_set(POD):
+    if environment.text(environ, POD) is None:
         return None
-    if is_set(COUNT) or is_set(INDEX):
-        index_variable = next(filter(is_set, (INDEX, COMPLETION_INDEX, WORKER)), INDEX)
-        return counted(environ, "kubernetes", environment.address(environ, ADDRESS), ADDRESS, COUNT, index_variable)
-    if all(map(is_set, (_HOST, _PORT, _COUNT, _INDEX))):
-        return counted(environ, "kubernetes", _joined(environ), _HOST, _COUNT, _INDEX)
-    return None
-
-
-def _joined(environ: Mapping[str, str]) -> str:
-    """Reads the address of process 0 from JAXJob's two variables."""
-    host = environ[_HOST].strip()
-    address = join(host, environment.port(environ, _PORT) or 0)
-    if (wrong := problem(address)) is not None:
-        raise refused(_HOST, host, f"the host of an address {ALLOWED}", wrong)
-    return address
+    if environment.first_set(environ, COUNT, INDEX) is not None:
+        index = environment.first_set(environ, INDEX, COMPLETION_INDEX, WORKER) or INDEX
+        return counted(environ, "kubernetes", environment.address(environ, ADDRESS), (ADDRESS, COUNT, index))
+    if any(environment.text(environ, name) is None for name in (_HOST, _PORT, _COUNT, _INDEX)):
+        return None
+    coordinator = _address(environ, _HOST, environment.port(environ, _PORT) or 0)
+    return counted(environ, "kubernetes", coordinator, (_HOST, _COUNT, _INDEX))
 
 
 def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads the group of a LeaderWorkerSet's pod, which is a job: one process in each pod, the leader first.
 
-    Returns:
-        The spec, with workers alone; only the leader's address is known. None if the pod is alone in its group, or in none.
-
-    Raises:
-        ClusterConfigError: some of the variables are missing, or hold something else.
+    It does not apply to a pod that is alone in its group.
 
     Example:
         >>> leader_worker_set({
@@ -87,12 +65,17 @@ def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
 
     Source: kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go.
     """
-    size = environment.text(environ, GROUP_SIZE)
-    if size == "1" or (size is None and environment.text(environ, WORKER) is None):
+    if environment.text(environ, GROUP_SIZE) == "1" or environment.first_set(environ, GROUP_SIZE, WORKER) is None:
         return None
-    coordinator, leader = environment.address(environ, ADDRESS), environment.text(environ, LEADER)
-    if coordinator is None and leader is not None:
-        if (wrong := host_problem(leader)) is not None:
-            raise refused(LEADER, leader, "the leader's host", wrong)
-        coordinator = join(leader, chosen_port(environ, LEADER_PORT, "")[0])
-    return counted(environ, "leader_worker_set", coordinator, LEADER, GROUP_SIZE, WORKER)
+    coordinator = environment.address(environ, ADDRESS)
+    if coordinator is None and environment.text(environ, LEADER) is not None:
+        coordinator = _address(environ, LEADER, chosen_port(environ, LEADER_PORT, "")[0])
+    return counted(environ, "leader_worker_set", coordinator, (LEADER, GROUP_SIZE, WORKER))
+
+
+def _address(environ: Mapping[str, str], variable: str, port: int) -> str:
+    """Makes the address of process 0, of the host in a variable."""
+    host = environ[variable].strip()
+    if (wrong := host_problem(host)) is not None:
+        raise refused(variable, host, "the name or address of process 0's host", wrong)
+    return join(host, port)

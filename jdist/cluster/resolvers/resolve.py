@@ -13,55 +13,53 @@ from jdist.cluster.address import refused
 from jdist.cluster.resolvers.host_lists import LSF_HOSTS, lsf, lsf_slots, sagemaker, skypilot
 from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX, jax_env
 from jdist.cluster.resolvers.kubernetes import COMPLETION_INDEX, POD, kubernetes, leader_worker_set
-from jdist.cluster.resolvers.mpi import mpi, open_mpi
+from jdist.cluster.resolvers.launchers import mpi, open_mpi, submitit, torchrun
 from jdist.cluster.resolvers.slurm import HET_SIZE, NODES, slurm
-from jdist.cluster.resolvers.submitit import submitit
 from jdist.cluster.resolvers.tf_config import tf_config, vertex
-from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
 from jdist.cluster.spec import ClusterSpec
 
 Resolver = Callable[[Mapping[str, str]], ClusterSpec | None]
-"""A pure function of an environment: the cluster that it describes, None if there is none of this kind."""
+"""A pure function of an environment: the cluster that it describes, None if its platform is not there.
+
+It raises a `ClusterConfigError` if variables are missing, hold something else or contradict each other. Those that are named
+after a platform return workers alone, unless they say so; of their addresses only process 0's may be known.
+"""
 
 _ALONE = "To train in one process on its own, use another strategy (mirrored), or unset the variable."
 _ALL = f"{ADDRESS}, {COUNT} and {INDEX}"
-_SRUN = f"Start every process by srun, which also sets {NODES}. {_ALONE}"
-_SLICE = (
-    f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
+_MPIJOB = (
+    "In an MPIJob the launcher's pod starts it: run mpirun -x JAX_COORDINATOR_ADDRESS=JOB-worker-0.JOB:PORT there."
 )
+_SRUN = f"Start every process by srun, which also sets {NODES}."
+_SLICE = f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does."
 # A variable, its value for a single process (None: unset), the remedy. The first that is set counts.
 _OF_SEVERAL = (
-    ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),
-    ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}. {_ALONE}"),
-    ("PET_NNODES", "1", f"Start the program by torchrun, which sets RANK and WORLD_SIZE, or set {_ALL}. {_ALONE}"),
-    ("AWS_BATCH_JOB_NUM_NODES", "1", f"AWS Batch tells where node 0 is to the other nodes alone: set {_ALL}. {_ALONE}"),
-    ("HOROVOD_SIZE", "1", f"Horovod tells no address that JAX can use: set {_ALL}, {INDEX} to $HOROVOD_RANK. {_ALONE}"),
-    ("VC_TASK_INDEX", "0", f"Volcano lists the hosts of each task apart: set {_ALL}. {_ALONE}"),
-    ("PMIX_RANK", "0", f"PMIx is read by MPI programs alone: set {_ALL}. {_ALONE}"),
-    ("PBS_NODENUM", "0", f"PBS lists a job's hosts in a file: set {_ALL}. {_ALONE}"),
-    ("RANK", "0", f"torchrun sets it together with WORLD_SIZE and MASTER_ADDR: set all, or {_ALL}. {_ALONE}"),
-    ("LOCAL_WORLD_SIZE", "1", f"torchrun sets it together with RANK and WORLD_SIZE: set all, or {_ALL}. {_ALONE}"),
+    ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID."),
+    ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}."),
+    ("PET_NNODES", "1", f"Start the program by torchrun, which sets RANK and WORLD_SIZE, or set {_ALL}."),
+    ("AWS_BATCH_JOB_NUM_NODES", "1", f"AWS Batch tells where node 0 is to the other nodes alone: set {_ALL}."),
+    ("HOROVOD_SIZE", "1", f"Horovod tells no address that JAX can use: set {_ALL}, {INDEX} to $HOROVOD_RANK."),
+    ("VC_TASK_INDEX", "0", f"Volcano lists the hosts of each task apart: set {_ALL}."),
+    ("PMIX_RANK", "0", f"PMIx is read by MPI programs alone: set {_ALL}."),
+    ("PBS_NODENUM", "0", f"PBS lists a job's hosts in a file: set {_ALL}."),
+    ("RANK", "0", f"torchrun sets it together with WORLD_SIZE and MASTER_ADDR: set all, or {_ALL}."),
+    ("LOCAL_WORLD_SIZE", "1", f"torchrun sets it together with RANK and WORLD_SIZE: set all, or {_ALL}."),
     ("MEGASCALE_NUM_SLICES", "1", _SLICE),
     ("MEGASCALE_COORDINATOR_ADDRESS", None, _SLICE),
     ("TPU_WORKER_ID", "0", _SLICE),
-    ("CLOUD_TPU_TASK_ID", "0", f"A TPU's processes are listed in TPU_PROCESS_ADDRESSES: set it, or {_ALL}. {_ALONE}"),
+    ("CLOUD_TPU_TASK_ID", "0", f"A TPU's processes are listed in TPU_PROCESS_ADDRESSES: set it, or {_ALL}."),
 )
 _FOR_SEVERAL = (
-    (
-        "K_MPI_JOB_ROLE",
-        None,
-        "In an MPIJob mpirun starts the program: run mpirun -x JAX_COORDINATOR_ADDRESS=JOB-worker-0.JOB:PORT in the launcher's "
-        f"pod. {_ALONE}",
-    ),
-    (HET_SIZE, "1", f"Start every process by srun, and set {_ALL} there: {INDEX} to $SLURM_PROCID. {_ALONE}"),
+    ("K_MPI_JOB_ROLE", None, _MPIJOB),
+    (HET_SIZE, "1", f"Start every process by srun, and set {_ALL} there: {INDEX} to $SLURM_PROCID."),
     ("SLURM_STEP_NUM_TASKS", "1", _SRUN),
     ("SLURM_NTASKS", "1", _SRUN),
     ("SLURM_JOB_NUM_NODES", "1", _SRUN),
     ("SLURM_NNODES", "1", _SRUN),
     ("SLURM_NTASKS_PER_NODE", "1", _SRUN),
-    ("PBS_NUM_NODES", "1", f"Start a process on each node by mpirun or pbsdsh, with {_ALL}. {_ALONE}"),
-    ("WORLD_SIZE", "1", f"torchrun sets it together with RANK and MASTER_ADDR: set all, or {_ALL}. {_ALONE}"),
+    ("PBS_NUM_NODES", "1", f"Start a process on each node by mpirun or pbsdsh, with {_ALL}."),
+    ("WORLD_SIZE", "1", f"torchrun sets it together with RANK and MASTER_ADDR: set all, or {_ALL}."),
 )
 
 
@@ -94,7 +92,7 @@ def _refuse_first(environ: Mapping[str, str], signs: tuple[tuple[str, str | None
     for variable, alone, mend in signs:
         value = environment.text(environ, variable)
         if value is not None and value != alone:
-            raise refused(variable, value, "unset here" if alone is None else f"{alone} here", mend)
+            raise refused(variable, value, "unset here" if alone is None else f"{alone} here", f"{mend} {_ALONE}")
 
 
 # First what was written for this job, then what a launcher sets for each process, then what a

@@ -13,10 +13,11 @@ from jdist.cluster.resolvers.jax_env import (
     COUNT,
     INDEX,
     MOST,
+    Gpus,
     chosen_coordinator,
-    chosen_devices,
     chosen_port,
     derived_port,
+    make_spec,
 )
 from jdist.cluster.spec import JOBS, ClusterSpec
 
@@ -26,7 +27,7 @@ COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the step's own first: the s
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 HET_SIZE = "SLURM_HET_SIZE"
 _NO_TASKS = 4294967290  # from here on Slurm numbers its own steps: salloc's shell, the batch script
-_MEND = "Start the tasks by srun, which sets it."
+_MEND, _SETS = "Start the tasks by srun, which sets it.", "Slurm sets it in each job step."
 ON_NODE = "SLURM_GPUS_ON_NODE"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 PLATFORMS = "JAX_PLATFORMS"
@@ -50,12 +51,7 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
         jobs: the number of tasks of each job, {"ps": 1, "worker": 3}; they take the ranks in the order chief, evaluator,
             ps, worker. None: all tasks are workers.
 
-    Returns:
-        The spec; None outside a job step, and in a step of Slurm's own: the shell of `salloc`, a batch script.
-
-    Raises:
-        ClusterConfigError: a variable is missing or holds something else, two contradict each other, the GPUs of a node
-            cannot be shared equally, or the job is heterogeneous.
+    It does not apply in a step of Slurm's own: the shell of `salloc`, a batch script. Heterogeneous jobs are refused.
 
     Example:
         >>> slurm({
@@ -88,19 +84,11 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
     port, port_from = chosen_port(environ, derived_port(7 * job + step), JOB)
     # The port of the first task of each node; the others have the ports after it, two each.
     addresses = [join(nodes[node], port + 2 * local) for node, local in places]
-    members, task_type, task_index = _assigned(addresses, rank, jobs)
+    members, task = _assigned(addresses, rank, jobs)
     first = "chief" if members.get("chief") else "worker"
     members[first], jobs_from = chosen_coordinator(environ, members.get(first, ()), NODES, tasks_from, port_from)
-    gpus, gpus_from = own_gpus(environ, tasks[node], local)
-    devices, devices_from = chosen_devices(environ, gpus, gpus_from)
-    return ClusterSpec(
-        jobs=members,
-        task_type=task_type,
-        task_index=task_index,
-        resolver="slurm",
-        origins={"jobs": jobs_from, "task_type": RANK, "task_index": RANK, **devices_from},
-        local_device_ids=devices,
-    )
+    gpus = own_gpus(environ, tasks[node], local)
+    return make_spec(environ, "slurm", members, task, (jobs_from, RANK, RANK), gpus)
 
 
 def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> bool:
@@ -110,7 +98,7 @@ def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> 
     # a launcher has started its helpers by srun.
     if environment.text(environ, NODES) is None or not _is_in_step(environ):
         return False
-    tasks = next((value for name in COUNTS if (value := environment.text(environ, name)) is not None), None)
+    tasks = environment.text(environ, environment.first_set(environ, *COUNTS) or COUNTS[0])
     return count == tasks and rank in (None, environment.text(environ, RANK))
 
 
@@ -122,9 +110,9 @@ def _is_in_step(environ: Mapping[str, str]) -> bool:
 
 def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[int], str]:
     """Reads the number of tasks on each node, and its variable."""
-    count_from = next((name for name in COUNTS if environment.text(environ, name) is not None), COUNTS[0])
+    count_from = environment.first_set(environ, *COUNTS) or COUNTS[0]
     count = environment.number(environ, count_from, _MEND, least=1)
-    variable = next((name for name in TASKS_PER_NODE if environment.text(environ, name) is not None), None)
+    variable = environment.first_set(environ, *TASKS_PER_NODE)
     if variable is None:
         if count != num_nodes:
             allowed = f"there, as {NODES} has {num_nodes} nodes for {count_from}={count}"
@@ -152,10 +140,10 @@ def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int
 
 def _assigned(
     addresses: list[str], rank: int, jobs: Mapping[str, int] | None
-) -> tuple[dict[str, tuple[str | None, ...]], str, int]:
+) -> tuple[dict[str, tuple[str | None, ...]], tuple[str, int]]:
     """Assigns the addresses to the jobs, and the rank to a job and an index."""
     if jobs is None:
-        return {"worker": tuple(addresses)}, "worker", rank
+        return {"worker": tuple(addresses)}, ("worker", rank)
     wrong = [name for name in jobs if name not in JOBS]
     if wrong or sum(jobs.values()) != len(addresses) or min(jobs.values()) < 0:
         allowed = f"numbers of tasks of {', '.join(sorted(JOBS))} that add up to the step's {len(addresses)}"
@@ -167,10 +155,10 @@ def _assigned(
         if start <= rank < start + jobs[name]:
             job, index = name, rank - start
         start += jobs[name]
-    return members, job, index
+    return members, (job, index)
 
 
-def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
+def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> Gpus:
     """Shares this node's GPUs among its `tasks`; returns number `local`'s, and their variables.
 
     Example:
@@ -179,7 +167,7 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
     """
     # The GPUs are numbered among those that the task sees. None for all: the task is alone, sees
     # only its own, or there are none.
-    visible = next((name for name in VISIBLE if environment.text(environ, name) is not None), None)
+    visible = environment.first_set(environ, *VISIBLE)
     on_node = environment.number(environ, ON_NODE, "Slurm sets it.")
     if tasks == 1 or visible is None or not on_node or environment.text(environ, PLATFORMS) == "cpu":
         return None, None
@@ -205,7 +193,7 @@ def expand_nodes(listed: str, variable: str) -> list[str]:
         for literal, ranges in _PART.findall(item):
             ends = [literal] if literal else _numbers(ranges, listed, variable)
             if len(nodes) + len(names) * len(ends) > MOST:
-                raise refused(variable, listed, f"a list of at most {MOST} nodes", "Slurm sets it in each job step.")
+                raise refused(variable, listed, f"a list of at most {MOST} nodes", _SETS)
             names = [name + end for name in names for end in ends]
         nodes += names
     for node, count in Counter(nodes).items():
@@ -225,13 +213,13 @@ def _numbers(ranges: str, listed: str, variable: str) -> list[str]:
         if int(last) < int(first):
             raise refused(variable, listed, f"a list whose ranges count up, unlike {part}", "Write the smaller first.")
         if len(numbers) + int(last) - int(first) >= MOST:
-            raise refused(variable, listed, f"a list of at most {MOST} nodes", "Slurm sets it in each job step.")
+            raise refused(variable, listed, f"a list of at most {MOST} nodes", _SETS)
         numbers += [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]
     return numbers
 
 
 def _no_nodes(variable: str, listed: str) -> Exception:
-    return refused(variable, listed, "a list of nodes such as n[1-2],m5,o[08-10]", "Slurm sets it in each job step.")
+    return refused(variable, listed, "a list of nodes such as n[1-2],m5,o[08-10]", _SETS)
 
 
 def expand_tasks(listed: str, variable: str) -> list[int]:
@@ -241,10 +229,10 @@ def expand_tasks(listed: str, variable: str) -> list[int]:
         match = _TASKS.fullmatch(part.strip())
         count, nodes = (0, 0) if match is None else (int(match[1]), int(match[2] or 1))
         if not count or not nodes:
-            raise refused(variable, listed, "numbers of tasks such as 2(x2),1", "Slurm sets it in each job step.")
+            raise refused(variable, listed, "numbers of tasks such as 2(x2),1", _SETS)
         if len(tasks) + nodes > MOST:
-            raise refused(variable, listed, f"numbers of tasks of at most {MOST} nodes", "Slurm sets it.")
+            raise refused(variable, listed, f"numbers of tasks of at most {MOST} nodes", _SETS)
         tasks += [count] * nodes
     if sum(tasks) > MOST:
-        raise refused(variable, listed, f"at most {MOST} tasks in all", "Slurm sets it in each job step.")
+        raise refused(variable, listed, f"at most {MOST} tasks in all", _SETS)
     return tasks

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from jdist.cluster.address import refused
 from jdist.cluster.environment import text, whole_number
-from jdist.cluster.resolvers.jax_env import chosen_devices
+from jdist.cluster.resolvers.jax_env import make_spec
 from jdist.cluster.spec import JOBS, ClusterSpec
 from jdist.errors import ClusterConfigError
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
+_WRITE, _NUMBER = f"Write {_EXAMPLE}.", "Number the tasks from 0."
 VERTEX = "CLUSTER_SPEC"
 _VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
 _VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
+_refused = functools.partial(refused, VARIABLE)
 
 
 def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -26,12 +29,6 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     `cluster` maps each job to a list of addresses, or to an object from index to address; `task` has this process's `type`
     and `index`. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An index may
     be a number or its text. An address may be null: not known.
-
-    Returns:
-        The spec; None if TF_CONFIG is not set, or names neither a cluster nor a task.
-
-    Raises:
-        ClusterConfigError: TF_CONFIG is no JSON, has a key twice, lacks one of the two; or see `ClusterSpec`.
 
     Example:
         >>> config = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": "1"}}'
@@ -43,41 +40,31 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
         return None
     config = _parse(source)
     if not isinstance(config, dict):
-        raise refused(VARIABLE, source, "a JSON object", f"Write {_EXAMPLE}.")
+        raise _refused(source, "a JSON object", _WRITE)
     if "sparseCluster" in config:
-        disable = "Set `enableDynamicWorker: false` in the TFJob."
-        value = config["sparseCluster"]
-        raise refused(VARIABLE, value, "absent: all workers must be known", disable, field="sparseCluster")
+        disable, value = "Set `enableDynamicWorker: false` in the TFJob.", config["sparseCluster"]
+        raise _refused(value, "absent: all workers must be known", disable, field="sparseCluster")
     cluster, task = config.get("cluster"), config.get("task")
     if cluster in (None, {}) and task in (None, {}):
         if (job := next((job for job in JOBS if job in config), None)) is not None:
-            allowed = "inside of `cluster`, beside which `task` is"
-            raise refused(VARIABLE, config[job], allowed, f"Write {_EXAMPLE}.", field=job)
+            raise _refused(config[job], "inside of `cluster`, next to `task`", _WRITE, field=job)
         return None
     if cluster in (None, {}):
         name = "Name every process; to train in one process alone, unset TF_CONFIG."
-        raise refused(VARIABLE, cluster, "there, as `task` is", name, field="cluster")
+        raise _refused(cluster, "there, as `task` is", name, field="cluster")
     if not isinstance(cluster, dict):
-        raise refused(VARIABLE, cluster, "an object from job to addresses", f"Write {_EXAMPLE}.", field="cluster")
+        raise _refused(cluster, "an object from job to addresses", _WRITE, field="cluster")
     if not isinstance(task, dict):
-        mend = f"Say which process this is, as in {_EXAMPLE}."
-        raise refused(VARIABLE, task, "an object with `type` and `index`", mend, field="task")
+        raise _refused(task, "an object with `type` and `index`", _WRITE, field="task")
     task_type = task.get("type")
     if not isinstance(task_type, str):
-        mend = f"Say which job this process is, as in {_EXAMPLE}."
-        raise refused(VARIABLE, task_type, "chief, worker, ps or evaluator", mend, field="task.type")
+        raise _refused(task_type, "chief, worker, ps or evaluator", _WRITE, field="task.type")
     if "master" in cluster and "chief" in cluster:
         one = "Leave one of them: `master` is TensorFlow 1's word for `chief`."
-        raise refused(VARIABLE, cluster["master"], "absent, as `chief` is there", one, field="cluster.master")
-    devices, devices_from = chosen_devices(environ)
-    return ClusterSpec(
-        jobs={_today(job): _tasks(job, tasks) for job, tasks in cluster.items()},
-        task_type=_today(task_type),
-        task_index=_index(task.get("index"), "task.index"),
-        resolver="tf_config",
-        origins={"jobs": VARIABLE, "task_type": VARIABLE, "task_index": VARIABLE, **devices_from},
-        local_device_ids=devices,
-    )
+        raise _refused(cluster["master"], "absent, as `chief` is there", one, field="cluster.master")
+    jobs = {_today(job): _tasks(job, tasks) for job, tasks in cluster.items()}
+    place = _today(task_type), _index(task.get("index"), "task.index")
+    return make_spec(environ, "tf_config", jobs, place, (VARIABLE, VARIABLE, VARIABLE))
 
 
 def _today(job: str) -> str:
@@ -89,14 +76,14 @@ def _parse(source: str) -> Any:
     try:
         return json.loads(source, object_pairs_hook=_object, parse_constant=_constant)
     except RecursionError:
-        raise refused(VARIABLE, source, "JSON nested a few levels deep", f"Write {_EXAMPLE}.") from None
+        raise _refused(source, "JSON nested a few levels deep", _WRITE) from None
     except json.JSONDecodeError as exc:
         wrong = f"It is not JSON from character {exc.pos} on: {exc.msg}."
         raise refused(VARIABLE, source, "a JSON object", wrong) from None
     except ClusterConfigError:
         raise
     except ValueError:  # Python reads no number of thousands of digits
-        raise refused(VARIABLE, source, "a JSON object", "It holds a number that is too long.") from None
+        raise _refused(source, "a JSON object", "It holds a number that is too long.") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,13 +91,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in pairs:
         if key in entries:
-            raise refused(VARIABLE, value, "given once, but the key is there twice", "Leave one of them.", field=key)
+            raise _refused(value, "given once, but the key is there twice", "Leave one of them.", field=key)
         entries[key] = value
     return entries
 
 
 def _constant(name: str) -> Any:
-    raise refused(VARIABLE, name, "a JSON object", "NaN and Infinity are no JSON.")
+    raise _refused(name, "a JSON object", "NaN and Infinity are no JSON.")
 
 
 def _tasks(job: str, tasks: Any) -> Any:
@@ -121,20 +108,19 @@ def _tasks(job: str, tasks: Any) -> Any:
     for key, address in tasks.items():
         index = _index(key, f"cluster.{job}")
         if index in by_index:
-            raise refused(VARIABLE, key, "an index of its own", "Number the tasks from 0.", field=f"cluster.{job}")
+            raise _refused(key, "an index of its own", _NUMBER, field=f"cluster.{job}")
         by_index[index] = address
     for i in range(len(by_index)):
         if i not in by_index:
             there = ", ".join(map(str, sorted(by_index)[:6]))
-            allowed = f"there, as the tasks are {there}"
-            raise refused(VARIABLE, None, allowed, "Number the tasks from 0.", field=f"{job}[{i}]")
+            raise _refused(None, f"there, as the tasks are {there}", _NUMBER, field=f"{job}[{i}]")
     return [by_index[i] for i in range(len(by_index))]
 
 
 def _index(value: Any, field: str) -> int:
     index = whole_number(value.strip()) if isinstance(value, str) else value
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise refused(VARIABLE, value, "a whole number of at least 0", "Number each job's tasks from 0.", field=field)
+        raise _refused(value, "a whole number of at least 0", _NUMBER, field=field)
     return index
 
 
@@ -142,12 +128,6 @@ def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads CLUSTER_SPEC, whose first worker pool is the chief, and the others workers, ps and evaluator.
 
     Where Vertex AI sets TF_CONFIG as well, that comes first and tells the same.
-
-    Returns:
-        The spec; None if CLUSTER_SPEC is not set.
-
-    Raises:
-        ClusterConfigError: CLUSTER_SPEC is no JSON object with `cluster` and `task`; or see `ClusterSpec`.
 
     Example:
         >>> vertex({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a-0:2222"], "workerpool1": ["b-0:2222", "b-1:2222"]}, '
@@ -170,12 +150,5 @@ def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
     jobs: dict[str, Any] = {_VERTEX_JOBS.get(name) or name: addresses for name, addresses in cluster.items()}
     number = whole_number(written_index) if isinstance(written_index, str) else None
     index: Any = written_index if number is None else number
-    devices, devices_from = chosen_devices(environ)
-    return ClusterSpec(
-        jobs=jobs,
-        task_type=_VERTEX_JOBS.get(pool, pool) if isinstance(pool, str) else str(pool),
-        task_index=index,
-        resolver="vertex",
-        origins={"jobs": VERTEX, "task_type": VERTEX, "task_index": VERTEX, **devices_from},
-        local_device_ids=devices,
-    )
+    task_type = _VERTEX_JOBS.get(pool, pool) if isinstance(pool, str) else str(pool)
+    return make_spec(environ, "vertex", jobs, (task_type, index), (VERTEX, VERTEX, VERTEX))

@@ -31,22 +31,16 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     configs/cluster/cloud_tpu.sh asks that server, and sets the variables of `jax_env`. The chips of a host, and their
     wiring, are left to JAX.
 
-    Returns:
-        The spec, with workers alone; None if neither TPU_WORKER_HOSTNAMES nor TPU_PROCESS_ADDRESSES is set.
-
-    Raises:
-        ClusterConfigError: a host is there twice, the index is not one of theirs, or some of the variables are missing.
-
     Example:
         >>> tpu({"TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu", "TPU_WORKER_ID": "1"})
         ClusterSpec(worker 1, process 1 of 2; cluster: 2 worker; from tpu)
 
     Source: jax/_src/clusters/cloud_tpu_cluster.py; GKE, "Deploy TPU multislices".
     """
-    variable = ADDRESSES if environment.text(environ, ADDRESSES) is not None else HOSTS
-    listed = environment.text(environ, variable)
-    if listed is None:
+    variable = environment.first_set(environ, ADDRESSES, HOSTS)
+    if variable is None:
         return None
+    listed = environ[variable].strip()
     if listed == "localhost" and environment.text(environ, INDEX) is None:
         return None  # set by jdist/strategies/libtpu.py to keep libtpu quiet without a TPU; GKE sets an index, too
     entries = [_split(entry.strip(), variable) for entry in listed.split(",")]
@@ -54,10 +48,8 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
         if entry in entries[:i] or (variable == HOSTS and entry[0] in [host for host, _ in entries[:i]]):
             raise refused(variable, entry[0], "there once only", _MEND, field=f"[{i}]")
     hosts = [host for host, _ in entries]
-    index_from = TASK if variable == ADDRESSES and environment.text(environ, TASK) is not None else INDEX
-    if len(hosts) == 1 and environment.text(environ, index_from) is None:
-        index = 0
-    else:
+    index, index_from = 0, TASK if variable == ADDRESSES and environment.text(environ, TASK) is not None else INDEX
+    if len(hosts) > 1 or environment.text(environ, index_from) is not None:
         index = environment.index(environ, index_from, len(hosts), variable, _MEND)
     port, port_from = chosen_port(environ, _free_port(entries), "")
     slices, own_slice = _slices(environ)
@@ -69,16 +61,9 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     if slices > 1 or (environment.text(environ, SLICES) is None and environment.text(environ, FIRST) is not None):
         processes[0] = join(_first_host(environ), port)
         sources += [FIRST, SLICES] if slices > 1 else [FIRST]
-    addresses, addresses_from = chosen_coordinator(environ, processes, *sources, port_from)
-    return workers_spec(
-        environ,
-        "tpu",
-        addresses,
-        own_slice * len(hosts) + index,
-        jobs_from=addresses_from,
-        count_from=variable,
-        index_from=index_from if slices == 1 else f"{SLICE}, {index_from}",
-    )
+    addresses, jobs_from = chosen_coordinator(environ, processes, *sources, port_from)
+    index_from = index_from if slices == 1 else f"{SLICE}, {index_from}"
+    return workers_spec(environ, "tpu", addresses, own_slice * len(hosts) + index, (jobs_from, variable, index_from))
 
 
 def _split(entry: str, variable: str) -> tuple[str, int | None]:
@@ -101,13 +86,11 @@ def _free_port(entries: list[tuple[str, int | None]]) -> int:
 
 def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
     """Reads the number of slices, and this slice's index."""
-    slices = environment.number(environ, SLICES, _MEND_SLICES, least=1)
+    slices = environment.number(environ, SLICES, _MEND_SLICES, least=1, most=10_000)
     if slices is None:
         if (index := environment.text(environ, SLICE)) is not None:
             raise refused(SLICES, None, f"set, as {SLICE} is {index[:80]}", _MEND_SLICES)
         return 1, 0
-    if slices > 10_000:
-        raise refused(SLICES, slices, "at most 10000", _MEND_SLICES)
     if slices == 1:
         return 1, 0
     return slices, environment.index(environ, SLICE, slices, SLICES, _MEND_SLICES)

@@ -24,7 +24,7 @@ from jdist.cluster import (
     tpu,
     vertex,
 )
-from jdist.cluster.resolvers.mpi import LAUNCHERS
+from jdist.cluster.resolvers import launchers
 from jdist.errors import ClusterConfigError
 
 quick = settings(max_examples=150, deadline=None, database=None)
@@ -54,7 +54,7 @@ PET = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 LWS = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
 SKYPILOT = ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_TASK_ID")
 LSF = ("LSB_MCPU_HOSTS", "LSF_PM_TASKID", "LSB_JOBID")
-RANKS = tuple(name for each in LAUNCHERS for name in (each.count, each.rank, each.local_count, each.local_rank))
+RANKS = tuple(name for each in launchers.MPI for name in each.sets)
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
 MPI = (
     "OMPI_COMM_WORLD_SIZE",

@@ -3,7 +3,6 @@
 import pytest
 
 from jdist.cluster import kubernetes
-from jdist.errors import ClusterConfigError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-node-0-1"}
 TRAINER = {
@@ -56,31 +55,3 @@ def test_jaxjob():
 )
 def test_it_does_not_apply(environ):
     assert kubernetes(environ) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"JAX_PROCESS_ID": ""}, "JAX_PROCESS_ID is not set"),
-        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS is not set"),
-        ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES is not set"),
-        ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID is 4; it must be from 0 to 3"),
-    ],
-)
-def test_what_is_refused(changes, message):
-    with pytest.raises(ClusterConfigError, match=message):
-        kubernetes({**POD, **TRAINER, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"COORDINATOR_PORT": "0"}, "COORDINATOR_PORT is '0'"),
-        ({"COORDINATOR_ADDRESS": "a b"}, "COORDINATOR_ADDRESS is 'a b'"),
-        ({"NUM_PROCESSES": "x"}, "NUM_PROCESSES is 'x'"),
-        ({"PROCESS_ID": "2"}, "PROCESS_ID is 2"),
-    ],
-)
-def test_what_is_refused_of_a_jaxjob(changes, message):
-    with pytest.raises(ClusterConfigError, match=message):
-        kubernetes({**POD, **JAX_JOB, **changes})

@@ -142,29 +142,6 @@ def test_it_does_not_apply_outside_a_step(missing):
     assert slurm({name: value for name, value in STEP.items() if name != missing}) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"SLURM_PROCID": "5"}, "SLURM_PROCID is 5; it must be from 0 to 4, as SLURM_STEP_TASKS_PER_NODE"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
-        ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS is 6; it must be 5"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,3"}, "SLURM_STEP_TASKS_PER_NODE is '2,3'.*the 3 nodes"),
-        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE is not set.*3 nodes"),
-        ({"SLURM_STEP_NODELIST": "t[3-1]"}, "SLURM_STEP_NODELIST is"),
-        ({"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0; it must be 1, as SLURM_PROCID is 3"),
-        ({"SLURM_DISTRIBUTION": "plane"}, "SLURM_DISTRIBUTION is 'plane'; it must be block or cyclic"),
-        ({"SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_DISTRIBUTION is 'arbitrary'; it must be block or cyclic"),
-        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
-        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
-        ({"JAX_COORDINATOR_PORT": "65535"}, r"`worker\[1\]` is 't02n13:65537'.*port from 1 to 65535"),
-    ],
-)
-def test_what_is_refused(changes, message):
-    with pytest.raises(ClusterConfigError, match=message):
-        slurm({**STEP, **changes})
-
-
 @pytest.mark.parametrize("how", ["block", "block:cyclic", "block,Pack", "*:block", "unknown", ""])
 def test_ways_to_place_tasks_node_after_node(how):
     assert slurm({**STEP, "SLURM_DISTRIBUTION": how}).processes == slurm(STEP).processes

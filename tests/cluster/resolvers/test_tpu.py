@@ -100,26 +100,3 @@ def test_the_port_and_address_of_process_0_can_be_chosen():
 @pytest.mark.parametrize("environ", [{}, {"TPU_WORKER_ID": "0"}, {"TPU_WORKER_HOSTNAMES": ""}])
 def test_it_does_not_apply(environ):
     assert tpu(environ) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"TPU_WORKER_HOSTNAMES": "a,,b"}, "TPU_WORKER_HOSTNAMES is ''"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b c"}, "TPU_WORKER_HOSTNAMES is 'b c'"),
-        ({"TPU_WORKER_HOSTNAMES": "a,a"}, r"`\[1\]` is 'a'; it must be there once only"),
-        ({"TPU_WORKER_ID": ""}, "TPU_WORKER_ID is not set"),
-        ({"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID is 2; it must be from 0 to 1"),
-        ({"TPU_WORKER_ID": "x"}, "TPU_WORKER_ID is 'x'"),
-        ({"MEGASCALE_NUM_SLICES": ""}, "MEGASCALE_NUM_SLICES is not set"),
-        ({"MEGASCALE_NUM_SLICES": "0"}, "MEGASCALE_NUM_SLICES is '0'"),
-        ({"MEGASCALE_NUM_SLICES": "99999999"}, "at most 10000"),
-        ({"MEGASCALE_SLICE_ID": ""}, "MEGASCALE_SLICE_ID is not set"),
-        ({"MEGASCALE_SLICE_ID": "3"}, "MEGASCALE_SLICE_ID is 3; it must be from 0 to 2"),
-        ({"MEGASCALE_COORDINATOR_ADDRESS": ""}, "MEGASCALE_COORDINATOR_ADDRESS is not set"),
-        ({"MEGASCALE_COORDINATOR_ADDRESS": "a/b:1"}, "MEGASCALE_COORDINATOR_ADDRESS is 'a/b:1'"),
-    ],
-)
-def test_what_is_refused(changes, message):
-    with pytest.raises(ClusterConfigError, match=message):
-        tpu({**MULTISLICE, **changes})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jdist.errors import StrategyError
-from jdist.support.checks import as_int, as_real
+from jdist.support import checks
 
 Implementation = Literal["auto", "ring", "nccl"]
 
@@ -48,28 +48,18 @@ class CommunicationOptions:
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
-        size = as_int(self.bytes_per_pack, least=0)
-        if size is None:
-            raise StrategyError(
-                f"`bytes_per_pack` is {self.bytes_per_pack!r}; it must be a whole number of bytes, 0 or more."
-            )
+        size = checks.whole_number("bytes_per_pack", self.bytes_per_pack, StrategyError, least=0, unit="bytes")
         object.__setattr__(self, "bytes_per_pack", size)
-        for name in ("timeout_s", "start_timeout_s"):
-            value = getattr(self, name)
-            if not _is_at_least_one_second(value):
-                raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds, 1 or more.")
-        value = self.progress_timeout_s
-        if value not in (None, "auto") and not _is_at_least_one_second(value):
-            raise StrategyError(
-                f'`progress_timeout_s` is {value!r}; it must be "auto", a number of seconds, 1 or more, or None for no end.'
-            )
-        if self.implementation not in get_args(Implementation):
-            allowed = ", ".join(map(repr, get_args(Implementation)))
-            raise StrategyError(f"`implementation` is {self.implementation!r}; allowed are {allowed}.")
+        checks.seconds("timeout_s", self.timeout_s, StrategyError, least=1)
+        checks.seconds("start_timeout_s", self.start_timeout_s, StrategyError, least=1)
+        if self.progress_timeout_s not in (None, "auto"):
+            fix = 'Or give "auto", or None for no end.'
+            value = self.progress_timeout_s
+            checks.real_number("progress_timeout_s", value, StrategyError, least=1, unit="seconds", fix=fix)
+        checks.choice("implementation", self.implementation, get_args(Implementation), StrategyError)
         if self.implementation == "ring" and self.bytes_per_pack:
             raise StrategyError(
-                '`bytes_per_pack` packs what JAX all-reduces; `implementation` "ring" sends all gradients as one. Leave one '
-                "of them out."
+                '`bytes_per_pack` is for JAX; `implementation` "ring" sends all gradients as one. Leave one out.'
             )
 
     @property
@@ -80,8 +70,3 @@ class CommunicationOptions:
             "start_timeout_s": self.start_timeout_s,
             "progress_timeout_s": math.inf if self.progress_timeout_s is None else self.progress_timeout_s,
         }
-
-
-def _is_at_least_one_second(value: Any) -> bool:
-    number = as_real(value)
-    return number is not None and 1 <= number < math.inf

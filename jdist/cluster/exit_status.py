@@ -1,17 +1,22 @@
-"""Exit codes, by which launchers and schedulers learn how a process ended, and ways to end it at once."""
+"""The end of a process: its exit code, the record of a lost process, which launchers read, and ways to end it at once."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
+from jdist.cluster.address import refused
+from jdist.cluster.environment import RECORD_FOLDER
 from jdist.errors import (
     CheckpointError,
     ClosureError,
@@ -36,6 +41,7 @@ USAGE = 2  # what was asked for is not right; trying again leads to the same
 PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h: another process was lost, failed or did not come; nothing was saved since
 INTERRUPTED = 130  # 128 + SIGINT: saved and left
 PREEMPTED = 143  # 128 + SIGTERM: saved and left
+RECORD = "jdist: peer lost "  # begins the line that programs read, the launcher among them
 _LAST_WORDS_S = 2.0  # then a process ends without them: nobody reads the pipe, or the disk is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LOST = (PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError)
@@ -131,3 +137,43 @@ class HardExit:
         while (words := self._words.get()) is not None:
             with contextlib.suppress(OSError, ValueError):  # closed, full, gone: the next may still be written
                 words()
+
+
+def record_folder(environ: Mapping[str, str]) -> Path | None:
+    """Makes the folder for records, JDIST_RECORD_DIR; None if that is not set."""
+    if not (name := environ.get(RECORD_FOLDER)):
+        return None
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise refused(RECORD_FOLDER, name, "a folder that can be written", f"{exc}.") from exc
+    return Path(name)
+
+
+def print_record(lost: PeerLostError, noticed_by: int) -> None:
+    """Writes the record to standard error, for people, who read the end first, and programs."""
+    lines = []
+    for place in lost.places:
+        lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
+        lines += [f"jdist:     {frame}" for frame in place["stack"]]
+    lines += [f"{RECORD}{json.dumps(_record(lost, noticed_by))}", f"jdist: PeerLostError: {lost}"]
+    # `print` has a lock, which a blocked thread may hold. The first newline ends a line that another thread has begun.
+    os.write(2, ("\n" + "\n".join(lines) + "\n").encode())
+
+
+def write_record(lost: PeerLostError, noticed_by: int, where: Path) -> None:
+    """Writes the record to a file in the folder for records."""
+    (where / f"peer_lost_process_{noticed_by}.json").write_text(json.dumps(_record(lost, noticed_by)) + "\n")
+
+
+def _record(lost: PeerLostError, noticed_by: int) -> dict[str, object]:
+    return {
+        "error": "PeerLostError",
+        "process": lost.process,
+        "address": lost.address,
+        "last_step": lost.last_step,
+        "cause": lost.cause,
+        "places": list(lost.places),
+        "noticed_by": noticed_by,
+        "time": time.time(),
+    }

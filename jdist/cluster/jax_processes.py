@@ -25,8 +25,7 @@ def check_unused() -> None:
     """Refuses a process in which JAX runs already, before other processes wait for it."""
     if jax.distributed.is_initialized():
         raise ClusterError(
-            "`jax.distributed.initialize` was called already. Leave it out: `jdist.multi_worker()` calls it, after it has "
-            "found all processes."
+            "`jax.distributed.initialize` was called already. Leave it out: `jdist.multi_worker()` calls it."
         )
     if is_started():
         raise ClusterError(

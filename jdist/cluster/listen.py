@@ -73,31 +73,22 @@ def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) ->
 
 def listen(address: str, port: int) -> socket.socket:
     """Opens the socket of the watch on a numeric address of this machine."""
-    try:
-        return _server(address, port)
-    except OSError as exc:
-        raise _refusal(exc)(
-            f"process 0 cannot listen on {join(address, port)}, where jdist watches the processes: {exc}. The coordinator's "
-            f"host must be an address of process 0's machine; for another port set {WATCH_PORT} on all processes."
-        ) from exc
+    return _server(address, port, "process 0", f"jdist watches the processes there; {WATCH_PORT} sets another port.")
 
 
 def check_free(address: str, port: int) -> None:
     """Refuses a coordinator port that is taken: JAX itself would share it with another JAX job."""
+    _server(
+        address, port, "JAX's coordinator", "an earlier job, or another process that counts as process 0, may hold it."
+    ).close()
+
+
+def _server(address: str, port: int, who: str, mend: str) -> socket.socket:
     try:
-        with _server(address, port):
-            return
-    except OSError as exc:
-        raise _refusal(exc)(
-            f"JAX's coordinator cannot listen on {join(address, port)}: {exc}. The address of process 0 must be one of its own "
-            "machine, and the port free there; an earlier job, or another process that is told to be process 0, may hold it."
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as exc:  # a port that is taken may be free soon, an address of another machine stays one
+        error = PortInUseError if exc.errno == errno.EADDRINUSE else ClusterError
+        raise error(
+            f"{who} cannot listen on {join(address, port)}: {exc}. The address of process 0 must be one of its own machine, "
+            f"and the port free there; {mend}"
         ) from exc
-
-
-def _refusal(exc: OSError) -> type[ClusterError]:
-    """Chooses the error: a port that is taken may be free soon, an address of another machine stays one."""
-    return PortInUseError if exc.errno == errno.EADDRINUSE else ClusterError
-
-
-def _server(address: str, port: int) -> socket.socket:
-    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 
-from jdist.cluster import exit_status, failpoints, jax_processes, lost_peer
+from jdist.cluster import exit_status, failpoints, jax_processes
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN, text
 from jdist.cluster.exit_status import HardExit
@@ -243,9 +243,9 @@ class Runtime:
         """Records that a process was lost, and ends this one: its main thread may be blocked for ever."""
         assert self._hard_exit is not None
         process, folder = self.process_index, self._records
-        words = [lambda: lost_peer.print_record(lost, process)]
+        words = [lambda: exit_status.print_record(lost, process)]
         if folder is not None:
-            words.append(lambda: lost_peer.write_record(lost, process, folder))
+            words.append(lambda: exit_status.write_record(lost, process, folder))
         if self._server is not None:
             self._server.wait_until_alone(_PARTING_S)
         # A process that ended while others need it is to blame, and a launcher has to see that.
@@ -292,7 +292,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
     spec, process, timeout_s = runtime.spec, runtime.process_index, runtime.timeout_s
     jax_processes.check_unused()
     check_own_name(environ)
-    runtime._records = lost_peer.folder(environ)
+    runtime._records = exit_status.record_folder(environ)
     host, port = split(spec.coordinator_address)
     identity = Identity(
         process=process,

@@ -52,19 +52,35 @@ class ClusterSpec:
     local_device_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        origin = self.origins.get
-        jobs = _check_jobs(self.jobs, origin("jobs", "jobs"))
-        _check_task(
-            jobs,
-            self.task_type,
-            self.task_index,
-            type_from=origin("task_type", "task_type"),
-            index_from=origin("task_index", "task_index"),
-        )
-        devices = _check_devices(self.local_device_ids, origin("local_device_ids", "local_device_ids"))
+        jobs = _check_jobs(self.jobs, self._origin("jobs"))
+        self._check_task({name: len(addresses) for name, addresses in jobs.items()})
+        devices = _check_devices(self.local_device_ids, self._origin("local_device_ids"))
         object.__setattr__(self, "jobs", MappingProxyType({name: jobs[name] for name in JOBS if jobs.get(name)}))
         object.__setattr__(self, "origins", MappingProxyType(dict(self.origins)))
         object.__setattr__(self, "local_device_ids", devices)
+
+    def _origin(self, field: str) -> str:
+        return self.origins.get(field, field)
+
+    def _check_task(self, counts: Mapping[str, int]) -> None:
+        """Checks that this process is in a cluster with so many tasks of each job; an evaluator need not be."""
+        job, index = self.task_type, as_int(self.task_index, least=0)
+        mend = "Add this process's own address to the cluster, or correct"
+        if job not in JOBS:
+            say = f"Say which job this process is.{did_you_mean(job, JOBS)}"
+            raise self._refused("task_type", f"one of {', '.join(JOBS)}", say)
+        if index is None:
+            raise self._refused("task_index", "a whole number of at least 0", "Number each job's tasks from 0.")
+        tasks = counts.get(job) or (1 if job == "evaluator" else 0)
+        if not tasks:
+            there = ", ".join(name for name, count in counts.items() if count)
+            raise self._refused("task_type", f"a job of the cluster, which has {there}", f"{mend} its type.")
+        if index >= tasks:
+            allowed = f"from 0 to {tasks - 1}, as the cluster has {tasks} {job}"
+            raise self._refused("task_index", allowed, f"{mend} the index.")
+
+    def _refused(self, field: str, allowed: str, mend: str) -> ClusterConfigError:
+        return refused(self._origin(field), getattr(self, field), allowed, mend, field=field)
 
     @property
     def processes(self) -> tuple[str | None, ...]:
@@ -92,7 +108,7 @@ class ClusterSpec:
             raise ClusterConfigError(
                 f"This process is {self.task_type} {self.task_index}; it has no `process_index`, as only the chief and "
                 "the workers take part in the synchronous job. Use `task_type` and `task_index`.",
-                variable=self.origins.get("task_type", "task_type"),
+                variable=self._origin("task_type"),
                 field="task_type",
                 value=self.task_type,
             )
@@ -120,7 +136,7 @@ class ClusterSpec:
             raise ClusterConfigError(
                 f"`coordinator_address` is not known: the synchronous job has {self.num_processes} processes, and "
                 "one alone needs no coordinator. Look at `num_processes` first.",
-                variable=self.origins.get("jobs", "jobs"),
+                variable=self._origin("jobs"),
                 field="coordinator_address",
                 value=None,
             )
@@ -190,8 +206,13 @@ def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str 
             raise refused(origin, addresses, f"a list of addresses {ALLOWED}", write, field=name)
         for i, address in enumerate(addresses):
             task = f"{name}[{i}]"
-            _check_address(address, task, origin)
-            if address is not None and (other := tasks.setdefault(normalized(address), task)) != task:
+            if address is None:
+                continue
+            if not isinstance(address, str):
+                raise refused(origin, address, f"a text {ALLOWED}", "Write it in quotes, as node1:2222.", field=task)
+            if (wrong := problem(address)) is not None:
+                raise refused(origin, address, ALLOWED, wrong, field=task)
+            if (other := tasks.setdefault(normalized(address), task)) != task:
                 allowed = f"an address of its own, and `{other}` has the same"
                 raise refused(origin, address, allowed, "Give each process another port or another host.", field=task)
         checked[name] = tuple(addresses)
@@ -201,58 +222,14 @@ def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str 
             raise refused(origin, list(checked[name]), "one address at most", mend, field=name)
     if not any(checked.values()):
         raise refused(origin, dict(jobs), "a job with at least one address", "Name at least one worker.", field="jobs")
-    _check_known(checked, origin)
-    return checked
-
-
-def _check_address(address: object, field: str, origin: str) -> None:
-    if address is None:
-        return
-    if not isinstance(address, str):
-        raise refused(origin, address, f"a text {ALLOWED}", "Write it in quotes, as node1:2222.", field=field)
-    if (wrong := problem(address)) is not None:
-        raise refused(origin, address, ALLOWED, wrong, field=field)
-
-
-def _check_known(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> None:
-    """Checks that the addresses of process 0 and of the parameter servers are known, as others must find them."""
-    first = "chief" if jobs.get("chief") else "worker"
-    alone = sum(len(addresses) for addresses in jobs.values()) == 1
-    if jobs.get(first) and jobs[first][0] is None and not alone:
+    first = "chief" if checked.get("chief") else "worker"
+    alone = sum(map(len, checked.values())) == 1
+    if checked.get(first) and checked[first][0] is None and not alone:
         raise refused(origin, None, ALLOWED, "All processes must find process 0.", field=f"{first}[0]")
-    for i, address in enumerate(jobs.get("ps", ())):
+    for i, address in enumerate(checked.get("ps", ())):
         if address is None:
             raise refused(origin, None, ALLOWED, "The workers must find every ps.", field=f"ps[{i}]")
-
-
-def _check_task(
-    jobs: Mapping[str, tuple[str | None, ...]],
-    task_type: object,
-    task_index: object,
-    *,
-    type_from: str,
-    index_from: str,
-) -> None:
-    """Checks that this process is in the cluster; an evaluator need not be."""
-    if task_type not in JOBS:
-        say = f"Say which job this process is.{did_you_mean(task_type, JOBS)}"
-        raise refused(type_from, task_type, f"one of {', '.join(JOBS)}", say, field="task_type")
-    index = as_int(task_index, least=0)
-    if index is None:
-        number = "Number each job's tasks from 0."
-        raise refused(index_from, task_index, "a whole number of at least 0", number, field="task_index")
-    job = str(task_type)
-    tasks = len(jobs.get(job, ()))
-    if job == "evaluator" and not tasks:
-        tasks = 1
-    if not tasks:
-        there = ", ".join(name for name, addresses in jobs.items() if addresses)
-        add = "Add this process's own address to the cluster, or correct its type."
-        raise refused(type_from, task_type, f"a job of the cluster, which has {there}", add, field="task_type")
-    if index >= tasks:
-        allowed = f"from 0 to {tasks - 1}, as the cluster has {tasks} {job}"
-        mend = "Add this process's own address to the cluster, or correct the index."
-        raise refused(index_from, task_index, allowed, mend, field="task_index")
+    return checked
 
 
 def _check_devices(devices: object, origin: str) -> tuple[int, ...] | None:

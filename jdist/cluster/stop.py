@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import select
 import signal
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from jdist.cluster import exit_status
 from jdist.cluster.runtime import Runtime, alone
 from jdist.errors import ClusterError
-from jdist.support.checks import as_int, as_real
+from jdist.support import checks
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_S = 1.0  # a scheduler may signal both a launcher, which passes it on, and what it launched
@@ -176,12 +175,10 @@ def preemption(
 
     Source: `tf.distribute.experimental.PreemptionCheckpointHandler` and `TerminationConfig`
     """
-    for name, value, least in (("grace_s", grace_s, 0.0), ("poll_s", poll_s, 0.01)):
-        number = as_real(value)
-        if number is None or not least <= number < math.inf:
-            raise ClusterError(f"`{name}` is {value!r}; it must be a number of seconds, {least:g} or more.")
-    if exit_code is not None and as_int(exit_code) not in range(256):
-        raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
+    checks.seconds("grace_s", grace_s, ClusterError, least=0)
+    checks.seconds("poll_s", poll_s, ClusterError, least=0.01)
+    if exit_code is not None:
+        checks.whole_number("exit_code", exit_code, ClusterError, least=0, most=255)
     # Of a process alone a wish to stop ends with this block: its strategy may train again.
     runtime = alone() if cluster is None or cluster.is_alone else cluster
     stop = Preemption(runtime, grace_s, save, exit_code, poll_s, second)

@@ -10,8 +10,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jdist.cluster.exit_status import CANNOT_WRITE, FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
-from jdist.cluster.lost_peer import RECORD
+from jdist.cluster.exit_status import CANNOT_WRITE, FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, RECORD, USAGE
 
 WORKER, EVALUATOR, CHIEF, PS = "worker", "evaluator", "chief", "ps"
 QUICK_S = 30.0  # after an attempt that fails sooner the next one waits longer

@@ -27,7 +27,7 @@ def test_seconds_that_are_allowed(seconds):
         ({"timeout_s": "10"}, r"`timeout_s` is '10'"),
         ({"start_timeout_s": float("inf")}, r"`start_timeout_s` is inf"),
         ({"start_timeout_s": True}, r"`start_timeout_s` is True"),
-        ({"implementation": "mpi"}, r"`implementation` is 'mpi'; allowed are 'auto', 'ring', 'nccl'"),
+        ({"implementation": "mpi"}, r"`implementation` is 'mpi'; it must be one of 'auto', 'ring', 'nccl'"),
         ({"implementation": "ring", "bytes_per_pack": 1}, r'`implementation` "ring" sends all gradients as one'),
     ],
 )

@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from jdist.cluster import jax_processes, lost_peer, runtime, simple
+from jdist.cluster import exit_status, jax_processes, runtime, simple
 from jdist.errors import ClusterConfigError, ClusterError, PeerLostError
 from jdist.launcher.environment import free_ports
 from tests.by_default import some
@@ -266,7 +266,7 @@ def test_another_token_is_refused_and_says_so(tmp_path):
 
 def test_the_record_of_a_lost_process_begins_a_line(capfd):
     os.write(2, b'  File "a traceback that another thread has begun')
-    lost_peer.print_record(PeerLostError(1, "a:1", 3, "killed"), noticed_by=0)
+    exit_status.print_record(PeerLostError(1, "a:1", 3, "killed"), noticed_by=0)
     (record, sentence) = capfd.readouterr().err.splitlines()[-2:]
-    assert record.startswith(lost_peer.RECORD)
+    assert record.startswith(exit_status.RECORD)
     assert sentence.startswith("jdist: PeerLostError: process 1 (a:1) is lost")

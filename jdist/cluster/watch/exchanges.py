@@ -11,6 +11,8 @@ from jdist.cluster.watch.messages import MOST_BYTES, Message, encode
 from jdist.cluster.watch.stacks import exchanging
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
+_SAME = "All processes must make the same calls in the same order."
+
 
 class Exchanges:
     """A process's exchanges: each sends a value under a key, and receives all values."""
@@ -32,10 +34,7 @@ class Exchanges:
         if values is None:
             with self._changed:
                 del self._answers[key]
-            raise ClusterTimeoutError(
-                f"the other processes did not come to {key!r} within {timeout_s:g} s. All processes must make the same calls "
-                "in the same order."
-            )
+            raise ClusterTimeoutError(f"the other processes did not come to {key!r} within {timeout_s:g} s. {_SAME}")
         return values
 
     def say(self, key: str, value: Any) -> None:
@@ -64,8 +63,7 @@ class Exchanges:
         if answer["type"] == "values":
             return answer["values"]
         raise ClusterError(
-            f"process {answer['process']} does not come to {key!r}: it has left that loop, or its program has ended. All "
-            "processes must make the same calls in the same order."
+            f"process {answer['process']} does not come to {key!r}: it has left that loop, or its program has ended. {_SAME}"
         )
 
     def forget(self, prefix: str) -> None:

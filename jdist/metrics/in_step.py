@@ -41,8 +41,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     mask = real_numbers(call, "`mask`", mask)
     if mask.shape != shape[: mask.ndim]:
         raise StepError(
-            f"{call}: `mask` has shape {mask.shape}, what it weighs has shape {shape}; the mask's shape must be the beginning "
-            "of that, usually [rows]."
+            f"{call}: `mask` has shape {mask.shape}, what it weighs {shape}; that must begin with the mask's, usually [rows]."
         )
     # Weights of bools and integers are int32, which is exact.
     is_exact = not jnp.issubdtype(mask.dtype, jnp.floating)

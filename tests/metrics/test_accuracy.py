@@ -69,7 +69,7 @@ def test_of_no_rows_they_are_nan_with_a_warning(metric):
 
 @pytest.mark.parametrize("k", [0, -1, 2.0, True, "5", None])
 def test_a_k_that_is_no_positive_integer_is_refused(k):
-    with pytest.raises(StepError, match=r"`k` is .*; it must be a positive integer"):
+    with pytest.raises(StepError, match=r"`k` is .*; it must be a whole number, 1 or more"):
         jdist.metrics.top_k(k)
 
 
@@ -80,7 +80,7 @@ def test_a_k_of_more_than_there_are_classes_is_refused():
 
 @pytest.mark.parametrize("threshold", ["0.5", True, [0.5]])
 def test_a_threshold_that_is_no_number_is_refused(threshold):
-    with pytest.raises(StepError, match=r"`threshold` is .*; it must be a number"):
+    with pytest.raises(StepError, match=r"`threshold` is .*; it must be a finite number"):
         jdist.metrics.accuracy(threshold=threshold)
 
 

@@ -8,8 +8,8 @@ end, so the start and the end of threads and processes are left out. Target: n w
 grain installed its threads and processes are measured beside jdist's threads.
 
 The second part trains, with a step of next to nothing over a state of 300 arrays, on rows that take 5 ms of Python each, in
-threads: the share of the time that `fit` shows as waiting for data, which is all but a few percent, with the switch interval
-that a run sets and with Python's own.
+threads: the share of the time that `fit` shows as waiting for data, which is all but a few percent, with the switch
+interval that `jdist run` sets and with Python's own.
 
 The third table takes the first batch of 256 rows of an epoch, in a drawn order and in a computed one.
 """
@@ -101,7 +101,6 @@ def held_by_python() -> None:
     import jax.numpy as jnp
 
     import jdist
-    from jdist.loop import device_watch
 
     class Rows:
         def __len__(self):
@@ -121,8 +120,8 @@ def held_by_python() -> None:
     held = next(iter(strategy.distribute_dataset([{"x": np.ones(8, np.float32)}])))
     print("rows of 5 ms in Python, 8 a batch; shown as waiting for data, and what it was:")
     for threads in (4, 16):
-        for interval_s in (device_watch._SWITCH_S, 0.005):
-            device_watch._SWITCH_S = interval_s
+        for interval_s in (0.0005, 0.005):
+            sys.setswitchinterval(interval_s)
             state = [jnp.float32(0)] * 300
             data = jdist.data.from_rows(Rows(), global_batch=8, workers=threads)
             state, history = jdist.fit(step, state, data, steps=120, log_every=40, progress=False, log_to=None)
@@ -137,7 +136,6 @@ def held_by_python() -> None:
                 f"was {1 - alone_s * row['steps_per_s']:.0%}; {row['steps_per_s']:.1f} steps a second",
                 flush=True,
             )
-        device_watch._SWITCH_S = 0.0005
 
 
 def files(work: Callable, count: int, workers: int) -> Callable[[], Iterable]:

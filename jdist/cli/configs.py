@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from typing import Annotated
 
 import tyro
@@ -86,6 +87,8 @@ def run(
     from jdist.cluster.environment import ATTEMPT
     from jdist.experiment.run import run as run_experiment
 
+    # Readers in threads would hold up the loop for Python's 5 ms each (benchmarks/readers.py).
+    sys.setswitchinterval(0.0005)
     start = ["jdist", "launch", "...", "--"] if ATTEMPT in os.environ else ["jdist", "run"]
     command = shlex.join([*start, config, *overrides])
     return run_experiment(checked, document, command=command, fresh=fresh)

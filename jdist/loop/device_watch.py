@@ -1,22 +1,16 @@
-"""The moment at which the devices run out of steps, which nobody else is told; and threads that take turns, to be told soon."""
+"""The moment at which the devices run out of steps, which nobody else is told."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 _CLOSE_TIMEOUT_S = 1.0
-# How long a thread may keep Python's lock from others while a run goes on. Python's own 5 ms are as long as a step, and where
-# threads read by code in Python the loop would wait that long for each of them, several times a step.
-_SWITCH_S = 0.0005
-_turns = threading.Lock()
-_before_s: list[float] = []  # of each run that goes on, Python's interval before the first of them
 
 
 class DeviceWatch:
@@ -76,19 +70,3 @@ class DeviceWatch:
                 token.block_until_ready()
             self._over = token, self._clock()
             del token
-
-
-@contextlib.contextmanager
-def quick_turns() -> Iterator[None]:
-    """Lets Python's threads take turns every `_SWITCH_S` while a run goes on; the last of several in threads restores."""
-    with _turns:
-        _before_s.append(_before_s[0] if _before_s else sys.getswitchinterval())
-        if _before_s[0] > _SWITCH_S:
-            sys.setswitchinterval(_SWITCH_S)
-    try:
-        yield
-    finally:
-        with _turns:
-            before_s = _before_s.pop()
-            if not _before_s and before_s > _SWITCH_S:
-                sys.setswitchinterval(before_s)

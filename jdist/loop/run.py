@@ -22,7 +22,6 @@ from jdist.errors import DatasetError, StepError
 from jdist.loop import peaks
 from jdist.loop.costs import Costs
 from jdist.loop.data import Feed
-from jdist.loop.device_watch import quick_turns
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.out_of_memory import naming_leaves, raise_out_of_memory
@@ -99,7 +98,6 @@ class Run:
         # `depth` counts the calls up to the user's own, for the location of warnings.
         self._stop = stop
         with contextlib.ExitStack() as ends:
-            ends.enter_context(quick_turns())
             self._costs = Costs(self._strategy, begun=self._begun)
             ends.callback(self._costs.close)
             for callback in self._callbacks:

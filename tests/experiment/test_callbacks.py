@@ -206,6 +206,15 @@ def test_a_tracker_goes_on_with_its_run_and_begins_another_for_a_fresh_one(jdist
     assert (configs[0]["name"], configs[1]["train"]["steps"]) == ("toy", 24)
 
 
+def test_threads_of_a_run_take_turns_quickly(jdist_run):
+    before = sys.getswitchinterval()
+    try:
+        assert jdist_run("train.steps=8")[0] == 0
+        assert sys.getswitchinterval() == 0.0005
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_the_resolved_config_and_a_dry_run_show_them_with_their_options(jdist_run):
     code, out, err = jdist_run("callbacks=[ema, {early_stopping: {patience: 5}}]", "--dry-run")
     assert (code, err) == (0, "")

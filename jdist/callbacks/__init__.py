@@ -1,7 +1,8 @@
 """Callbacks of a training run: checkpoints, early stopping, logs.
 
 Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, their argument. Other files make callbacks.
-`tracker` has the protocol of experiment trackers, and `delivery` the thread that rows reach them by.
+`tracker` has the protocol of experiment trackers, `trackers` those that jdist knows, and `delivery` the thread that rows reach
+them by.
 
 May import: checkpoint, report and what is below them.
 """
@@ -12,19 +13,19 @@ from jdist.callbacks.callback import Resume as Resume
 from jdist.callbacks.callback import Return as Return
 from jdist.callbacks.callback import Stop as Stop
 from jdist.callbacks.checkpoint import checkpoint as checkpoint
-from jdist.callbacks.ema import ema as ema
-from jdist.callbacks.learning_rate import learning_rate_log as learning_rate_log
-from jdist.callbacks.mlflow import mlflow as mlflow
-from jdist.callbacks.profiler import profiler as profiler
-from jdist.callbacks.progress import progress as progress
-from jdist.callbacks.row_files import csv as csv
-from jdist.callbacks.row_files import jsonl as jsonl
+from jdist.callbacks.on_step import ema as ema
+from jdist.callbacks.on_step import learning_rate_log as learning_rate_log
+from jdist.callbacks.on_step import profiler as profiler
+from jdist.callbacks.rows import csv as csv
+from jdist.callbacks.rows import jsonl as jsonl
+from jdist.callbacks.rows import progress as progress
 from jdist.callbacks.stopping import early_stopping as early_stopping
 from jdist.callbacks.stopping import nan_guard as nan_guard
-from jdist.callbacks.tensorboard import tensorboard as tensorboard
 from jdist.callbacks.tracker import Started as Started
 from jdist.callbacks.tracker import Tracker as Tracker
 from jdist.callbacks.tracker import TrackerWarning as TrackerWarning
 from jdist.callbacks.tracker import track as track
-from jdist.callbacks.trackio import trackio as trackio
-from jdist.callbacks.wandb import wandb as wandb
+from jdist.callbacks.trackers import mlflow as mlflow
+from jdist.callbacks.trackers import tensorboard as tensorboard
+from jdist.callbacks.trackers import trackio as trackio
+from jdist.callbacks.trackers import wandb as wandb

@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from jdist.callbacks.bucket_history import BucketHistory
 from jdist.callbacks.callback import Callback, Moment, Resume, Return
-from jdist.callbacks.watched import check_evaluated, mode_of, value_of
+from jdist.callbacks.stopping import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.checkpoint.checkpointer import Restored
 from jdist.checkpoint.folder import Place
+from jdist.checkpoint.locks import check_held
 from jdist.cluster.runtime import together
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
-from jdist.report.metrics_file import MetricsFile, Row
+from jdist.report.metrics_file import MetricsFile, Row, to_line, to_row
 from jdist.report.progress import numbers
-from jdist.support.checks import as_int
+from jdist.support import checks
 from jdist.support.tracebacks import callers_level
 
 _HISTORY = "history.jsonl"
@@ -65,10 +66,9 @@ def checkpoint(
 
     Source: `tf.keras.callbacks.ModelCheckpoint` and `BackupAndRestore`
     """
-    if every is not None and as_int(every, least=1) is None:
-        raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
-    if as_int(keep, least=1) is None:
-        raise StepError(f"checkpoint: `keep` is {keep!r}; it must be a whole number, 1 or more.")
+    if every is not None:
+        every = checks.whole_number("every", every, StepError, unit="steps", call="checkpoint")
+    keep = checks.whole_number("keep", keep, StepError, call="checkpoint")
     if best is not None:
         check_evaluated("checkpoint", "best", best, ("eval/",))
     best_mode = "max" if best is None else mode_of("checkpoint", best, mode)
@@ -79,7 +79,7 @@ def checkpoint(
     return saving(
         directory,
         every=every,
-        keep=int(keep),
+        keep=keep,
         best=best,
         best_mode=best_mode,
         restore_best=restore_best,
@@ -105,7 +105,7 @@ def saving(
     if isinstance(folder, BucketPath) and not resume:
         raise StepError(f"checkpoint: `resume=False` sets a folder aside, and {folder} is none; give another URL.")
     opened: list[Checkpointer] = []
-    history: MetricsFile | BucketHistory | None = None
+    history: MetricsFile | _BucketHistory | None = None
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
@@ -136,7 +136,7 @@ def saving(
                 if moment.is_chief:
                     place = folder / _HISTORY
                     in_bucket = isinstance(place, BucketPath)
-                    history = BucketHistory(place, rows) if in_bucket else MetricsFile.begin(place, rows)
+                    history = _BucketHistory(place, rows) if in_bucket else MetricsFile.begin(place, rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
@@ -235,3 +235,26 @@ def _rows_of(restored: Restored | None, path: Place) -> list[Row]:
 
 def _warn(path: Place, text: str) -> None:
     warnings.warn(f"{path}: {text}", CheckpointWarning, stacklevel=callers_level())
+
+
+class _BucketHistory:
+    """The rows of a run in a bucket, where nothing can be appended: the object is replaced at each checkpoint."""
+
+    def __init__(self, path: BucketPath, rows: list[Row]):
+        self._path = path
+        self._written = 0
+        self.rows = rows
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds a row."""
+        self.rows.append(to_row(step, values))
+
+    def sync(self) -> None:
+        """Writes the rows, if there are new ones."""
+        if self._written < len(self.rows):
+            check_held(self._path.parent)
+            self._path.write_text("".join(map(to_line, self.rows)))
+            self._written = len(self.rows)
+
+    def close(self) -> None:
+        """Ends; rows that no checkpoint has counted would be dropped by the run that goes on."""

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,14 @@ from jdist.checkpoint.bucket import BucketPath
 from jdist.checkpoint.folder import Place
 from jdist.checkpoint.locks import check_held
 from jdist.errors import CheckpointError, ConfigError
-from jdist.report.curves import NO_MATPLOTLIB, as_png
+from jdist.report.curves import NO_MATPLOTLIB, as_png, matrix_as_png
 from jdist.report.files import write_atomically
-from jdist.report.matrix import matrix_as_png
 
 _MOST_WAITING = 10_000  # rows; a tracker this far behind is not there
 _BUCKET_PAUSE_S = 2.0  # between two writes of an object, of which Google's store takes one a second
 _LONGEST_VECTOR = 100  # numbers that are metrics of their own
 _IN_USE: set[Place] = set()
+_SAFE = "The run's own files have all rows."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,14 @@ class Delivery:
     def __init__(
         self,
         name: str,
-        start: Callable[..., Any],
-        log: Callable[[int, Mapping[str, float], Mapping[str, bytes]], None],
-        finish: Callable[[Any], None],
+        tracker: Any,  # a `Tracker`
         *,
         config: Mapping[str, Any],  # hyperparameters
         # rows of the resumed run; a kill may have lost some of them on their way
         earlier: Sequence[Record],
         folder: Place | None,  # has `tracker-NAME.json`; None: the run cannot be resumed
     ):
-        self._name = name
-        self._start, self._log, self._finish = start, log, finish
+        self._name, self._tracker = name, tracker
         self._config = config
         self._earlier = earlier
         self._path = None if folder is None else folder / f"tracker-{name}.json"
@@ -119,19 +116,12 @@ class Delivery:
                 self._records.put_nowait(last)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            waiting = self._given - self._taken
-            there = (
-                f"{waiting:,} of {self._given:,} rows may not be there"
-                if waiting
-                else "all rows are there, its end may not be"
-            )
-            self._messages.put(
-                f"{self._name}: not done {timeout_s:g} s after the end of the run; {there}. The run's own files have all rows."
-            )
+            waiting, there = self._given - self._taken, "all rows are there, its end may not be"
+            if waiting:
+                there = f"{waiting:,} of {self._given:,} rows may not be there"
+            self._tell(f"not done {timeout_s:g} s after the end of the run; {there}. {_SAFE}")
         elif (lost := self._failures + self._dropped) > 1:
-            self._messages.put(
-                f"{self._name}: {lost:,} of {self._given + len(self._earlier):,} rows were lost on the way to it."
-            )
+            self._tell(f"{lost:,} of {self._given + len(self._earlier):,} rows were lost on the way to it.")
 
     def take_messages(self) -> list[str]:
         """Returns what is to be told to the user, each once."""
@@ -146,20 +136,17 @@ class Delivery:
         # Whatever a tracker raises, SystemExit included, training goes on; the user is told.
         except BaseException as exc:  # noqa: BLE001
             self._is_off = True
-            self._messages.put(f"{self._name}: its thread has ended: {_text(exc)}. The run's own files have all rows.")
+            self._tell(f"its thread has ended: {_text(exc)}. {_SAFE}")
 
     def _deliver(self) -> None:
         try:
             self._remember()
-            started = self._start(self._run_id, self._config, resumed=self._resumed)
+            started = self._tracker.start(self._run_id, self._config, resumed=self._resumed)
             self._run_id = self._run_id if started.run_id is None else str(started.run_id)
             self._logged = None if started.logged is None else dict(started.logged)
         except Exception as exc:  # noqa: BLE001  # as above
             self._is_off = True
-            self._messages.put(
-                f"{self._name}: cannot be reached or set up: {_text(exc)}. Training goes on without it; the run's own files "
-                "have all rows."
-            )
+            self._tell(f"cannot be reached or set up: {_text(exc)}. Training goes on without it. {_SAFE}")
             return
         self._remember()
         for record in self._earlier:
@@ -194,7 +181,7 @@ class Delivery:
                 self._give(end.rows[-1]["step"], {}, {"curves": curves})
             if self._due_s is not None:
                 self._remember()
-            self._finish(end.status)
+            self._tracker.finish(end.status)
         except Exception as exc:  # noqa: BLE001  # as above
             self._name_failure(f"could not end its run: {_text(exc)}")
 
@@ -224,7 +211,7 @@ class Delivery:
         scalars = {name: value for name, value in scalars.items() if not self._has(name, step)}
         images = {name: value for name, value in images.items() if not self._has(name, step)}
         if scalars or images:
-            self._log(step, scalars, images)
+            self._tracker.log(step, scalars, images)
             taken = dict.fromkeys([*scalars, *images], step)
             self._marks |= taken
             if self._logged is not None:
@@ -246,9 +233,7 @@ class Delivery:
             marks = {str(name): int(step) for name, step in kept["steps"].items()}
             self._run_id, self._marks, self._resumed = str(kept["run_id"]), marks, True
         except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-            self._messages.put(
-                f"{self._name}: {self._path} cannot be read ({_text(exc)}); a new run begins in the tracker."
-            )
+            self._tell(f"{self._path} cannot be read ({_text(exc)}); a new run begins in the tracker.")
 
     def _remember(self) -> None:
         self._due_s, self._free_s = None, time.monotonic() + self._pause_s
@@ -267,12 +252,15 @@ class Delivery:
         """Tells the user of the first failure; how many there were the end says."""
         if "failure" not in self._named:
             self._named.add("failure")
-            self._messages.put(f"{self._name}: {text}. Training goes on; the run's own files have all rows.")
+            self._tell(f"{text}. Training goes on. {_SAFE}")
 
     def _tell_once(self, text: str) -> None:
         if text not in self._named:
             self._named.add(text)
-            self._messages.put(f"{self._name}: {text}.")
+            self._tell(f"{text}.")
+
+    def _tell(self, text: str) -> None:
+        self._messages.put(f"{self._name}: {text}")
 
 
 def _text(exc: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The end of a run that gets no better, or whose metrics are not finite."""
+"""Metrics that callbacks look at, and the end of a run that gets no better, or whose metrics are not finite."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from typing import Literal
 
 from jdist.callbacks.callback import Callback, Moment, Stop
-from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.errors import StepError
-from jdist.support.checks import as_int, is_number
+from jdist.report.metric_direction import Mode, better
+from jdist.report.metrics_file import COSTS, OF_ROWS
+from jdist.support import checks
+from jdist.support.suggest import did_you_mean
 
 
 def early_stopping(
@@ -25,9 +27,6 @@ def early_stopping(
         mode: whether less ("min") or more ("max") is better; None: as the name says ("loss", "error", "accuracy", "auc", ...).
             NaN is never better.
 
-    Returns:
-        The callback.
-
     Raises:
         StepError: an argument is not allowed; while training: the metric was not measured.
 
@@ -37,10 +36,8 @@ def early_stopping(
 
     Source: `tf.keras.callbacks.EarlyStopping`
     """
-    if as_int(patience, least=1) is None:
-        raise StepError(f"early_stopping: `patience` is {patience!r}; it must be a whole number, 1 or more.")
-    if isinstance(min_delta, bool) or not is_number(min_delta) or not 0 <= min_delta < float("inf"):
-        raise StepError(f"early_stopping: `min_delta` is {min_delta!r:.80}; it must be a number, 0 or more.")
+    checks.whole_number("patience", patience, StepError, call="early_stopping")
+    checks.real_number("min_delta", min_delta, StepError, least=0, call="early_stopping")
     check_evaluated("early_stopping", "metric", metric, ("eval/", "epoch/"))
     sign = 1.0 if mode_of("early_stopping", metric, mode) == "min" else -1.0
 
@@ -80,9 +77,6 @@ def nan_guard(*metrics: str) -> Callback:
     Args:
         *metrics: names in a row, such as "loss" or "eval/loss"; none: all.
 
-    Returns:
-        The callback.
-
     Raises:
         StepError: a name is no text.
     """
@@ -97,3 +91,40 @@ def nan_guard(*metrics: str) -> Callback:
         return None
 
     return Callback(on_row=on_row, name="nan_guard", watches=metrics, logs=())
+
+
+def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
+    """Finds whether less or more of a metric is better: by `mode`, else by its name."""
+    if mode is not None:
+        return checks.choice("mode", mode, ("min", "max"), StepError, call=callback)
+    by_name = better(metric)
+    if by_name is None:
+        raise StepError(
+            f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'. (A name such as "
+            "'loss' or 'accuracy' says it: is this one misspelt?)"
+        )
+    return by_name
+
+
+def value_of(callback: str, metric: str, moment: Moment) -> float:
+    """Reads a metric from the row of an evaluation, an epoch or a logged step."""
+    row = moment.row or {}
+    if metric not in row:
+        names = [name for name in row if name not in OF_ROWS + COSTS]
+        raise StepError(
+            f"{callback}: {metric!r} was not measured; there are {', '.join(map(repr, names)) or 'none'}."
+            f"{did_you_mean(metric, names)}"
+        )
+    if not isinstance(row[metric], int | float):
+        raise StepError(f"{callback}: {metric!r} is a {type(row[metric]).__name__}; it must be one number.")
+    return float(row[metric])
+
+
+def check_evaluated(callback: str, argument: str, metric: str, prefixes: tuple[str, ...]) -> None:
+    """Raises a `StepError` for a metric whose name has none of the prefixes, as Keras' "val_loss"."""
+    if not isinstance(metric, str) or not metric.startswith(prefixes):
+        allowed = " or ".join(map(repr, prefixes))
+        name = metric.removeprefix("epoch/").removeprefix("val_") if isinstance(metric, str) else "loss"
+        raise StepError(
+            f"{callback}: `{argument}` is {metric!r:.80}; it must begin with {allowed}. Did you mean {f'eval/{name}'!r}?"
+        )

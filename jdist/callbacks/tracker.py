@@ -12,7 +12,7 @@ from jdist.callbacks.callback import Callback, Moment
 from jdist.callbacks.delivery import Delivery, Record
 from jdist.errors import ConfigError, StepError
 from jdist.report.history import History
-from jdist.support.checks import as_real
+from jdist.support import checks
 from jdist.support.suggest import nearest
 
 Status = Literal["finished", "interrupted", "failed"]
@@ -98,9 +98,6 @@ def track(
         config: hyperparameters, as plain JSON values.
         timeout_s: how long the end of the run waits for what is not delivered yet.
 
-    Returns:
-        The callback.
-
     Raises:
         StepError: an argument is not allowed.
 
@@ -118,8 +115,7 @@ def track(
                 f"track: `tracker` is {tracker!r:.80}, which has no method `{method}`; it needs start, log and finish, as "
                 "`jdist.callbacks.Tracker` says."
             )
-    if as_real(timeout_s) is None or not timeout_s > 0:
-        raise StepError(f"track: `timeout_s` is {timeout_s!r:.80}; it must be a number of seconds above 0.")
+    checks.seconds("timeout_s", timeout_s, StepError, call="track")
     if config is not None and not isinstance(config, Mapping):
         raise StepError(f"track: `config` is {config!r:.80}; it must be a dict.")
     deliveries: list[Delivery] = []
@@ -133,9 +129,7 @@ def track(
         history, status = moment.history, "failed"
         delivery = Delivery(
             name,
-            tracker.start,
-            tracker.log,
-            tracker.finish,
+            tracker,
             config=config or {},
             earlier=[_record(row) for row in history.rows],
             folder=moment.folder,

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jdist.callbacks import Callback, Moment, Resume
 from jdist.callbacks.checkpoint import saving
-from jdist.callbacks.progress import reporting
+from jdist.callbacks.rows import reporting
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.runtime import together
@@ -132,7 +132,7 @@ def run(
                 steps_per_call=train.steps_per_call,
             ),
             metrics=task.metrics,
-            callbacks=[*callbacks, record, reporting(console, [], global_batch=train.global_batch)],
+            callbacks=[*callbacks, record, reporting(console, global_batch=train.global_batch)],
             steps=total,
             log_every=config.log.every,
             evaluate=Evaluation(

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jdist.checkpoint.folder import Place
-from jdist.core.strategy import Strategy
+from jdist.core.remote import shapes_of
+from jdist.core.sharded_leaf import map_leaves
+from jdist.core.step_state import user_state
+from jdist.core.strategy import Device, Strategy
+from jdist.jaxpr.flops import is_countable, products_of
 from jdist.launcher.record import launch_of
-from jdist.loop.device_watch import DeviceWatch
-from jdist.loop.peaks import peak_memory_bytes
-from jdist.report.part_clock import COMPILE, INPUT, OTHER, STEPS, TRAINING, PartClock, shares
-from jdist.report.times_file import Earlier, Outcome, TimesFile
+from jdist.loop.memory import peak_memory_bytes
+from jdist.report.metrics_file import COMPILE, INPUT, OTHER, STEPS, TRAINING
+from jdist.report.times import Earlier, Outcome, PartClock, TimesFile, shares
+from jdist.step.base import Distributed
+from jdist.step.mesh_step import DistributedStep
+from jdist.strategies.default import default
+from jdist.support.chips import Chip, chip_of
 
 PyTree = Any
 _COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling
@@ -26,6 +34,7 @@ _SHORT_S = 0.001  # what is shorter has no line of its own in the file of times
 _LINE_S = 1.0  # between two lines of a loop that goes round undisturbed, at least
 _LINES = 5_000  # of a long attempt they are a part of its length apart: each start reads all of them
 _TRAIN, _STARTUP = "train", "startup"
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class Costs:
@@ -180,3 +189,99 @@ class Costs:
 
 def _four_digits(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+class DeviceWatch:
+    """A thread that waits for the newest step, and notes its end."""
+
+    # JAX returns from a call before the devices have made the step, and does not report its end.
+    # The thread is woken only after they ran dry: while steps wait for the devices it sleeps
+    # through them, so it costs only spare time. It is not woken for a step that was over when its
+    # call returned. If other threads hold the interpreter, its notes may be some milliseconds late.
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._newest: jax.Array | None = None
+        # The newest that is known to be over, and since when: as the thread has seen it, and the caller.
+        self._over: tuple[jax.Array | None, float] = (None, 0.0)
+        self._over_at_once: tuple[jax.Array | None, float] = (None, 0.0)
+        self._sleeps = self._stops = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="jdist-device-watch")
+        self._thread.start()
+
+    def add(self, token: jax.Array | None) -> None:
+        """Takes in an array that is ready once the newest step is over, and is never donated; None: there is none."""
+        self._newest = token
+        if token is None:
+            return
+        array: Any = token  # the stubs of `jax.Array` lack `is_ready`
+        if array.is_ready():
+            self._over_at_once = token, self._clock()
+        elif self._sleeps:
+            self._wake.put(None)
+
+    def idle_since(self) -> float | None:
+        """Returns since when the devices have had nothing to do, as far as is known; None while they have."""
+        newest = self._newest
+        for over, since in (self._over_at_once, self._over):
+            if over is newest:
+                return since
+        return None
+
+    def close(self) -> None:
+        """Ends the thread, which may not be in XLA when the interpreter goes; a step that hangs is not waited for."""
+        self._stops = True
+        self._wake.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stops:
+            token = self._newest
+            if token is None or self.idle_since() is not None:
+                self._sleeps = True
+                if self._newest is token and not self._stops:  # else the wake-up has been missed
+                    self._wake.get()
+                self._sleeps = False
+                continue
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the loop raises it, where it waits for the step
+                token.block_until_ready()
+            self._over = token, self._clock()
+            del token
+
+
+def ideal_step_s(train_step: Distributed, state: PyTree, batch: PyTree) -> float | None:
+    """Computes the time of a step's matrix products at the chips' peak; None if that is unknown."""
+    # The step is traced as one replica that sees the full batch, as `jdist plan` counts it:
+    # products that replicas repeat do not count, those that `jax.checkpoint` repeats do.
+    devices = train_step.strategy.devices or _devices_of(state)
+    chip = peak_of(devices[0]) if devices else None
+    if chip is None:
+        return None
+    state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), user_state(shapes_of(state)))
+    if train_step.options.steps_per_call > 1:
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    step, arguments = train_step.pure((state, batch))
+    if not isinstance(step, DistributedStep):
+        return None
+    one = step.like(default(), accumulate=1, steps_per_call=1, donate=False, verify="off")
+    try:
+        closed = one.jaxpr(*arguments)
+    # The user's code, on other shapes than it trains on: it may name the replicas' axis, or assert how many rows a replica has.
+    except Exception:  # noqa: BLE001
+        return None
+    products = products_of(closed)
+    if not products or not is_countable(closed):
+        return None
+    return chip.compute_s({kind: flops / len(devices) for kind, flops in products.items()})
+
+
+def peak_of(device: Device) -> Chip | None:
+    """Finds the maker's figures of a device's chip; None if they are not known."""
+    return None if device.platform == "cpu" else chip_of(device.device_kind)
+
+
+def _devices_of(state: PyTree) -> tuple[Device, ...]:
+    """Finds the devices that a state lies on, under a strategy that names none."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return tuple(arrays[0].sharding.device_set) if arrays else ()

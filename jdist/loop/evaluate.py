@@ -20,8 +20,7 @@ from jdist.errors import DatasetError, StepError
 from jdist.loop.data import Feed, open_feed
 from jdist.loop.keras_hints import with_hints
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
-from jdist.loop.preflight import names_of
-from jdist.loop.steps import eval_step_of, metrics_of, strategy_of
+from jdist.loop.steps import eval_step_of, metrics_of, names_of, strategy_of
 from jdist.metrics import Metric
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify

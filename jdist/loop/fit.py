@@ -12,8 +12,8 @@ from typing import Any
 
 from jdist import callbacks as ready_made
 from jdist.callbacks.callback import Callback, Moment
-from jdist.callbacks.progress import progress as progress_bar
-from jdist.callbacks.row_files import jsonl
+from jdist.callbacks.rows import jsonl
+from jdist.callbacks.rows import progress as progress_bar
 from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
@@ -29,7 +29,7 @@ from jdist.nnx import NNXStep
 from jdist.report.history import History
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
-from jdist.support.checks import as_int
+from jdist.support import checks
 
 PyTree = Any
 
@@ -123,12 +123,12 @@ def fit(
     """
     begun = time.monotonic()
     check_verify(verify)
-    log_every = _check_count("log_every", log_every)
-    epochs = _check_optional_count("epochs", epochs)
-    steps = _check_optional_count("steps", steps)
-    steps_per_epoch = _check_optional_count("steps_per_epoch", steps_per_epoch)
-    steps_per_call = _check_optional_count("steps_per_call", steps_per_call)
-    eval_every = _check_optional_count("eval_every", eval_every)
+    log_every = checks.whole_number("log_every", log_every, StepError)
+    epochs = _count("epochs", epochs)
+    steps = _count("steps", steps)
+    steps_per_epoch = _count("steps_per_epoch", steps_per_epoch)
+    steps_per_call = _count("steps_per_call", steps_per_call)
+    eval_every = _count("eval_every", eval_every)
     if epochs is not None and steps is not None:
         raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
     if steps_per_epoch is not None and steps is None:
@@ -244,14 +244,12 @@ def _callbacks(
 def _on_step(function: Any) -> Callback:
     """Makes a callback of a function of a moment."""
     if callable(function) and function in vars(ready_made).values():
-        raise StepError(
-            f"`callbacks` has `jdist.callbacks.{function.__name__}` itself. Call it: `{function.__name__}(...)` makes the "
-            "callback."
-        )
+        name = function.__name__
+        raise StepError(f"`callbacks` has `jdist.callbacks.{name}` itself. Call it: `{name}(...)` makes the callback.")
     if not callable(function) or not _takes_a_moment(function):
         raise StepError(
-            f"`callbacks` has {function!r:.80}, which is no callback: give what a function of `jdist.callbacks` returns, or a "
-            "function of a moment."
+            f"`callbacks` has {function!r:.80}, which is no callback: call a function of `jdist.callbacks`, or give a function "
+            "of a moment."
         )
     return Callback(on_step=function)
 
@@ -268,14 +266,8 @@ def _takes_a_moment(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _check_count(name: str, value: Any) -> int:
-    if (number := as_int(value, least=1)) is None:
-        raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
-    return number
-
-
-def _check_optional_count(name: str, value: Any) -> int | None:
-    return None if value is None else _check_count(name, value)
+def _count(name: str, value: Any) -> int | None:
+    return None if value is None else checks.whole_number(name, value, StepError)
 
 
 def _name_step(exc: Exception, step: Any, run: Run) -> str:

@@ -11,11 +11,11 @@ import numpy as np
 
 from jdist.cluster.runtime import Runtime
 from jdist.core.per_replica import PerReplica
+from jdist.data.adapters import plain as trees
 from jdist.data.batching import mask_of
 from jdist.errors import StepError
 from jdist.metrics import Metric
-from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES
-from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
+from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES, from_plain, to_plain
 from jdist.step.tree_checks import kind_of
 from jdist.support.arrays import local_rows
 
@@ -132,10 +132,8 @@ class MetricTotals:
     def _check(self, measured: Any, by: str) -> None:
         self._checked = True
         if not isinstance(measured, Mapping):
-            raise StepError(
-                f"{by} returned {kind_of(measured)} for metrics; return a dict of scalars by name, such as "
-                '`{"loss": loss}`.'
-            )
+            example = 'return a dict of scalars by name, such as `{"loss": loss}`.'
+            raise StepError(f"{by} returned {kind_of(measured)} for metrics; {example}")
         for name, value in measured.items():
             if not isinstance(name, str):
                 raise StepError(
@@ -250,19 +248,23 @@ class _Totals:
                 self.sums.setdefault(name, 0.0)
 
 
+def _tree_to_plain(tree: PyTree) -> Any:
+    return trees.to_plain(jax.tree.map(np.asarray, tree), "metrics")
+
+
 def _pack_total(zero: PyTree, total: PyTree) -> dict[str, Any]:
     """Turns a total into plain JSON values: its leaves alone where it is of its zero's form, which may hold any types."""
     leaves, structure = jax.tree.flatten(total)
     if structure == jax.tree.structure(zero):
-        return tree_to_plain(leaves)
+        return _tree_to_plain(leaves)
     if isinstance(zero, Mapping):
         return {"dict": {name: _pack_total(zero[name], each) for name, each in total.items()}}
-    return tree_to_plain(total)
+    return _tree_to_plain(total)
 
 
 def _unpack_total(zero: PyTree, kept: dict[str, Any]) -> PyTree:
     """Inverts `_pack_total`."""
-    total, structure = tree_from_plain(kept), jax.tree.structure(zero)
+    total, structure = trees.from_plain(kept), jax.tree.structure(zero)
     leaves = jax.tree.leaves(total)
     if len(leaves) == structure.num_leaves:
         return jax.tree.unflatten(structure, leaves)

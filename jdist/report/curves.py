@@ -1,4 +1,4 @@
-"""Curves of a run: the loss over steps, and each other metric in a panel below."""
+"""Pictures of a run: its curves, the loss first and each other metric in a panel below, and its confusion matrices."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS
 
 NO_MATPLOTLIB = "no curves drawn, matplotlib is not installed: pip install matplotlib"
 _MOST_PANELS = 6
+_MOST_COUNTED = 20  # rows of a matrix with a number in each cell; of more the colours alone can be read
 
 
 @dataclass(frozen=True)
@@ -93,4 +96,25 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
         if panel.lines:
             panel.legend(frameon=False)
     figure.panels[0].set_title(title)
+    return png(figure)
+
+
+def matrix_as_png(matrix: np.ndarray, *, title: str) -> bytes | None:
+    """Draws a [labels, predictions] matrix as a PNG, shaded by row; None without matplotlib."""
+    figure = new_figure(1)
+    if figure is None:
+        return None
+    figure.figure.set_size_inches(5, 5)
+    panel = figure.panels[0]
+    panel.grid(False)
+    totals = matrix.sum(1, keepdims=True)
+    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals != 0)
+    panel.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    panel.set_title(title)
+    panel.set_xlabel("prediction")
+    panel.set_ylabel("label")
+    if max(matrix.shape) <= _MOST_COUNTED:
+        for (row, column), value in np.ndenumerate(matrix):
+            dark = shares[row, column] > 0.5
+            panel.text(column, row, f"{value:g}", ha="center", va="center", color="white" if dark else "black")
     return png(figure)

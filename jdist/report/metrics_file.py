@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
-from jdist.report.part_clock import SHARES
-from jdist.report.plain import to_plain
 
 Row = dict[str, Any]
+# The parts of a run's time, and the name in rows of each part's share of it.
+STARTUP, COMPILE, STEPS, INPUT = "startup", "compile", "steps", "input"
+EVALUATION, CHECKPOINT, OTHER = "evaluation", "checkpoint", "other"
+SHARES: Mapping[str, str] = {
+    STEPS: "steps_share",
+    INPUT: "input_wait_share",
+    EVALUATION: "evaluation_share",
+    CHECKPOINT: "checkpoint_share",
+    COMPILE: "compile_share",
+    STARTUP: "startup_share",
+    OTHER: "other_share",
+}
+TRAINING = (STEPS, INPUT, OTHER)  # the parts of a loop that goes round undisturbed
 # Names in rows that are no metrics, and the prefixes of metrics of an evaluation or an epoch.
 OF_ROWS = ("step", "epoch", "time_s", "examples")
 # Names of what a run costs, in rows beside what it measures; no two runs have the same.
 COSTS = (*SHARES.values(), "steps_per_s", "mfu", "peak_memory_bytes", "goodput")
 EVAL, EPOCH = "eval/", "epoch/"
 PREFIXES = (EVAL, EPOCH)
+_TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # of what JSON lacks
 
 
 @dataclass
@@ -108,3 +123,24 @@ def to_row(step: int, values: Mapping[str, Any]) -> Row:
 def to_line(row: Row) -> str:
     """Makes the line of a row, with its end."""
     return json.dumps(row, allow_nan=False) + "\n"
+
+
+def to_plain(value: Any, *, not_finite: Callable[[float], Any] = str) -> Any:
+    """Converts numbers, arrays, dicts and lists for `json.dumps`: arrays to lists, NaN and infinities to text."""
+    # `from_plain` inverts it, except for arrays. `not_finite` converts NaN and infinities.
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: to_plain(each, not_finite=not_finite) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each, not_finite=not_finite) for each in value]
+    return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_plain(value: Any) -> Any:
+    """Inverts `to_plain`."""
+    if isinstance(value, dict):
+        return {name: from_plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [from_plain(each) for each in value]
+    return _TEXTS.get(value, value) if isinstance(value, str) else value

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jdist.report.files import write_atomically
-from jdist.report.plain import to_plain
+from jdist.report.metrics_file import to_plain
 from jdist.report.progress import duration
 from jdist.runs.grid import Point
 from jdist.runs.plot import plot_runs

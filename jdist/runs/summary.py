@@ -18,11 +18,9 @@ from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
 from jdist.report.curves import points_of
 from jdist.report.metric_direction import Mode, better
-from jdist.report.metrics_file import EVAL, Row, read_rows
-from jdist.report.part_clock import SHARES
-from jdist.report.plain import to_plain
+from jdist.report.metrics_file import EVAL, SHARES, Row, read_rows, to_plain
 from jdist.report.progress import numbers
-from jdist.report.times_file import read_times
+from jdist.report.times import read_times
 from jdist.support.file_lock import is_held
 from jdist.support.suggest import closest
 

@@ -15,9 +15,8 @@ from typing import Any
 from jdist.errors import ConfigError
 from jdist.experiment.record import RunFolder
 from jdist.launcher import record
-from jdist.report import times_file
-from jdist.report.metrics_file import read_rows
-from jdist.report.plain import to_plain
+from jdist.report.metrics_file import read_rows, to_plain
+from jdist.report.times import NAME, read_times
 from jdist.runs.summary import RUNS, near_run
 from jdist.support.file_lock import is_held
 from jdist.support.units import counted
@@ -185,10 +184,10 @@ def read_timeline(path: Path) -> Timeline:
         raise ConfigError(
             f"{path}: no such run.{near_run(path)} Give the folder of a run, of a launch's logs, or a name in {RUNS}/."
         )
-    lines = times_file.read_times(path)
+    lines = read_times(path)
     if not lines and not (path / record.NAME).is_file():
         raise ConfigError(
-            f"{path}: there is no record of times in it, no {times_file.NAME} of a run that has begun to train and no "
+            f"{path}: there is no record of times in it, no {NAME} of a run that has begun to train and no "
             f"{record.NAME} of `jdist launch`. A run writes it from its first step on."
         )
     begins = [line for line in lines if line.get("event") == "begin"]

@@ -21,7 +21,7 @@ import pytest
 
 import jdist
 from jdist import callbacks
-from jdist.callbacks.watched import mode_of
+from jdist.callbacks.stopping import mode_of
 from jdist.errors import CheckpointError, ConfigError, DatasetError, StepError
 from jdist.train import CheckpointWarning
 from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
@@ -166,7 +166,10 @@ class TestEarlyStopping:
             ({"metric": "loss"}, "must begin with 'eval/' or 'epoch/'. Did you mean 'eval/loss'?"),
             ({"metric": "val_accuracy"}, "Did you mean 'eval/accuracy'?"),
             ({"metric": None}, "`metric` is None"),
-            *(({"min_delta": value}, "`min_delta` is .*a number, 0 or more") for value in ("1", math.nan, -1, None)),
+            *(
+                ({"min_delta": value}, "`min_delta` is .*a finite number, 0 or more")
+                for value in ("1", math.nan, -1, None)
+            ),
         ],
     )
     def test_bad_arguments(self, arguments, text):
@@ -686,7 +689,7 @@ class TestFiles:
         (trace,) = tmp_path.rglob("perfetto_trace.json.gz")
         assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         assert list(tmp_path.rglob("*.xplane.pb"))
-        with pytest.raises(StepError, match="1 <= first <= last"):
+        with pytest.raises(StepError, match="`last` is 3; it must be a whole number, 4 or more"):
             callbacks.profiler(tmp_path, first=4, last=3)
 
 

@@ -25,10 +25,10 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks import Started, TrackerWarning
-from jdist.callbacks.tensorboard import _Files, last_steps
+from jdist.callbacks.trackers import _Files, last_steps
 from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.errors import CheckpointError, ConfigError, StepError
-from jdist.report.matrix import matrix_as_png
+from jdist.report.curves import matrix_as_png
 from tests.callbacks import tracked_program
 from tests.children import without_devices
 from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
@@ -549,7 +549,7 @@ class TestArguments:
         pytest.importorskip("wandb", reason="pip install 'jdist[wandb]'; `make trackers` has it")
         with pytest.raises(ConfigError, match=r"wandb: no option 'projct'\. Did you mean project\?"):
             callbacks.wandb(projct="x")
-        with pytest.raises(ConfigError, match=r"`mode` is 'ofline'; allowed are online, offline"):
+        with pytest.raises(ConfigError, match=r"`mode` is 'ofline'; it must be one of 'online', 'offline'"):
             callbacks.wandb(mode="ofline")
 
     def test_mlflow(self):

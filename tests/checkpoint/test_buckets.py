@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileOpener
 from pydantic import ValidationError
 
 import jdist
-from jdist.callbacks.bucket_history import BucketHistory
+from jdist.callbacks.checkpoint import _BucketHistory as BucketHistory
 from jdist.checkpoint import bucket, locks
 from jdist.checkpoint.bucket import open_path
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning

@@ -17,7 +17,7 @@ import pytest
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.report.times_file import Earlier, read_times
+from jdist.report.times import Earlier, read_times
 from jdist.train import Checkpointer
 from tests.toys import without_costs
 

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jdist.callbacks.progress import starved, summary
-from jdist.report.part_clock import SHARES
 from rich.console import Console
 
 import jdist
 from jdist import callbacks
+from jdist.callbacks.rows import starved, summary
 from jdist.errors import OutOfMemoryError, StepError
-from jdist.loop import peaks
+from jdist.loop import costs as costs_module
+from jdist.loop import memory
 from jdist.loop.costs import Costs
-from jdist.report.metrics_file import COSTS
+from jdist.report.metrics_file import COSTS, SHARES
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.chips import Chip, load_chips
 from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
@@ -262,9 +262,9 @@ class TestRows:
 
     def test_memory_is_that_of_the_devices_or_on_cpu_of_the_process(self, monkeypatch):
         strategy = mirrored()
-        before = peaks.peak_memory_bytes(strategy)
+        before = memory.peak_memory_bytes(strategy)
         held = np.ones(64 * 2**20, np.uint8)
-        after = peaks.peak_memory_bytes(strategy)
+        after = memory.peak_memory_bytes(strategy)
         assert before is not None
         assert after is not None
         assert after >= max(before, held.nbytes)
@@ -283,8 +283,8 @@ class TestRows:
             ([{"peak_bytes_in_use": 5}, {}], 5),
             ([None, {}], None),
         ):
-            monkeypatch.setattr(peaks, "_local_devices", lambda _, stats=stats: list(map(Chip, stats)))
-            assert peaks.peak_memory_bytes(strategy) == peak
+            monkeypatch.setattr(memory, "_local_devices", lambda _, stats=stats: list(map(Chip, stats)))
+            assert memory.peak_memory_bytes(strategy) == peak
 
 
 class TestPeak:
@@ -293,12 +293,12 @@ class TestPeak:
     CHIP = load_chips()["v5e"]
 
     def of(self, monkeypatch: pytest.MonkeyPatch, step: Any, chip: Chip | None = CHIP, **options: Any) -> float | None:
-        monkeypatch.setattr(peaks, "peak_of", lambda device: chip)
+        monkeypatch.setattr(costs_module, "peak_of", lambda device: chip)
         distributed = jdist.distribute(step, mirrored(), returns=("state", "metrics"), **options)
         batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32), "mask": jax.ShapeDtypeStruct((16,), bool)}
         if distributed.options.steps_per_call > 1:
             batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), batch)
-        return peaks.ideal_step_s(distributed, {"w": jnp.ones((8, 4))}, batch)
+        return costs_module.ideal_step_s(distributed, {"w": jnp.ones((8, 4))}, batch)
 
     @staticmethod
     def step(state, batch):
@@ -337,7 +337,7 @@ class TestPeak:
         assert self.of(monkeypatch, self.step, None) is None
 
     def test_a_row_has_it_where_the_peak_is_known(self, monkeypatch):
-        monkeypatch.setattr(peaks, "peak_of", lambda device: self.CHIP)
+        monkeypatch.setattr(costs_module, "peak_of", lambda device: self.CHIP)
         _, history = jdist.fit(train_step, create_state(), DATA, global_batch=20, strategy=mirrored(), **QUIET)
         row = history.rows[-1]
         ideal_s = 2 * (2 * 20 * 3) / 2 / self.CHIP.flops_per_s

@@ -10,7 +10,7 @@ import pytest
 from jdist.cli.main import main
 from jdist.errors import ConfigError
 from jdist.launcher.record import Record, launch_of
-from jdist.report.times_file import TimesFile
+from jdist.report.times import TimesFile
 from jdist.runs.perfetto import trace
 from jdist.runs.timeline import LOST, read_timeline
 from jdist.runs.timeline_picture import draw

@@ -1,15 +1,20 @@
-"""The progress of training, shown as it goes on."""
+"""Callbacks that report the logged rows: drawn as they come, written as JSON lines, or as a CSV table."""
 
 from __future__ import annotations
 
-import dataclasses
+import csv as csv_format
+import io
+import os
 from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
 
+import numpy as np
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS, PREFIXES
-from jdist.report.part_clock import INPUT, STEPS, TRAINING
+from jdist.report.files import write_atomically, writing
+from jdist.report.metrics_file import COSTS, EPOCH, EVAL, INPUT, OF_ROWS, PREFIXES, STEPS, TRAINING, MetricsFile
 from jdist.report.progress import Meter, Reporter, figures, numbers, open_report, percent
 
 _STARVED = 0.2  # of the time of training
@@ -22,32 +27,15 @@ def progress(console: Console | None = None) -> Callback:
 
     Args:
         console: where to; None: standard output.
-
-    Returns:
-        The callback.
     """
-    reports: list[Reporter] = []
-    shown = reporting(console or Console(soft_wrap=True), reports)
-
-    def on_start(moment: Moment) -> None:
-        assert shown.on_start is not None
-        shown.on_start(moment)
-        if reports and moment.step:
-            reports[0].note(f"going on from step {moment.step:,}")
-
-    def on_end(moment: Moment) -> None:
-        assert shown.on_end is not None
-        shown.on_end(moment)
-        if reports and moment.reason is not None:
-            reports[0].note(f"stopped at step {_step_text(moment)}: {moment.reason}{_how_to_go_on(moment)}")
-
-    return dataclasses.replace(shown, on_start=on_start, on_end=on_end)
+    return reporting(console or Console(soft_wrap=True), of_fit=True)
 
 
-def reporting(console: Console, reports: list[Reporter], *, global_batch: int | None = None) -> Callback:
+def reporting(console: Console, *, global_batch: int | None = None, of_fit: bool = False) -> Callback:
     """Shows the figures of each logged row."""
-    # `reports` receives the open report during a run. `global_batch` are the rows of a step, for
-    # the rows per second; None: steps are counted.
+    # `global_batch` are the rows of a step, for the rows per second; None: steps are counted.
+    # `of_fit` says where a run resumes and why it stopped, which `jdist run` says itself.
+    reports: list[Reporter] = []  # the open one, during a run
     meter = Meter(step=0, total=None)
     compiles, is_starved, first = True, False, 0
 
@@ -57,6 +45,8 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
         if moment.is_chief:
             reports.append(open_report(console, step=moment.step, total=moment.total_steps))
             meter = Meter(step=moment.step, total=moment.total_steps, global_batch=global_batch, clock=moment.clock)
+            if of_fit and moment.step:
+                reports[0].note(f"going on from step {moment.step:,}")
 
     def on_step(moment: Moment) -> None:
         nonlocal compiles
@@ -93,6 +83,8 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
         if reports and moment.step > first:
             name_starved(moment)
             reports[0].note(summary(moment.spent))
+        if reports and of_fit and moment.reason is not None:
+            reports[0].note(f"stopped at step {_step_text(moment)}: {moment.reason}{_how_to_go_on(moment)}")
 
     def close() -> None:
         while reports:
@@ -132,3 +124,81 @@ def _how_to_go_on(moment: Moment) -> str:
 
 def _step_text(moment: Moment) -> str:
     return f"{moment.step}" if moment.total_steps is None else f"{moment.step}/{moment.total_steps}"
+
+
+def jsonl(path: str | os.PathLike[str]) -> Callback:
+    """Writes each logged row as a line of JSON, whole as soon as it is logged.
+
+    A run that goes on from a checkpoint goes on in the same file, and drops what was written after the checkpoint.
+
+    Args:
+        path: the file; folders are made. `jdist.fit(log_to=...)` names one by the time.
+
+    Raises:
+        ConfigError: while training: the file cannot be written.
+    """
+    where, file = Path(path), MetricsFile(Path(path))
+
+    def on_start(moment: Moment) -> None:
+        nonlocal file
+        if moment.is_chief:
+            with writing(where):
+                where.parent.mkdir(parents=True, exist_ok=True)
+            file = MetricsFile.open(where, step=moment.step)
+
+    def on_row(moment: Moment) -> None:
+        if moment.is_chief and moment.row is not None:
+            file.write(moment.step, {name: value for name, value in moment.row.items() if name != "step"})
+
+    return Callback(on_start=on_start, on_row=on_row, close=lambda: file.close(), logs=())
+
+
+def csv(path: str | os.PathLike[str]) -> Callback:
+    """Writes the logged rows as a CSV table with a column for everything that was ever measured, a number each.
+
+    Args:
+        path: the file, begun anew by each run; folders are made. What an earlier part of a run has measured once an epoch,
+            and in evaluations, is there again after it was resumed.
+
+    Raises:
+        ConfigError: while training: the file cannot be written.
+    """
+    where = Path(path)
+    columns: dict[str, None] = {}
+    handle: list[IO[str]] = []
+
+    def close() -> None:
+        while handle:
+            with writing(where):
+                handle.pop().close()
+
+    def write_all(rows: list[dict[str, Any]]) -> None:
+        close()
+        text = io.StringIO(newline="")
+        table = csv_format.DictWriter(text, columns, lineterminator="\n")
+        table.writeheader()
+        table.writerows(_scalars(row) for row in rows)
+        with writing(where):
+            where.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(where, text.getvalue())
+        with writing(where):
+            handle.append(where.open("a", encoding="utf-8", newline=""))
+
+    def on_row(moment: Moment) -> None:
+        if not moment.is_chief or moment.row is None:
+            return
+        row = _scalars(moment.row)
+        if not handle or not columns.keys() >= row.keys():
+            for each in moment.history.rows:
+                columns.update(dict.fromkeys(_scalars(each)))
+            write_all(moment.history.rows)
+            return
+        with writing(where):
+            csv_format.DictWriter(handle[0], columns, lineterminator="\n").writerow(row)
+            handle[0].flush()
+
+    return Callback(on_row=on_row, close=close, logs=())
+
+
+def _scalars(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float | np.number)}

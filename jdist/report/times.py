@@ -1,7 +1,7 @@
-"""`times.jsonl`: what the time of a run went to, over all its starts; from it comes the part of that time that is kept.
+"""The time of a run: the clock that divides it into parts, and `times.jsonl`, which has that of all its starts.
 
-Each line is a JSON object with the `step` that was reached, the `attempt` (starts of the run before this one) and seconds since
-1970:
+Each line of the file is a JSON object with the `step` that was reached, the `attempt` (starts of the run before this one)
+and seconds since 1970:
 
     {"step": 0, "attempt": 0, "event": "begin", "at": 1800000000.0, "processes": 1, "devices": 8}
     {"step": 20, "attempt": 0, "part": "train", "begin": ..., "end": ..., "first": 0, "seconds": {"steps": 1.9, "input": 0.1}}
@@ -13,15 +13,16 @@ A part is "startup", "train", "evaluation" or "checkpoint". An attempt without a
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jdist.errors import ConfigError
 from jdist.report.files import writing
-from jdist.report.metrics_file import MetricsFile, Row, read_rows
-from jdist.report.part_clock import STEPS
+from jdist.report.metrics_file import SHARES, STARTUP, STEPS, MetricsFile, Row, read_rows
 from jdist.support.checks import as_real
 
 NAME = "times.jsonl"
@@ -30,6 +31,79 @@ _NUMBERS = {"begin": ("attempt", "at"), "part": ("attempt", "begin", "end", "fir
 _MOST = 1e12  # steps, attempts, or seconds since 1970
 _IS_OVER = ("finished", "stopped")
 _ENDED_ON_PURPOSE = (*_IS_OVER, "interrupted")  # what comes behind is not lost, but was not wanted
+
+
+class PartClock:
+    """A stopwatch that counts each moment to one part."""
+
+    # While the devices have a step to make, a moment counts to the steps; otherwise to the
+    # program's current work. So waiting for data while the previous step still runs costs nothing,
+    # and neither does a callback that ends before the step does. `idle_since` returns the time
+    # since which the devices have had no step to make; None while they have one. `seconds` is up to
+    # date after `settle`.
+
+    def __init__(
+        self,
+        *,
+        begun: float,
+        clock: Callable[[], float] = time.monotonic,
+        idle_since: Callable[[], float | None] = lambda: 0.0,
+    ) -> None:
+        self.begun, self._clock, self._idle_since = begun, clock, idle_since
+        self.seconds = dict.fromkeys(SHARES, 0.0)
+        self._part, self._since = STARTUP, begun
+        self._open: list[tuple[str, float, float]] = []  # what the program did since the last `settle`
+
+    def now(self) -> float:
+        return self._clock()
+
+    def enter(self, part: str) -> str:
+        """Begins a part where the present one ends; returns that one."""
+        now, before = self._clock(), self._part
+        self._open.append((before, self._since, now))
+        self._part, self._since = part, now
+        return before
+
+    @contextlib.contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Counts a block to a part, and goes on with the present one behind it."""
+        before = self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def carve(self, part: str, seconds: float) -> None:
+        """Counts the last `seconds` to a part, whatever they were counted to: for what is known when it is over."""
+        now = self.now()
+        self._open.append((self._part, self._since, now))
+        self._since = cut = now
+        while self._open and self._open[-1][2] > now - seconds:
+            before, begin, _ = self._open.pop()
+            cut = max(begin, now - seconds)
+            if cut > begin:
+                self._open.append((before, begin, cut))
+                break
+        self._open.append((part, cut, now))
+
+    def settle(self) -> float:
+        """Counts everything up to now, while it is still known when the devices had their last step; returns the time."""
+        now = self._clock()
+        self._open.append((self._part, self._since, now))
+        self._since = now
+        idle_since = self._idle_since()
+        for part, begin, end in self._open:
+            busy = end - begin if idle_since is None else min(max(idle_since - begin, 0.0), end - begin)
+            self.seconds[STEPS] += busy
+            self.seconds[part] += end - begin - busy
+        self._open.clear()
+        return now
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Divides each part's time by the total; empty if no time has passed."""
+    total = sum(seconds.values())
+    return {SHARES[part]: each / total for part, each in seconds.items()} if total > 0 else {}
 
 
 class TimesFile:

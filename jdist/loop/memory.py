@@ -1,17 +1,21 @@
-"""What lay on the devices when their memory did not suffice."""
+"""The memory of a run's devices: its peak, and the arrays that were there when it did not suffice."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jdist.core.layout import HOST_MEMORIES
 from jdist.core.sharded_leaf import is_sharded_leaf
+from jdist.core.strategy import Device, Strategy
 from jdist.errors import LiveLeaf, OutOfMemoryError
 from jdist.support.arrays import is_key
 from jdist.support.units import counted, size
@@ -80,3 +84,30 @@ def _describe(path: str, shape: tuple[int, ...], array: jax.Array) -> LiveLeaf:
     part = array.sharding.shard_shape(array.shape)
     elements = math.prod(aval.shape[len(array.shape) :]) * math.prod(part)
     return LiveLeaf(path, tuple(shape), str(array.dtype), elements * aval.dtype.itemsize)
+
+
+def peak_memory_bytes(strategy: Strategy) -> int | None:
+    """Reads the peak memory of the fullest of this process's devices; None if unknown."""
+    # CPU devices keep arrays in the process's own memory: it is the peak of the process's resident
+    # memory. A parameter server has none: its state and steps are in other processes.
+    if strategy.coordinator is not None:
+        return None
+    devices = _local_devices(strategy)
+    if all(device.platform == "cpu" for device in devices):
+        return _peak_resident_bytes()
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _local_devices(strategy: Strategy) -> list[Device]:
+    here = jax.process_index()
+    return [device for device in strategy.devices if device.process_index == here] or jax.local_devices()
+
+
+def _peak_resident_bytes() -> int | None:
+    try:  # `ru_maxrss` of Linux is never below that of the process which started this one
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        # Kilobytes, of macOS bytes.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jdist.cluster.environment import TOKEN
 from jdist.errors import LaunchError
+from jdist.ps.coordinator.servers import Servers
 from jdist.ps.serve import PS, READY, WORKER, Role
-from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY
+from jdist.ps.transport.grpc_transport import RpcChannel
+from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, Security
 from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
 START_S = 60.0
@@ -65,6 +67,20 @@ class LocalCluster:
     def running_workers(self) -> tuple[int, ...]:
         """Process ids of the workers that have not ended."""
         return tuple(p.pid for p in self._processes[len(self.ps) :] if p.poll() is None)
+
+
+def local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:
+    """Starts processes of this machine, as the servers of a session."""
+    cluster = LocalCluster(workers=workers, ps=ps, devices_per_worker=devices_per_worker)
+    security = Security(token=cluster.token)
+    return Servers(
+        workers=tuple(cluster.workers),
+        ps=tuple(cluster.ps),
+        connect=lambda address: RpcChannel(address, security=security),
+        close=cluster.close,
+        processes=lambda: tuple(cluster.pids),
+        running_workers=lambda: cluster.running_workers,
+    )
 
 
 def _restarter(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Shard
 from jdist.core.strategy import Strategy, Transform
 from jdist.errors import StrategyError
@@ -16,8 +17,7 @@ from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.multi_worker import multi_worker
 from jdist.strategies.one_device import one_device
-from jdist.strategies.parameter_server import parameter_server
-from jdist.strategies.ps_arguments import PsKeywords
+from jdist.strategies.parameter_server import PsKeywords, parameter_server
 from jdist.strategies.sharded import sharded
 from jdist.strategies.tpu import tpu
 from jdist.support.suggest import did_you_mean
@@ -38,6 +38,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 class StrategyKeywords(PsKeywords, total=False):
     """The arguments of all strategies, as an editor and a type checker see them; each takes its own."""
 
+    cluster: ClusterSpec | None
     device: Any
     devices: Sequence[Any] | None
     transform: Transform

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
@@ -23,47 +27,163 @@ from jdist.errors import DatasetError, StepError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator
 from jdist.ps.coordinator.datasets import WorkerDataset
 from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
-from jdist.ps.coordinator.servers import Servers, connect_servers
-from jdist.ps.coordinator.session import Session
-from jdist.ps.local import LocalCluster
-from jdist.ps.program.partition import Partitioner, Placement
+from jdist.ps.coordinator.servers import check_place, cluster_of_environment, connect_servers
+from jdist.ps.coordinator.session import PsOptions, Session
+from jdist.ps.local import local_servers
+from jdist.ps.program.partition import Partitioner, Placement, min_size
 from jdist.ps.program.wire_dtype import Wire
-from jdist.ps.protocol.shard import OnStale
+from jdist.ps.protocol.shard import OnStale, Rules
 from jdist.ps.protocol.times import Times
+from jdist.ps.serve import IS_SERVER
 from jdist.ps.step import PsStep
-from jdist.ps.transport.grpc_transport import RpcChannel
-from jdist.ps.transport.security import Security
 from jdist.reduction import psum
 from jdist.step.options import StepOptions
+from jdist.strategies.local import LOCAL, check_axis
 from jdist.strategies.mirrored import mirrored
-from jdist.strategies.ps_arguments import Mode, PsArguments, PsKeywords
+from jdist.strategies.one_device import one_device
+from jdist.support import checks
 from jdist.support.arrays import check_arguments_not_donated, to_host
+from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
+Mode = Literal["async", "sync"]
+_LOCAL = ("local_workers", "local_ps", "devices_per_worker")
+_LEAST = {**dict.fromkeys(_LOCAL, 1), "backup_workers": 0, "max_staleness": 0, "ps_replicas": 1}
+_MOST = {"ps_replicas": 2}
+
+
+class PsKeywords(TypedDict, total=False):
+    """The fields of `PsArguments` after `cluster`, as an editor and a type checker see them."""
+
+    local_workers: int | None
+    local_ps: int | None
+    devices_per_worker: int | None
+    insecure: bool
+    keep_servers: bool
+    start_timeout_s: float
+    partitioner: Partitioner | None
+    placement: Placement
+    mode: Mode
+    backup_workers: int
+    max_staleness: int | None
+    on_stale: OnStale
+    wire: Wire
+    ps_replicas: int
+    times: Times | None
+    axis: str
+
+
+@dataclass(frozen=True)
+class PsArguments:
+    """The arguments of `jdist.parameter_server`, which describes them; each is checked by itself."""
+
+    cluster: ClusterSpec | None = None
+    _: KW_ONLY
+    local_workers: int | None = None
+    local_ps: int | None = None
+    devices_per_worker: int | None = None
+    insecure: bool = False
+    keep_servers: bool = False
+    start_timeout_s: float = 300.0
+    partitioner: Partitioner | None = None
+    placement: Placement = "round_robin"
+    mode: Mode = "async"
+    backup_workers: int = 0
+    max_staleness: int | None = None
+    on_stale: OnStale = "refuse"
+    wire: Wire = "float32"
+    ps_replicas: int = 1
+    times: Times | None = None
+    axis: str = "replica"
+
+    def __post_init__(self) -> None:
+        if os.environ.get(IS_SERVER):
+            raise StrategyError(
+                "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
+                'under `if __name__ == "__main__":`.'
+            )
+        if self.cluster is not None and not isinstance(self.cluster, ClusterSpec):
+            raise StrategyError(
+                f"`cluster` is a {type(self.cluster).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
+            )
+        if self.cluster is not None and self.is_local:
+            raise StrategyError(
+                "both `cluster` and processes of this machine are given; leave out `local_workers`, `local_ps` and "
+                "`devices_per_worker`."
+            )
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not getattr(PsArguments, name):  # the default, which may be None
+                number = checks.whole_number(name, value, StrategyError, least=least, most=_MOST.get(name))
+                object.__setattr__(self, name, number)
+        for name in ("insecure", "keep_servers"):
+            object.__setattr__(self, name, checks.flag(name, getattr(self, name), StrategyError))
+        checks.seconds("start_timeout_s", self.start_timeout_s, StrategyError, least=0)
+        check_axis(self.axis)
+        for name, allowed in (("placement", Placement), ("mode", Mode), ("on_stale", OnStale), ("wire", Wire)):
+            checks.choice(name, getattr(self, name), get_args(allowed), StrategyError)
+        if self.partitioner is not None and not callable(self.partitioner):
+            raise StrategyError(
+                f"`partitioner` is {self.partitioner!r}; it must be `jdist.ps.fixed_shards(n)`, `jdist.ps.min_size(bytes)`, "
+                "`jdist.ps.max_size(bytes)`, or None for `min_size(256 << 10)`."
+            )
+        if not isinstance(self.times, Times | None):
+            raise StrategyError(f"`times` is a {type(self.times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
+        if self.mode == "async" and self.backup_workers:
+            raise StrategyError(
+                '`backup_workers` is for `mode="sync"`: in asynchronous mode nobody waits for the last worker.'
+            )
+        if self.mode == "sync" and self.max_staleness is not None:
+            raise StrategyError('`max_staleness` is for asynchronous mode: with `mode="sync"` no gradient is stale.')
+
+    @property
+    def is_local(self) -> bool:
+        """Whether processes of this machine are asked for."""
+        return any(getattr(self, name) is not None for name in _LOCAL)
+
+    def resolve(self) -> tuple[ClusterSpec | None, PsOptions | None]:
+        """Checks the arguments against the cluster; looks for no server."""
+        # No cluster: processes of this machine. No options: this is the cluster's evaluator.
+        spec = self.cluster if self.cluster is not None or self.is_local else cluster_of_environment()
+        if spec is not None and spec.task_type == "evaluator":
+            return spec, None
+        if spec is not None:
+            check_place(spec)
+        num_ps = len(spec.jobs["ps"]) if spec is not None else self.local_ps or self.ps_replicas
+        if num_ps < self.ps_replicas:
+            fix = "Add one to the cluster, or leave `ps_replicas` at 1." if spec else "Give `local_ps=2` or more."
+            raise StrategyError(
+                f"`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. {fix}"
+            )
+        workers = (self.local_workers or 2) if spec is None else len(spec.jobs["worker"])
+        if self.backup_workers >= workers:
+            raise StrategyError(
+                f"`backup_workers` is {self.backup_workers}, and there are {workers} workers; at least one must be left."
+            )
+        is_sync = self.mode == "sync"
+        if is_sync and spec is None and (self.devices_per_worker or 1) > 1:
+            raise StrategyError(
+                f"`devices_per_worker` is {self.devices_per_worker}, and synchronous mode has one gradient of one device for "
+                "each worker. Give `local_workers` as many more, or use `jdist.mirrored()`."
+            )
+        # Workers do not push what is refused.
+        rules = Rules(max_staleness=0 if is_sync else self.max_staleness, on_stale=self.on_stale, non_finite="skip")
+        return spec, PsOptions(
+            on_worker=functools.partial(strategy_of_worker, axis=self.axis),
+            partitioner=self.partitioner or min_size(),
+            placement=self.placement,
+            rules=rules,
+            times=self.times or Times(),
+            wire=self.wire,
+            is_sync=is_sync,
+            gradients_per_update=workers - self.backup_workers if is_sync else 1,
+            backup_workers=self.backup_workers,
+            replicas=self.ps_replicas,
+        )
 
 
 @without_own_frames
-def parameter_server(
-    cluster: ClusterSpec | None = None,
-    *,
-    local_workers: int | None = None,
-    local_ps: int | None = None,
-    devices_per_worker: int | None = None,
-    insecure: bool = False,
-    keep_servers: bool = False,
-    start_timeout_s: float = 300.0,
-    partitioner: Partitioner | None = None,
-    placement: Placement = "round_robin",
-    mode: Mode = "async",
-    backup_workers: int = 0,
-    max_staleness: int | None = None,
-    on_stale: OnStale = "refuse",
-    wire: Wire = "float32",
-    ps_replicas: int = 1,
-    times: Times | None = None,
-    axis: str = "replica",
-) -> Strategy:
+def parameter_server(cluster: ClusterSpec | None = None, **options: Unpack[PsKeywords]) -> Strategy:
     """Keeps parameters and the optimiser's state on servers; workers pull, compute gradients, and push, each at its own pace.
 
     The calling process is the coordinator: the chief of the cluster, or the only process of yours. Workers and parameter
@@ -107,55 +227,41 @@ def parameter_server(
         ClusterTimeoutError: not all servers came in time.
         LaunchError: a process of this machine did not come up.
     """
-    arguments = PsArguments(
-        cluster=cluster,
-        local_workers=local_workers,
-        local_ps=local_ps,
-        devices_per_worker=devices_per_worker,
-        insecure=insecure,
-        keep_servers=keep_servers,
-        start_timeout_s=start_timeout_s,
-        partitioner=partitioner,
-        placement=placement,
-        mode=mode,
-        backup_workers=backup_workers,
-        max_staleness=max_staleness,
-        on_stale=on_stale,
-        wire=wire,
-        ps_replicas=ps_replicas,
-        times=times,
-        axis=axis,
-    )
-    spec, options = arguments.resolve()
-    if options is None:
-        return mirrored(axis=axis)
+    arguments = _arguments(cluster, options)
+    spec, ps_options = arguments.resolve()
+    if ps_options is None:
+        return mirrored(axis=arguments.axis)
     # A cluster's errors are raised here; local processes start when they are needed.
-    counts = (arguments.local_workers or 2, arguments.local_ps or options.replicas)
+    counts = (arguments.local_workers or 2, arguments.local_ps or ps_options.replicas)
     servers = (
-        functools.partial(_local_servers, *counts, arguments.devices_per_worker)
+        functools.partial(local_servers, *counts, arguments.devices_per_worker)
         if spec is None
-        else connect_servers(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+        else connect_servers(
+            spec, insecure=arguments.insecure, keep=arguments.keep_servers, start_timeout_s=arguments.start_timeout_s
+        )
     )
     note_coordinator()
-    return _strategy(Session(servers, options, counts=counts))
+    return _strategy(Session(servers, ps_options, counts=counts))
 
 
-def check_parameter_server(**arguments: Unpack[PsKeywords]) -> None:
+parameter_server.__signature__ = inspect.signature(PsArguments).replace(  # type: ignore[attr-defined]  # `inspect` reads it
+    return_annotation=Strategy
+)
+
+
+def _arguments(cluster: ClusterSpec | None, options: PsKeywords) -> PsArguments:
+    known = inspect.signature(PsArguments).parameters
+    for name in options:
+        if name not in known:
+            raise StrategyError(
+                f"jdist.parameter_server has no option `{name}`.{did_you_mean(name, known)} It has: {', '.join(known)}."
+            )
+    return PsArguments(cluster, **options)
+
+
+def check_parameter_server(cluster: ClusterSpec | None = None, **options: Unpack[PsKeywords]) -> None:
     """Refuses arguments as `parameter_server` does; starts nothing, and looks for no server."""
-    PsArguments(**arguments).resolve()
-
-
-def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:
-    cluster = LocalCluster(workers=workers, ps=ps, devices_per_worker=devices_per_worker)
-    security = Security(token=cluster.token)
-    return Servers(
-        workers=tuple(cluster.workers),
-        ps=tuple(cluster.ps),
-        connect=lambda address: RpcChannel(address, security=security),
-        close=cluster.close,
-        processes=lambda: tuple(cluster.pids),
-        running_workers=lambda: cluster.running_workers,
-    )
+    _arguments(cluster, options).resolve()
 
 
 def _strategy(job: Session) -> Strategy:
@@ -240,4 +346,19 @@ def _strategy(job: Session) -> Strategy:
             show=show,
             coordinator=ClusterCoordinator(job),
         ),
+    )
+
+
+def strategy_of_worker(num_devices: int, *, axis: str) -> Strategy:
+    """Makes a strategy, mirrored over a worker's devices, that only traces its part of a step."""
+    if num_devices == 1:
+        return one_device(jax.devices()[0], axis=axis)
+    return Strategy(
+        name="worker",
+        devices=(jax.devices()[0],) * num_devices,  # only their number counts
+        mesh=AbstractMesh((num_devices,), (axis,), axis_types=(AxisType.Auto,)),  # type: ignore[arg-type]  # it stands for one
+        axes=(axis,),
+        transform="shard_map",
+        reduction=psum(),
+        operations=LOCAL,
     )

@@ -63,7 +63,7 @@ def test_a_folder_that_a_run_could_not_write_is_refused(jdist_run):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("{local_workers: 0}", "`local_workers` is 0; it must be a whole number of at least 1"),
+        ("{local_workers: 0}", "`local_workers` is 0; it must be a whole number, 1 or more"),
         ("{local_ps: 1, ps_replicas: 2}", "`ps_replicas` is 2 and there is 1 parameter server"),
         ("{backup_workers: 1}", '`backup_workers` is for `mode="sync"`'),
         ("{mode: sync, backup_workers: 2}", "`backup_workers` is 2, and there are 2 workers"),

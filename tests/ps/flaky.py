@@ -15,11 +15,10 @@ from jdist.ps.protocol.messages import Replace
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.times import Times
 from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.worker.server import WorkerServer
-from jdist.strategies.parameter_server import _strategy
-from jdist.strategies.ps_arguments import strategy_of_worker
+from jdist.strategies.parameter_server import _strategy, strategy_of_worker
+from tests.ps.fake_transport import FakeChannel, FakeServer
 
 TIMES = Times(ping_s=0.02, lost_after_s=0.3, closure_s=60, reconnect_s=0.02, max_losses=10_000, ps_timeout_s=60)
 

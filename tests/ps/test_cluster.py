@@ -207,12 +207,6 @@ class TestArguments:
     def test_the_evaluator_has_its_own_devices(self):
         assert parameter_server(dataclasses.replace(spec(), task_type="evaluator")).name == "mirrored"
 
-    def test_a_cluster_or_processes_of_this_machine(self):
-        with pytest.raises(StrategyError, match="both `cluster` and processes of this machine are given"):
-            parameter_server(spec(), local_ps=1)
-        with pytest.raises(StrategyError, match="`cluster` is a dict"):
-            parameter_server({"worker": []})  # type: ignore[arg-type]  # what is tested
-
     def test_other_machines_need_tls_and_token(self, monkeypatch):
         for name in ("JDIST_TOKEN", CERTIFICATE, KEY, AUTHORITY):
             monkeypatch.delenv(name, raising=False)

@@ -10,8 +10,6 @@ import pytest
 
 import jdist
 import jdist.ps
-from jdist.cluster.spec import ClusterSpec
-from jdist.errors import StrategyError
 from jdist.strategies.parameter_server import parameter_server
 from tests.ps.hidden_layer import create, train_step
 from tests.ps.test_processes import ROWS
@@ -124,14 +122,3 @@ def test_both_servers_killed_send_all_back_to_the_snapshot_and_the_count_is_exac
     run.check()
     assert run.coordinator.queue.generation > 1
     run.until_in_step()
-
-
-def test_what_is_asked_wrongly_is_refused():
-    with pytest.raises(StrategyError, match="`ps_replicas` is 3; it must be 1, or 2 for a backup of each shard"):
-        parameter_server(ps_replicas=3)
-    with pytest.raises(StrategyError, match=r"`ps_replicas` is 2 and there is 1 parameter server.*Give `local_ps=2`"):
-        parameter_server(ps_replicas=2, local_ps=1)
-    jobs = {"chief": ("c:1",), "worker": ("w:1",), "ps": ("p:1",)}
-    spec = ClusterSpec(jobs=jobs, task_type="chief", task_index=0, resolver="a test")
-    with pytest.raises(StrategyError, match=r"there is 1 parameter server.*Add one to the cluster"):
-        parameter_server(spec, ps_replicas=2)

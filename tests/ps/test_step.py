@@ -349,22 +349,6 @@ def test_a_state_of_other_servers_is_refused_with_how_to_take_it(strategy):
         jdist.distribute(train_step, strategy)(state, BATCH)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_staleness": -1}, r"`max_staleness` is -1; it must be a whole number of updates, 0 or more"),
-        ({"max_staleness": 1.5}, r"`max_staleness` is 1\.5"),
-        ({"on_stale": "drop"}, r"`on_stale` is 'drop'; allowed are 'refuse' and 'down_weight'"),
-        ({"placement": "hash"}, r"`placement` is 'hash'; allowed are 'round_robin' and 'bytes'"),
-        ({"partitioner": 2}, r"`partitioner` is 2; allowed are `jdist\.ps\.fixed_shards\(n\)`"),
-        ({"wire": "bfloat16"}, r"`wire` is 'bfloat16'; allowed are 'float32' and 'bf16'\.$"),
-    ],
-)
-def test_options_are_checked_at_once(options, said):
-    with pytest.raises(StrategyError, match=said):
-        jdist.parameter_server(local_workers=1, **options)
-
-
 TX = optax.adam(0.1)
 SEVERAL = {"args": ("state", "state", "batch")}
 

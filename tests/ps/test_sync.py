@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import BatchError, ClosureError, StrategyError
+from jdist.errors import BatchError, ClosureError
 from jdist.ps.protocol.messages import Commit, Done, Drop, Fence, Held
 from jdist.ps.protocol.scheduler import Dispatch, handle
 from jdist.ps.protocol.scheduler_events import (
@@ -107,14 +107,6 @@ def test_what_is_asked_wrongly(strategy):
     step, state = jdist.distribute(train_step, strategy), strategy.init(lambda: create(optax.sgd(0.1)))
     with pytest.raises(BatchError, match=r"7 rows does not divide by 2 \(2 workers' gradients in an update\)"):
         step(state, {k: v[:7] for k, v in BATCH.items()})
-    with pytest.raises(StrategyError, match=r"`mode` is 'asinc'.*Did you mean 'async'"):
-        jdist.parameter_server(mode="asinc")
-    with pytest.raises(StrategyError, match="`backup_workers` is for"):
-        jdist.parameter_server(backup_workers=1)
-    with pytest.raises(StrategyError, match="`max_staleness` is for asynchronous"):
-        jdist.parameter_server(mode="sync", max_staleness=3)
-    with pytest.raises(StrategyError, match="`backup_workers` is 2, and there are 2 workers"):
-        jdist.parameter_server(mode="sync", backup_workers=2, local_workers=2)
 
 
 def test_backup_workers_leave_the_last_gradient_for_a_later_update():

@@ -8,7 +8,6 @@ import pytest
 import jdist
 from jdist.errors import StepError
 from jdist.step.options import RunKeywords, StepKeywords, StepOptions, make_options
-from jdist.strategies.ps_arguments import PsArguments
 
 
 def test_defaults():
@@ -99,8 +98,3 @@ def test_editors_and_help_see_every_option(function):
     assert names <= set(shown)
     assert all(p.kind is not p.VAR_KEYWORD for p in shown.values())
     assert shown["accumulate"].default == 1
-
-
-def test_no_argument_of_parameter_server_is_dropped_on_its_way():
-    given = list(inspect.signature(jdist.parameter_server).parameters)
-    assert given == [field.name for field in dataclasses.fields(PsArguments)]

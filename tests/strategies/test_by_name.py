@@ -1,7 +1,6 @@
 """Building strategies, by function and by name."""
 
 import inspect
-from dataclasses import fields
 from typing import get_type_hints
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 import jdist
 from jdist.errors import DeviceError, StrategyError
 from jdist.strategies.by_name import STRATEGIES, StrategyKeywords
-from jdist.strategies.ps_arguments import PsArguments, PsKeywords
 
 CPUS = jax.devices("cpu")
 NAMES_OF_CPU_3 = [
@@ -149,10 +147,3 @@ class TestByName:
             jdist.make_strategy("mirrored", device="cpu:0")
         with pytest.raises(StrategyError, match=r"'default' has no option 'axis'\. It has none\."):
             jdist.make_strategy("default", axis="batch")
-
-
-def test_the_arguments_of_parameter_server_are_the_same_wherever_they_are_listed():
-    listed = {field.name: field.default for field in fields(PsArguments)}
-    parameters = inspect.signature(jdist.parameter_server).parameters
-    assert {name: parameter.default for name, parameter in parameters.items()} == listed
-    assert get_type_hints(PsKeywords).keys() == listed.keys()

@@ -6,14 +6,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from jdist.errors import StrategyError
 from jdist.ps.protocol.wire import Spec
-from jdist.support.checks import as_int
-from jdist.support.suggest import did_you_mean
+from jdist.support import checks
 
 Partitioner = Callable[[tuple[int, ...], np.dtype, int], int]
 Placement = Literal["round_robin", "bytes"]
@@ -57,8 +56,8 @@ def fixed_shards(n: int) -> Partitioner:
 
     Source: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
     """
-    _check("fixed_shards", n=n)
-    return lambda shape, dtype, num_ps: min(int(n), _rows(shape))
+    n = checks.whole_number("n", n, StrategyError, call="jdist.ps.fixed_shards")
+    return lambda shape, dtype, num_ps: min(n, _rows(shape))
 
 
 def min_size(size_bytes: int = 256 << 10, max_shards: int | None = None) -> Partitioner:
@@ -77,7 +76,7 @@ def min_size(size_bytes: int = 256 << 10, max_shards: int | None = None) -> Part
 
     Source: `tf.distribute.experimental.partitioners.MinSizePartitioner`, which rounds up and so also makes smaller pieces.
     """
-    _check("min_size", size_bytes=size_bytes, max_shards=max_shards)
+    size_bytes, max_shards = _checked("jdist.ps.min_size", size_bytes, max_shards)
 
     def partitioner(shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
         most = num_ps if max_shards is None else max_shards
@@ -104,7 +103,7 @@ def max_size(size_bytes: int, max_shards: int | None = None) -> Partitioner:
 
     Source: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.
     """
-    _check("max_size", size_bytes=size_bytes, max_shards=max_shards)
+    size_bytes, max_shards = _checked("jdist.ps.max_size", size_bytes, max_shards)
 
     def partitioner(shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
         row = _row_bytes(shape, dtype)
@@ -131,11 +130,6 @@ def place(
     """Cuts leaves (shape and dtype) and assigns the pieces, in order, to servers."""
     # Leaves with `whole` must not be cut. "round_robin" places one piece after the other; "bytes"
     # places each on the server that has least so far.
-    if placement not in get_args(Placement):
-        raise StrategyError(
-            f"`placement` is {placement!r}; allowed are {', '.join(map(repr, get_args(Placement)))}."
-            f"{did_you_mean(placement, get_args(Placement))}"
-        )
     load, turn = [0] * num_ps, itertools.count()
 
     def next_ps(size_bytes: int) -> int:
@@ -157,14 +151,9 @@ def place(
 
 
 def _pieces(partitioner: Partitioner, shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
-    result = partitioner(shape, dtype, num_ps)
-    pieces = as_int(result, least=1)
-    if pieces is None or pieces > max(1, shape[0]):
-        raise StrategyError(
-            f"`partitioner` says {result!r} pieces for a leaf of shape {shape}; it must be a whole number from 1 to its "
-            f"{max(1, shape[0])} rows."
-        )
-    return pieces
+    pieces = partitioner(shape, dtype, num_ps)
+    fix = f"The leaf has the shape {shape}, and is cut into that many pieces by rows."
+    return checks.whole_number("partitioner(...)", pieces, StrategyError, most=_rows(shape), fix=fix)
 
 
 def _rows(shape: tuple[int, ...]) -> int:
@@ -175,11 +164,7 @@ def _row_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape[1:]) * dtype.itemsize
 
 
-def _check(function: str, **numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is None and name == "max_shards":
-            continue
-        if as_int(number, least=1) is None:
-            raise StrategyError(
-                f"jdist.ps.{function}: `{name}` is {number!r}; it must be a whole number of at least 1."
-            )
+def _checked(call: str, size_bytes: int, max_shards: int | None) -> tuple[int, int | None]:
+    if max_shards is not None:
+        max_shards = checks.whole_number("max_shards", max_shards, StrategyError, call=call)
+    return checks.whole_number("size_bytes", size_bytes, StrategyError, call=call), max_shards

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from jdist.errors import StrategyError
-from jdist.support.checks import as_real
+from jdist.support import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,4 @@ class Times:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            number = as_real(value)
-            if number is None or not 0 < number < math.inf:
-                raise StrategyError(f"`Times({name}=...)` is {value!r}; it must be a number above 0.")
+            checks.real_number(name, value, StrategyError, above=0, call="jdist.ps.Times")

@@ -26,11 +26,11 @@ from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import spec_of
 from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import Method
 from jdist.ps.transport.shard_client import ShardClient, whose
 from jdist.ps.worker.server import WorkerServer
 from jdist.support.versions import versions
+from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart

@@ -9,9 +9,9 @@ import pytest
 from jdist.errors import ShardLostError
 from jdist.ps.coordinator.shard_watch import CopiesWatch
 from jdist.ps.protocol.times import Times
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, Method
 from jdist.ps.transport.routed import two_copies
+from tests.ps.fake_transport import FakeChannel, FakeServer
 
 
 class Hub:

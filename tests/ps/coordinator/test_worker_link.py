@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-import jdist
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.worker_link import WorkerLink
 from jdist.ps.protocol.times import Times
@@ -15,10 +14,8 @@ from jdist.ps.transport.interface import CallFailed
 
 @pytest.mark.parametrize("value", [0, -1.0, "1", True, float("nan"), None])
 def test_times_are_numbers_above_0(value):
-    with pytest.raises(StrategyError, match=r"`Times\(ping_s=...\)` is .*; it must be a number above 0"):
+    with pytest.raises(StrategyError, match=r"jdist.ps.Times: `ping_s` is .*; it must be a finite number above 0"):
         Times(ping_s=value)
-    with pytest.raises(StrategyError, match=r"`times` is a float; pass a `jdist\.ps\.Times`"):
-        jdist.parameter_server(local_ps=1, times=1.0)
 
 
 def test_another_token_is_a_warning_once_and_a_loss_is_none():

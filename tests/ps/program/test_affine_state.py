@@ -18,9 +18,9 @@ from jdist.ps.program.sync import make_sync_function
 from jdist.ps.protocol.messages import Cut, Done, Freeze, Restore, Snapshot
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.shard_client import ShardClient
 from tests.by_default import some
+from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, loss
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart, spec_of

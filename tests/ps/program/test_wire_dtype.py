@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import StrategyError
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
@@ -17,10 +16,10 @@ from jdist.ps.program.wire_dtype import ROUNDED, make_rounding
 from jdist.ps.protocol.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.shard_client import ShardClient
 from jdist.train import Checkpointer
 from tests.by_default import some
+from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, loss, train_step
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart
@@ -216,8 +215,3 @@ def test_what_workers_carry_does_not_stand_still(strategy):
     for _ in range(10):
         state, _ = train(state, far)
     np.testing.assert_allclose(strategy.fetch(state).extra["mean"], 1.1 - 0.1 * 0.99**10, rtol=1e-5)
-
-
-def test_a_precision_that_is_not_known_is_refused_at_once():
-    with pytest.raises(StrategyError, match=r"`wire` is 'bf61'; allowed are 'float32' and 'bf16'\."):
-        jdist.parameter_server(wire="bf61")

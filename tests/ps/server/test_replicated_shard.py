@@ -14,10 +14,10 @@ from jdist.ps.protocol.wire import to_plain
 from jdist.ps.server import replicated_shard, shard_server
 from jdist.ps.server.replicated_shard import ReplicatedShard, slots
 from jdist.ps.server.shard_transfer import ShardState, expected, pack_shard, unpack_shard
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, OutOfFilesError
 from jdist.ps.transport.routed import Route, two_copies
 from jdist.ps.transport.shard_client import ShardClient
+from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.server.test_shard_server import Job, program, push
 
 

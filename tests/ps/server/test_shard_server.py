@@ -32,9 +32,9 @@ from jdist.ps.protocol.messages import (
 )
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, FailedPrecondition
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
+from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart

@@ -26,12 +26,12 @@ from jdist.ps.protocol import wire
 from jdist.ps.protocol.messages import TRAVELLING, Commit, Done, Fence, Freeze, Pull, Restore, Snapshot, Stage, Thaw
 from jdist.ps.protocol.wire import Spec, encode, to_plain
 from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.fake import FakeChannel
 from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.shard_client import ShardClient
 from jdist.ps.transport.stream import Stream
 from jdist.ps.worker.server import WorkerServer
+from tests.ps.fake_transport import FakeChannel
 from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart

@@ -17,9 +17,9 @@ import trustme
 
 from jdist.ps.protocol.wire import Spec, spec_of
 from jdist.ps.transport import grpc_transport
-from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer, Security
 from jdist.ps.transport.interface import CallFailed, FailedPrecondition, Method
+from tests.ps.fake_transport import FakeChannel, FakeServer
 
 
 def specs(header):

@@ -44,7 +44,7 @@ def specs(size: int) -> list[Any]:
 
 def server(way: str) -> None:
     """Answers arrays by arrays."""
-    from jdist.ps.server.malloc import keep_freed_memory
+    from jdist.ps.serve import keep_freed_memory
     from jdist.ps.transport.grpc_transport import RpcServer
     from jdist.ps.transport.interface import Method
 
@@ -62,7 +62,7 @@ def client(way: str) -> None:
     """One side: reads numbers of exchanges, negative for small ones, prints their seconds."""
     from side import serve
 
-    from jdist.ps.server.malloc import keep_freed_memory
+    from jdist.ps.serve import keep_freed_memory
     from jdist.ps.transport.grpc_transport import RpcChannel
 
     keep_freed_memory()

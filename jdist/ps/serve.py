@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import signal
 import sys
@@ -26,9 +28,13 @@ PS: Role = "ps"
 # Set in a worker's process, so that a script without a guard starts nothing in it.
 IS_SERVER = "JDIST_IS_SERVER"
 READY = "jdist serve: {role} listens on {address}"
+_LOG = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _MOST_ADDRESSES = 4096
 _REACH_S = 5.0
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # of glibc's malloc.h
+_KEPT = (1 << 31) - 1  # bytes; the largest that it takes
+_PAD = 32 << 20
 
 
 def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
@@ -86,7 +92,6 @@ def serve(
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jdist.ps.program import trial
-    from jdist.ps.server.malloc import keep_freed_memory
     from jdist.ps.server.replicated_shard import ReplicatedShard, slots
     from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
     from jdist.ps.transport.health import serve_health
@@ -138,6 +143,19 @@ def serve(
                 code = PEER_LOST
                 return code
         return code
+
+
+def keep_freed_memory() -> bool:
+    """Makes freed memory stay with this process for the next step; returns whether glibc could."""
+    # By default glibc returns large blocks at once, and each step gets them page by page again.
+    # That costs more than to compute gradients in them.
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, TypeError, AttributeError) as exc:
+        _LOG.debug("the C library has no mallopt: %s", exc)
+        return False
+    settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _PAD, _ARENA_MAX: 1}
+    return all([mallopt(name, value) for name, value in settings.items()])
 
 
 def _check(address: str, security: Security, *, insecure: bool) -> None:

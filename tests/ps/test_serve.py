@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import platform
 import re
 import select
 import shutil
@@ -18,8 +19,7 @@ import trustme
 from jdist.errors import ClusterConfigError, LaunchError
 from jdist.launcher.environment import free_ports
 from jdist.ps.program import trial
-from jdist.ps.serve import place, serve
-from jdist.ps.server import malloc
+from jdist.ps.serve import keep_freed_memory, place, serve
 from jdist.ps.transport.diagnose import reach
 from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer
 from jdist.ps.transport.interface import CallFailed
@@ -229,7 +229,7 @@ class TestEnds:
     def test_it_leaves_at_once_where_a_call_still_runs(self, monkeypatch, is_idle):
         stop, codes = RpcServer.stop, []
         monkeypatch.setattr(RpcServer, "stop", lambda server, grace_s: stop(server, grace_s) and is_idle)
-        monkeypatch.setattr(malloc, "keep_freed_memory", lambda: None)
+        monkeypatch.setattr("jdist.ps.serve.keep_freed_memory", lambda: None)
         monkeypatch.setattr(trial, "start_as_fork", lambda: None)  # this process has threads
         assert serve("ps", "127.0.0.1:0", security=Security(), grace_s=0.01, leave=codes.append) == 75
         assert codes == ([] if is_idle else [75])
@@ -297,3 +297,7 @@ class TestWithParent:
         parent.kill()
         assert select.select([parent.stdout], [], [], 60)[0]
         assert parent.stdout.read() == ""  # the end of file: the server, which holds it too, has ended
+
+
+def test_the_c_library_is_told_where_it_listens():
+    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

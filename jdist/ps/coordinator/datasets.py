@@ -16,9 +16,8 @@ import jax
 
 from jdist.errors import ClosureCancelledError, DatasetError
 from jdist.ps.coordinator.remote_value import Pending
-from jdist.ps.program.batch_tree import from_structure
 from jdist.ps.transport.interface import CallFailed, Channel, Header
-from jdist.ps.worker.data import SCRIPT
+from jdist.ps.worker.data import SCRIPT, from_structure
 
 PyTree = Any
 BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number

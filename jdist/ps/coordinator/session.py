@@ -139,7 +139,7 @@ class Session:
         """Schedules a step call's closures; moves the state to the servers first if necessary."""
         # A step that only reads waits for those that update, and they for it: it reads the state
         # after all earlier steps. Over several servers, two steps also wait for each other if they
-        # update in different ways a leaf of which every server has a copy (`colocation.in_turn`).
+        # update in different ways a leaf of which every server has a copy (`layout.in_turn`).
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
             identities = [step.identity for step in steps]

@@ -47,9 +47,6 @@ class FunctionPlan:
     loss_scale: tuple[int, int] | None = None
 
 
-FUNCTION_PLAN: dict[str, type] = {"FunctionPlan": FunctionPlan}
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StepFunction:
     """The workers' computation of a split step."""

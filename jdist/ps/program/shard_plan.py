@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 from jdist.errors import WireError
 from jdist.ps.program.partition import Rows
@@ -17,8 +16,6 @@ MOST_RESULT_BYTES = 1 << 30
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShare:
     """The part of one step that workers exchange with a shard."""
-
-    WIRE_NAME: ClassVar[str] = "StepView"
 
     rows: tuple[Rows, ...]  # the rows of pushed arrays that a worker brings
     # the specs of all arrays of a closure: `rows`, in asynchronous mode followed by the scalars
@@ -75,9 +72,6 @@ class ShardPlan:
             raise WireError(f"there is no view {view}; there are {len(self.views)}")
         step = self.views[view]
         return [*(step.pulled if changed else ()), *(step.pulled_once if first else ())]
-
-
-SHARD_PLAN: dict[str, type] = {"ShardPlan": ShardPlan}
 
 
 def program_spec(size: object) -> Spec:

@@ -70,7 +70,7 @@ class Update:
     def everywhere(self) -> tuple[int, ...]:
         """Small leaves that depend on no pushed array (a counter, a key)."""
         # Each server has its own copy, and after the same number of these updates all copies are
-        # the same. If several steps change one, see `colocation.in_turn`.
+        # the same. If several steps change one, see `layout.in_turn`.
         chosen = {
             i
             for i, reads in self._reads.items()

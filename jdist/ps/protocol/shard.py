@@ -226,7 +226,7 @@ def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
         rules=shard.rules,
         generation=message.generation,
         version=message.version,
-        applied={c: Applied(worker=None, result=None) for c in message.applied},
+        applied={c: Applied(worker=None) for c in message.applied},
         settled=message.settled,
     )
     late = [command for m in waiting for command in _refuse(shard, m, "generation")]
@@ -306,9 +306,9 @@ class Staged:
     epoch: int
     attempt: int
     base: int
-    gradients: Ref | None
+    gradients: Ref | None = None
     weight: float
-    result: Ref | None
+    result: Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,7 +321,7 @@ class Applied:
     """
 
     worker: int | None
-    result: Ref | None
+    result: Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,23 +41,14 @@ _MAGIC = b"jdp1"
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Shape and dtype of an array on the wire.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype's name.
-    """
+    """Shape and dtype of an array on the wire."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # its name
 
     @property
     def numpy(self) -> np.dtype:
-        """The dtype itself.
-
-        Raises:
-            WireError: it does not travel.
-        """
+        """The dtype itself; refuses one that does not travel."""
         if self.dtype not in _DTYPES:
             raise WireError("arrays of a dtype that does not travel")
         return _DTYPES[self.dtype]
@@ -76,11 +67,9 @@ def wide(spec: Spec) -> Spec:
 
 
 def mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
-    """Returns the exact mean of integers that several workers pushed; of flags the first.
-
-    Workers push their part of a total times their number, so its mean is a whole number. What is the same for all (a count of
-    the caller's, the data of a key) stays as it is, however large.
-    """
+    """Returns the exact mean of integers that several workers pushed; of flags the first."""
+    # Workers push their part of a total times their number, so its mean is a whole number. A value that is the same for all
+    # (a count of the caller's, the data of a key) stays unchanged, however large.
     first, n = values[0], len(values)
     if first.dtype == jnp.bool_ or n == 1:
         return first
@@ -95,21 +84,9 @@ def spec_of(x: Any) -> Spec:
 
 
 class Buffers:
-    """Memory for arrays that are about to be received, each aligned for XLA.
+    """Memory for arrays that are about to be received, each aligned for XLA; refuses more than `most_bytes`."""
 
-    Fill `views` in their order and take `filled()`, or `take` chunks and then `arrays()`.
-
-    Args:
-        specs: of the arrays.
-        most_bytes: what may be allocated at most.
-
-    Attributes:
-        size_bytes: how many bytes are expected.
-        views: the memory of each array.
-
-    Raises:
-        WireError: the arrays are larger.
-    """
+    # Fill `views` in their order and take `filled()`, or `take` chunks and then `arrays()`.
 
     def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
         self._specs = tuple(specs)
@@ -123,11 +100,7 @@ class Buffers:
         self._at, self._within = 0, 0
 
     def take(self, chunk: bytes | memoryview) -> None:
-        """Stores the next bytes.
-
-        Raises:
-            WireError: they are more than were expected.
-        """
+        """Stores the next bytes; refuses more than were expected."""
         chunk = memoryview(chunk)
         while len(chunk):
             while self._at < len(self.views) and self._within == len(self.views[self._at]):
@@ -147,11 +120,7 @@ class Buffers:
         ]
 
     def arrays(self) -> list[np.ndarray]:
-        """Returns the arrays, once all chunks are taken.
-
-        Raises:
-            WireError: bytes are missing.
-        """
+        """Returns the arrays, once all chunks are taken; refuses if bytes are missing."""
         received = sum(len(v) for v in self.views[: self._at]) + self._within
         if received != self.size_bytes:
             raise WireError(f"{received:,} bytes where {self.size_bytes:,} were announced")
@@ -195,11 +164,7 @@ def encode(header: Mapping[str, Any]) -> bytes:
 
 
 def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> int:
-    """Returns how many bytes of a header follow its first `PREFIX_BYTES`.
-
-    Raises:
-        WireError: it is no header, or larger than allowed.
-    """
+    """Returns how many bytes of a header follow its first `PREFIX_BYTES`; refuses more than `most_bytes`."""
     if len(prefix) < PREFIX_BYTES:
         raise WireError("a message of fewer bytes than its prefix")
     magic, size = _PREFIX.unpack(prefix)
@@ -211,11 +176,7 @@ def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES
 
 
 def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
-    """Returns a header, and the bytes after it.
-
-    Raises:
-        WireError: it is no header, or larger than allowed.
-    """
+    """Returns a header of at most `most_bytes`, and the bytes after it."""
     view = memoryview(data)
     size = body_size(view[: _PREFIX.size], most_bytes=most_bytes)
     body, rest = view[_PREFIX.size : _PREFIX.size + size], view[_PREFIX.size + size :]
@@ -232,7 +193,7 @@ def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> 
 
 
 def to_plain(value: Any) -> Any:
-    """Returns a message as values that msgpack knows; a dataclass as a map with its name on the wire."""
+    """Returns a message as values that msgpack knows; a dataclass as a map with its class's name."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -240,31 +201,25 @@ def to_plain(value: Any) -> Any:
         return [to_plain(x) for x in value]
     if kind is frozenset:
         return [to_plain(x) for x in sorted(value)]
+    if kind is dict:
+        return [[to_plain(key), to_plain(x)] for key, x in value.items()]
     if (known := _NAMES.get(kind)) is None:
         if not dataclasses.is_dataclass(kind):
             return value
         fields = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
-        known = _NAMES[kind] = _wire_name(kind), fields
-    wire_name, fields = known
-    plain = {"is": wire_name}
-    for name in fields:
+        known = _NAMES[kind] = fields
+    plain = {"is": kind.__name__}
+    for name in known:
         x = getattr(value, name)
         plain[name] = x if type(x) in _ATOMS else to_plain(x)
     return plain
 
 
-def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
-    """Returns a message from such values; fields that name something of the sender's own process are None.
-
-    Args:
-        kinds: the dataclasses that it may be, by their names on the wire.
-        plain: what was received.
-
-    Raises:
-        WireError: it is none of them, or a field is missing, unknown or of another type.
-    """
+def from_plain(kinds: Mapping[str, type] | type, plain: Any) -> Any:
+    """Returns a dataclass of one of `kinds`, by its name, from such values; refuses fields of another name or type."""
+    # Fields that name something of the sender's own process are None.
     name = plain.get("is") if isinstance(plain, dict) else None
-    kind = kinds.get(name) if isinstance(name, str) else None
+    kind = (kinds if name == kinds.__name__ else None) if isinstance(kinds, type) else kinds.get(str(name))
     if kind is None:
         raise WireError("a message of a kind that is not known")
     fields = _FIELDS.get(kind) or _compiled(kind)
@@ -284,13 +239,8 @@ def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
 _ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
 _LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
 _Check = Callable[[Any], Any]
-_NAMES: dict[type, tuple[str, tuple[str, ...]]] = {}  # of each dataclass its name on the wire, and its fields
+_NAMES: dict[type, tuple[str, ...]] = {}  # of each dataclass the fields that travel
 _FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
-
-
-def _wire_name(kind: type) -> str:
-    """Returns what names a dataclass on the wire: its class's name, unless it has another `WIRE_NAME`."""
-    return getattr(kind, "WIRE_NAME", kind.__name__)
 
 
 def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
@@ -314,6 +264,9 @@ def _check(hint: Any, where: str) -> _Check:
     if origin in (types.UnionType, typing.Union):
         other = _check(next(a for a in args if a is not type(None)), where)
         return lambda value: None if value is None and type(None) in args else other(value)
+    if origin is Mapping:
+        pairs = _check(tuple[tuple[args], ...], where)  # type: ignore[valid-type]  # its arguments are a map's
+        return lambda value: dict(pairs(value))
     if origin in (tuple, frozenset):
         many = origin is frozenset or args[-1] is Ellipsis
         return _check_list(origin, [_check(a, where) for a in args if a is not Ellipsis], many=many, where=where)
@@ -329,7 +282,7 @@ def _check(hint: Any, where: str) -> _Check:
         return value
 
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return lambda value: from_plain({_wire_name(hint): hint}, value)
+        return lambda value: from_plain(hint, value)
     return one
 
 

@@ -34,32 +34,20 @@ class _NotLeader(Exception):
     """Another copy leads, or will."""
 
 
-class ReplicatedShard:
+class ReplicatedShard(ShardServer):
     """A shard server that leads, with a backup or alone, or is the backup."""
 
     # `wait_s`: how long an answer waits for the backup before its call fails.
 
     def __init__(self, connect: Callable[[str], Channel], *, allow: Sequence[str] = (), wait_s: float = 60.0):
+        super().__init__(allow=allow)
         self._connect, self._wait_s = connect, wait_s
-        self._server = ShardServer(
-            allow=allow,
-            check=self._check_role,
-            on_change=self._add_entry,
-            on_restore=self._copy_anew,
-            on_reset=self._leave_role,
-        )
-        self._lock = self._server.lock
         self._role = Role()
         self._backup: BackupLink | None = None
 
     def methods(self) -> dict[str, Method]:
         """Returns what a transport serves."""
-        server = self._server
-        return {
-            "status": Method(self._status),
-            "restore": Method(self._restore, server.expects_of_restore),
-            "say": Method(functools.partial(self._run_as_leader, server.say), server.expects_of_say, limited=True),
-            "read": Method(functools.partial(self._run_as_leader, server.read)),
+        return super().methods() | {
             "lead": Method(self._lead),
             "install": Method(self._install, expected),
             "forward": Method(self._forward, self._expects_of_forward),
@@ -68,7 +56,7 @@ class ReplicatedShard:
 
     def close(self) -> None:
         """Ends the connection to the backup."""
-        with self._lock:
+        with self.lock:
             backup, self._backup = self._backup, None
             if backup is not None:
                 backup.close()
@@ -77,9 +65,10 @@ class ReplicatedShard:
 
     # As leader
 
-    def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+    def status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Adds the role to a shard's status."""
         role, backup = self._role, self._backup
-        status, _ = self._server.status(header, arrays)
+        status, _ = super().status(header, arrays)
         status |= {"term": role.term, "leads": role.name == "leads"}
         status["in_sync"] = backup.incarnation if backup is not None and role.backup == "in_sync" else None
         status["waiting_s"] = 0.0 if backup is None else backup.waiting_s
@@ -92,9 +81,9 @@ class ReplicatedShard:
     def _lead(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes the lead, as the coordinator says; the status tells whether it does."""
         (term,), backup = _integers(header, "term"), _address_of_backup(header)
-        with self._lock:
+        with self.lock:
             before = self._role
-            if header.get("incarnation") == self._server.incarnation:
+            if header.get("incarnation") == self.incarnation:
                 anew = header.get("anew") is True
                 self._role = replica_role.lead(before, term=term, backup=backup is not None, anew=anew)
             if self._role != before:
@@ -105,18 +94,27 @@ class ReplicatedShard:
                         SlotChannel(self._connect(address), slot),
                         term=term,
                         incarnation=incarnation,
-                        lock=self._lock,
+                        lock=self.lock,
                         state=self._state,
                         acknowledged=functools.partial(self._acknowledge, term),
                         deposed=self._depose,
                     )
-        return self._status({}, [])
+        return self.status({}, [])
 
-    def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+    def restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Begins a new history, as leader or as the only copy."""
         if not header.get("led"):  # a job without backups begins
-            with self._lock:
+            with self.lock:
                 self._leave_role()
-        return self._run_as_leader(self._server.restore, header, arrays)
+        return self._run_as_leader(super().restore, header, arrays)
+
+    def say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Takes messages, as leader or as the only copy."""
+        return self._run_as_leader(super().say, header, arrays)
+
+    def read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Returns the arrays of a snapshot, as leader or as the only copy."""
+        return self._run_as_leader(super().read, header, arrays)
 
     def _run_as_leader(
         self, run: Callable[..., tuple[Header, list[Any]]], header: Header, arrays: list[np.ndarray]
@@ -124,15 +122,15 @@ class ReplicatedShard:
         """Runs a call; returns its answer once the backup holds the reported state."""
         # A shard that has lost its memory meanwhile, or that another copy led for a while, must not
         # answer: its state lacks the effect of the call, and perhaps every copy does.
-        with self._lock:
+        with self.lock:
             if header.get("led") and self._role.name != "leads":
                 return {"moved": self._role.term}, []
-            before = self._server.incarnation, self._role.term
+            before = self.incarnation, self._role.term
         try:
             answer, sent = run(header, arrays)
-            with self._lock:
+            with self.lock:
                 self._wait_for_backup(self._role.number)
-                if header.get("led") and (self._server.incarnation, self._role.term) != before:
+                if header.get("led") and (self.incarnation, self._role.term) != before:
                     raise _NotLeader
         except _NotLeader:
             if not header.get("led"):
@@ -143,20 +141,20 @@ class ReplicatedShard:
     def _wait_for_backup(self, number: int) -> None:
         end = time.monotonic() + self._wait_s
         while True:
-            self._check_role()
+            self._check()
             behind = 0 if self._backup is None else self._backup.behind_bytes
             if replica_role.may_answer(self._role, number) and behind <= MOST_BEHIND_BYTES:
                 return
-            if not self._lock.wait(end - time.monotonic()):
+            if not self.lock.wait(end - time.monotonic()):
                 raise TimeoutError("the backup did not answer")
 
     # What the shard server calls
 
-    def _check_role(self) -> None:
+    def _check(self) -> None:
         if self._role.name == "follows":
             raise _NotLeader
 
-    def _add_entry(self, message: Message, arrays: list[np.ndarray], answer: Answer | None) -> None:
+    def _changed(self, message: Message, arrays: list[np.ndarray], answer: Answer | None) -> None:
         """Forwards a message that has changed the leader's state."""
         if self._role.name != "leads":
             return
@@ -164,17 +162,21 @@ class ReplicatedShard:
         if self._backup is None:
             return
         # What a pull has settled here before is settled there with it.
-        message = dataclasses.replace(message, settled=self._server.shard.settled)
+        message = dataclasses.replace(message, settled=self.shard.settled)
         brings = isinstance(message, Push) or (isinstance(message, Commit) and message.as_one)
         payload = [*arrays] if brings and not isinstance(answer, Refused) else []
         entry = {"say": to_plain(message), "result": payload[-1].size if payload else None}
         self._backup.add(self._role.number, entry, payload)
 
-    def _copy_anew(self) -> None:
+    def _restored(self) -> None:
         if self._role.name == "leads":
             self._role = replica_role.add_entry(self._role)
             if self._backup is not None:
                 self._backup.copy_anew()
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._leave_role()
 
     def _leave_role(self) -> None:
         self._role = Role(term=self._role.term)
@@ -183,7 +185,7 @@ class ReplicatedShard:
     # What the link to the backup calls
 
     def _state(self) -> tuple[int, ShardState] | None:
-        state = self._server.state()
+        state = self.state()
         return None if state is None else (self._role.number, state)
 
     def _acknowledge(self, term: int, number: int, caught_up: bool) -> None:
@@ -198,30 +200,30 @@ class ReplicatedShard:
         if self._backup is not None:
             self._backup.close()
         self._backup = None
-        self._server.drop_snapshot()
-        self._lock.notify_all()
+        self.drop_snapshot()
+        self.lock.notify_all()
 
     # As backup
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes over a leader's whole state."""
         term, number = _integers(header, "term", "number")
-        if header.get("to") != self._server.incarnation:
+        if header.get("to") != self.incarnation:
             return self._answer_leader(BackupAnswer.OTHER_PROCESS)
         state = unpack_shard(header, arrays)
-        programs = [] if state.plan is None else self._server.unpack_programs(state.plan, state.packed)
-        with self._lock:
+        programs = [] if state.plan is None else self.unpack_programs(state.plan, state.packed)
+        with self.lock:
             role, answer = replica_role.install(self._role, term=term, number=number)
             if answer == BackupAnswer.TAKEN:
                 check_files()
                 self._role = Role(term=term, name="follows")  # incomplete until all of it is taken over
                 self._end_backup()
-                self._server.replace(state, programs)
+                self.replace(state, programs)
             self._role = role
             return self._answer_leader(answer)
 
     def _expects_of_forward(self, header: Header) -> list[Spec]:
-        plan, entries = self._server.plan, header.get("entries")
+        plan, entries = self.plan, header.get("entries")
         if plan is None or not isinstance(entries, list) or len(entries) > MOST_ENTRIES:
             raise WireError(f"`entries` must be a list of at most {MOST_ENTRIES}, for a copy that has a state")
         return [spec for entry in entries for spec in _arrays_of(entry, plan)]
@@ -229,19 +231,19 @@ class ReplicatedShard:
     def _forward(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Carries out the entries that a leader forwards."""
         term, first = _integers(header, "term", "first")
-        if header.get("to") != self._server.incarnation:
+        if header.get("to") != self.incarnation:
             return self._answer_leader(BackupAnswer.OTHER_PROCESS)
         rest, answer = iter(arrays), BackupAnswer.REPEATED
-        with self._lock:
+        with self.lock:
             for number, entry in zip(itertools.count(first), header["entries"], strict=False):
                 message = from_plain(TRAVELLING, entry["say"])
                 if not isinstance(message, Message) or isinstance(message, Restore):
                     raise WireError("an entry must be a message to a shard, and no restore")
-                plan = self._server.plan
+                plan = self.plan
                 payload = [next(rest) for _ in (() if plan is None else _arrays_of(entry, plan))]
                 role, answer = replica_role.take(self._role, term=term, number=number)
                 if answer == BackupAnswer.TAKEN:
-                    self._server.apply_entry(message, payload)
+                    self.apply_entry(message, payload)
                 self._role = role  # not before: what could not be carried out was not taken
                 if answer in (BackupAnswer.GAP, BackupAnswer.LOWER_TERM):
                     break

@@ -22,7 +22,7 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
 from jdist.ps.program.artifact import unpack
-from jdist.ps.program.shard_plan import SHARD_PLAN, ShardPlan, program_spec, result_spec
+from jdist.ps.program.shard_plan import ShardPlan, program_spec, result_spec
 from jdist.ps.protocol.messages import (
     TRAVELLING,
     Answer,
@@ -44,7 +44,6 @@ from jdist.ps.protocol.messages import (
 )
 from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
-from jdist.ps.server.malloc import LARGE_BYTES, release_arguments
 from jdist.ps.server.shard_transfer import ShardState
 from jdist.ps.transport.interface import FailedPrecondition, Header, Method, check_files
 from jdist.support.versions import versions
@@ -52,31 +51,20 @@ from jdist.support.versions import versions
 _LOG = logging.getLogger(__name__)
 MOST_MESSAGES = 4096
 MOST_NAME = 300
+LARGE_BYTES = 1 << 20  # of gradients, below which it takes longer to have JAX release them than it is worth
 Program = Callable[[Sequence[Any]], list[jax.Array]]
-
-
-def _nothing(*_: Any) -> None:
-    """Does nothing, in the place of a hook."""
 
 
 class ShardServer:
     """One shard: state machine, arrays, programs, and the methods that a transport serves."""
-
-    # The hooks are for `ReplicatedShard`, and are called with the lock held.
 
     def __init__(
         self,
         *,
         allow: Sequence[str] = (),  # custom calls, for `artifact.unpack`
         frozen_s: float = 6.0,  # then it thaws by itself; a snapshot of a coordinator that is not cut off takes less
-        check: Callable[[], None] = _nothing,  # raises if no message may be taken; called before each, and in waits
-        # Takes a message that changed the state, its arrays, and the answer if there is one yet.
-        on_change: Callable[[Message, list[np.ndarray], Answer | None], None] = _nothing,
-        on_restore: Callable[[], None] = _nothing,  # the state was replaced
-        on_reset: Callable[[], None] = _nothing,  # an update failed half-way, and the shard is empty
     ):
         self._allow, self._frozen_s = tuple(allow), frozen_s
-        self._check, self._on_change, self._on_restore, self._on_reset = check, on_change, on_restore, on_reset
         self.lock = threading.Condition()  # guards everything here; notified of each change
         self.incarnation = secrets.token_hex(8)  # another one once the memory is lost
         self.shard = Shard()
@@ -105,6 +93,17 @@ class ShardServer:
             "read": Method(self.read),
         }
 
+    # What a copy of a shard adds, with the lock held
+
+    def _check(self) -> None:
+        """Raises if no message may be taken; called before each, and in waits."""
+
+    def _changed(self, message: Message, arrays: list[np.ndarray], answer: Answer | None) -> None:
+        """Takes in a message that has changed the state, and the answer if there is one yet."""
+
+    def _restored(self) -> None:
+        """Notes that the state was replaced."""
+
     # What callers ask
 
     def status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
@@ -117,7 +116,7 @@ class ShardServer:
 
     def expects_of_restore(self, header: Header) -> list[Spec]:
         """Returns the specs of a restore's arrays, and of its programs' bytes."""
-        plan = from_plain(SHARD_PLAN, header.get("plan"))
+        plan = from_plain(ShardPlan, header.get("plan"))
         sizes = header.get("programs")
         if not isinstance(sizes, list) or len(sizes) != len(plan.views):
             raise WireError(f"`programs` must have {len(plan.views)} sizes, one for each view of the plan")
@@ -125,8 +124,8 @@ class ShardServer:
 
     def restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Begins a new history with the arrays and programs that come."""
-        message = from_plain({"Restore": Restore}, header.get("say"))
-        plan = from_plain(SHARD_PLAN, header.get("plan"))
+        message = from_plain(Restore, header.get("say"))
+        plan = from_plain(ShardPlan, header.get("plan"))
         kept, packed = arrays[: len(plan.kept)], arrays[len(plan.kept) :]
         programs = self.unpack_programs(plan, packed)
         failpoints.reached(Point.IN_REPLACE)
@@ -140,7 +139,7 @@ class ShardServer:
                 self.begun_by = str(header.get("by", ""))[:MOST_NAME]
             self._carry_out(shard, commands)
             if is_replaced:
-                self._on_restore()
+                self._restored()
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []
 
@@ -153,8 +152,8 @@ class ShardServer:
         with self.lock:
             plan = self.plan
             holds, self._holds_applied = self._holds_applied, False
-        if holds:
-            release_arguments()
+        if holds:  # JAX releases the arguments of ended programs at its next call; else two gradients would be held
+            _do_nothing(np.int8(0))
         sent = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
         views = [(m["is"], m.get("view")) for m in sent if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:
@@ -188,7 +187,7 @@ class ShardServer:
         before = self.shard
         call = self._take(message, arrays)
         if self.shard is not before and not isinstance(message, Pull | Snapshot):
-            self._on_change(message, arrays, self._answers.get(call))
+            self._changed(message, arrays, self._answers.get(call))
         incarnation = self.incarnation
         try:
             while call not in self._answers:
@@ -306,7 +305,6 @@ class ShardServer:
         # It then looks like a shard that was killed and restarted: empty, with another incarnation.
         self.incarnation = secrets.token_hex(8)
         self.replace(ShardState(shard=Shard()), [])
-        self._on_reset()
 
     # The state as a whole
 
@@ -360,6 +358,9 @@ class ShardServer:
     def drop_snapshot(self) -> None:
         """Lets go of a snapshot that nobody will read. Called with the lock held."""
         self._snapshot = []
+
+
+_do_nothing = jax.jit(lambda x: x)
 
 
 @jax.jit

@@ -26,9 +26,6 @@ class Route:
     term: int  # the term in which it began to lead
 
 
-ROUTE: dict[str, type] = {"Route": Route}
-
-
 class SlotChannel:
     """A channel to one copy on a server; with `led`, the copy answers only while it leads."""
 
@@ -185,7 +182,7 @@ def routes_in(header: Header) -> list[Route]:
     routes = header.get("routes", [])
     if not isinstance(routes, list):
         raise WireError("`routes` must be a list")
-    return [from_plain(ROUTE, route) for route in routes]
+    return [from_plain(Route, route) for route in routes]
 
 
 def slot_of(header: Header, slots: int) -> int:

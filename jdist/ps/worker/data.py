@@ -20,7 +20,6 @@ from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.options import InputContext
 from jdist.errors import DatasetError, WireError
-from jdist.ps.program.batch_tree import to_structure
 from jdist.ps.transport.interface import Header, Method
 
 SCRIPT = "__main__"
@@ -280,3 +279,33 @@ def _whole(header: Header, *names: str) -> list[int]:
     if any(type(x) is not int or x < 0 for x in numbers):
         raise WireError(f"{', '.join(f'`{name}`' for name in names)} must be whole numbers from 0 on")
     return numbers  # type: ignore[return-value]  # they are whole numbers, as was just checked
+
+
+def to_structure(spec: Any) -> Any:
+    """Describes a tree of `jax.ShapeDtypeStruct` by plain dicts, lists and tuples."""
+    if isinstance(spec, dict):
+        if not all(isinstance(key, str) for key in spec):
+            raise DatasetError("a batch that is made on a worker must have names (str) as keys")
+        return {"dict": {key: to_structure(x) for key, x in spec.items()}}
+    if type(spec) in (list, tuple):
+        return {type(spec).__name__: [to_structure(x) for x in spec]}
+    if isinstance(spec, jax.ShapeDtypeStruct):
+        return {"array": [list(spec.shape), np.dtype(spec.dtype).name]}
+    raise DatasetError(
+        f"a batch that is made on a worker has a {type(spec).__name__} in it; it may hold dicts, lists, tuples and arrays."
+    )
+
+
+def from_structure(plain: Any) -> Any:
+    """Makes the tree of `jax.ShapeDtypeStruct` that plain values describe."""
+    if not isinstance(plain, dict) or len(plain) != 1:
+        raise WireError("a node of a batch must be a map of one entry")
+    ((kind, value),) = plain.items()
+    if kind == "dict" and isinstance(value, dict):
+        return {key: from_structure(x) for key, x in value.items()}
+    if kind in ("list", "tuple") and isinstance(value, list):
+        nodes = [from_structure(x) for x in value]
+        return nodes if kind == "list" else tuple(nodes)
+    if kind == "array" and isinstance(value, list) and len(value) == 2:
+        return jax.ShapeDtypeStruct(tuple(value[0]), np.dtype(value[1]))
+    raise WireError("a node of a batch must be a dict, a list, a tuple or an array")

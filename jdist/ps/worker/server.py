@@ -17,8 +17,8 @@ import numpy as np
 
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.program.artifact import name_of, unpack
-from jdist.ps.program.function_plan import FUNCTION_PLAN, FunctionPlan
-from jdist.ps.program.shard_plan import SHARD_PLAN, program_spec
+from jdist.ps.program.function_plan import FunctionPlan
+from jdist.ps.program.shard_plan import ShardPlan, program_spec
 from jdist.ps.protocol.wire import Spec, from_plain
 from jdist.ps.transport.interface import Channel, FailedPrecondition, Header, Method, check_files
 from jdist.ps.transport.routed import RoutedChannel, routes_in
@@ -102,7 +102,7 @@ class WorkerServer:
             raise WireError("`addresses` and `plans` must be two lists, with a shard plan for each address")
         if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
             raise WireError(f"`addresses` must be at most {MOST_SHARDS} strings")
-        plans = [from_plain(SHARD_PLAN, plan) for plan in plans]
+        plans = [from_plain(ShardPlan, plan) for plan in plans]
         routed = [RoutedChannel(self._connect, route) for route in routes_in(header)]
         if routed and len(routed) != len(plans):
             raise WireError("`routes` must be one for each address")
@@ -117,9 +117,9 @@ class WorkerServer:
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in a function, and returns the name by which closures call it."""
-        function = from_plain(FUNCTION_PLAN, header.get("function"))
-        if not isinstance(function, FunctionPlan) or type(header.get("number")) is not int:
-            raise WireError("`function` must be a function's plan, and `number` an int")
+        function = from_plain(FunctionPlan, header.get("function"))
+        if type(header.get("number")) is not int:
+            raise WireError("`number` must be an int")
         artifact = arrays[0].tobytes()
         hashed = name_of(artifact)
         with self._lock:

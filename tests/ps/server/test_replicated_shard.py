@@ -44,8 +44,8 @@ class Pair(Job):
     def lead(self, copy, term, *, backup):
         """Has a copy lead; what it says of itself."""
         address, slot = self.found.places[1 - copy]
-        told = [address, slot, self.both[1 - copy]._server.incarnation] if backup else None
-        said = {"term": term, "incarnation": self.both[copy]._server.incarnation, "backup": told}
+        told = [address, slot, self.both[1 - copy].incarnation] if backup else None
+        said = {"term": term, "incarnation": self.both[copy].incarnation, "backup": told}
         header, _ = self.found.connected(copy).call("lead", said, timeout_s=5)
         if header["leads"]:
             self.found.channel.move(self.found.route(copy, term))
@@ -53,8 +53,8 @@ class Pair(Job):
 
     def until_in_sync(self, copy):
         leader = self.both[copy]
-        with leader._lock:
-            assert leader._lock.wait_for(lambda: leader._role.backup == "in_sync", 20)
+        with leader.lock:
+            assert leader.lock.wait_for(lambda: leader._role.backup == "in_sync", 20)
 
     def begun(self):
         """The first copy leads, the second is its backup, and both have the state."""
@@ -79,12 +79,12 @@ def same(a, b, *, but=()):
     """Whether two copies have the same state, down to the bit."""
     for name in ("generation", "version", "fences", "settled", "frozen", "counts"):
         if name not in but:
-            assert getattr(a._server.shard, name) == getattr(b._server.shard, name), name
-    assert [*a._server.shard.staged] == [*b._server.shard.staged]
-    assert [*a._server.shard.applied] == [*b._server.shard.applied]
-    for x, y in zip(a._server._kept, b._server._kept, strict=True):
+            assert getattr(a.shard, name) == getattr(b.shard, name), name
+    assert [*a.shard.staged] == [*b.shard.staged]
+    assert [*a.shard.applied] == [*b.shard.applied]
+    for x, y in zip(a._kept, b._kept, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-    assert sorted(map(str, a._server._held.values())) == sorted(map(str, b._server._held.values()))
+    assert sorted(map(str, a._held.values())) == sorted(map(str, b._held.values()))
 
 
 def test_what_is_acknowledged_the_backup_holds():
@@ -97,7 +97,7 @@ def test_what_is_acknowledged_the_backup_holds():
             assert (done, pulled) == (Done(version=closure + 1), Parameters(version=closure + 1, changed=True))
             same(*pair.both)
         header, _ = pair.found.connected(0).call("status", {}, timeout_s=5)
-        assert (header["leads"], header["in_sync"]) == (True, pair.both[1]._server.incarnation)
+        assert (header["leads"], header["in_sync"]) == (True, pair.both[1].incarnation)
 
 
 @pytest.mark.parametrize("then", ["begun anew", "led by another", "led by another for a while"])
@@ -121,11 +121,11 @@ def test_what_the_backup_does_not_hold_is_not_acknowledged_by_a_leader_that_lost
 
         caller = threading.Thread(target=say)
         caller.start()
-        with leader._lock:
-            assert leader._lock.wait_for(lambda: leader._server.shard.version == 1, 20)
+        with leader.lock:
+            assert leader.lock.wait_for(lambda: leader.shard.version == 1, 20)
             term = leader._role.term
             if then == "begun anew":
-                leader._server._reset()
+                leader._reset()
             else:
                 leader._depose(term + 1)
             if then == "led by another for a while":
@@ -133,7 +133,7 @@ def test_what_the_backup_does_not_hold_is_not_acknowledged_by_a_leader_that_lost
         caller.join(20)
         held.set()
         assert [list(answer) for answer in answers] == [["moved"]]
-        assert backup._server.shard.version == 0
+        assert backup.shard.version == 0
 
 
 def test_faults_between_the_copies_change_nothing():
@@ -151,7 +151,7 @@ def test_faults_between_the_copies_change_nothing():
         pair.clients[0].say([Commit(generation=1, worker=0, epoch=1, closures=(1, 3, 5), settled=1)])
         pair.clients[0].say([Fence(generation=1, fenced=1, below=7)])
         same(*pair.both)
-        assert (pair.both[1]._server.shard.version, len(pair.both[1]._server.shard.staged)) == (9, 3)
+        assert (pair.both[1].shard.version, len(pair.both[1].shard.staged)) == (9, 3)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -180,7 +180,7 @@ def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing
         pair.clients[0].say([Fence(generation=1, fenced=1, below=7)])
         pair.until_in_sync(0)
         same(*pair.both)
-        assert (pair.both[1]._server.shard.version, len(pair.both[1]._server.shard.staged)) == (9, 3)
+        assert (pair.both[1].shard.version, len(pair.both[1].shard.staged)) == (9, 3)
     assert len(exhausted) > 3
 
 
@@ -192,7 +192,7 @@ def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
         put, tried = shard_server.ShardServer._put, threading.Event()
 
         def half(self, *state):
-            if self is backup._server:
+            if self is backup:
                 tried.set()
                 raise RuntimeError("out of memory")
             put(self, *state)
@@ -221,7 +221,7 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
         answer, _ = told.run(header, [*share, np.zeros(0, np.uint8)])  # it has not heard of it
         assert answer == {"moved": 2}
         assert pair.both[0]._role.name == "follows"
-        assert pair.both[1]._server.shard.version == 1
+        assert pair.both[1].shard.version == 1
         with pytest.raises(CallFailed, match="refused"):
             slept.call("say", {"say": 1}, timeout_s=5)
         old.say([push(closure=1, base=1)], share)
@@ -247,7 +247,7 @@ def test_a_copy_that_comes_back_gets_what_is_staged_applied_and_returned():
         _, _, results = pair.clients[0].say([Fence(generation=1, fenced=0, below=2)])
         assert results == {0: b"zero", 1: b"one"}
         pair.clients[0].say([Commit(generation=1, closures=(1,))])
-        assert pair.both[1]._server.shard.version == 2
+        assert pair.both[1].shard.version == 2
 
 
 def test_a_frozen_shard_and_what_waits_there_move_along():
@@ -257,15 +257,15 @@ def test_a_frozen_shard_and_what_waits_there_move_along():
         waiting = threading.Thread(target=lambda: answers.extend(client.say([push(base=0)], share)[0]))
         waiting.start()
         leader, backup = pair.both
-        with backup._lock:
-            assert backup._lock.wait_for(lambda: len(backup._server.shard.waiting) == 1, 20)
+        with backup.lock:
+            assert backup.lock.wait_for(lambda: len(backup.shard.waiting) == 1, 20)
         pair.lead(1, 2, backup=False)
-        with leader._lock:
+        with leader.lock:
             leader._depose(2)
         client.say([Thaw(generation=1)])
         waiting.join(20)
         assert answers == [Done(version=1)]
-        assert backup._server.shard.version == 1
+        assert backup.shard.version == 1
 
 
 def test_a_restore_goes_to_the_backup():
@@ -275,7 +275,7 @@ def test_a_restore_goes_to_the_backup():
         pair.restore(generation=2)
         pair.clients[0].say([Pull(generation=2)])
         same(*pair.both)
-        assert (pair.both[1]._server.shard.generation, pair.both[1]._server.shard.version) == (2, 0)
+        assert (pair.both[1].shard.generation, pair.both[1].shard.version) == (2, 0)
 
 
 def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first():
@@ -284,7 +284,7 @@ def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first()
             "lead", {"term": 9, "incarnation": "another", "backup": None}, timeout_s=5
         )
         assert (header["leads"], header["term"]) == (False, 1)
-        sent, arrays = pack_shard(ShardState(shard=pair.both[0]._server.shard))
+        sent, arrays = pack_shard(ShardState(shard=pair.both[0].shard))
         said = {**sent, "term": 9, "number": 1, "to": "another"}
         header, _ = pair.found.connected(1).call("install", said, arrays, timeout_s=5)
         assert header == {"took": "stranger", "term": 1}
@@ -310,20 +310,30 @@ def test_without_terms_it_is_a_shard_server():
 def test_a_state_that_travels_is_checked():
     with Pair().begun() as pair:
         pair.clients[0].say([push(Stage, closure=0, base=0)], pair.computed()[0], b"r")
-        with pair.both[0]._lock:
+        with pair.both[0].lock:
             _, state = pair.both[0]._state()
         header, arrays = pack_shard(state)
         assert [(s.shape, s.dtype) for s in expected(header)] == [
             (x.shape, str(x.dtype)) for x in map(np.asarray, arrays)
         ]
         again = unpack_shard(header, arrays)
-        assert (again.shard.staged, again.shard.version) == (state.shard.staged, state.shard.version)
-        for name, value in (("whole", None), ("plan", None), ("plan", {"is": "Whole"})):
+        assert pack_shard(again)[0] == header
+        with pytest.raises(WireError):
+            expected({"whole": None})
+        plain = header["whole"]
+        waiting = {**plain["shard"], "waiting": [to_plain(push(closure=1, base=0))]}
+        for name, value in (
+            ("plan", None),
+            ("plan", {"is": "PackedShard"}),
+            ("programs", [-1]),
+            ("held", [[1, 0, 1]]),  # a closure that is not there
+            ("held", [[0, 5, 1]]),
+            ("held", [[0, -1, 1 << 40]]),
+            ("shard", waiting),
+            ("shard", {**plain["shard"], "staged": [[0]]}),
+        ):
             with pytest.raises(WireError):
-                expected({**header, name: value})
-        for name, value in (("programs", [-1]), ("held", [[1, 5, 0]]), ("held", [[1, -1, 1 << 40]])):
-            with pytest.raises(WireError):
-                expected({**header, "whole": {**header["whole"], name: value}})
+                expected({"whole": {**plain, name: value}})
 
 
 def test_a_route_only_moves_forward():

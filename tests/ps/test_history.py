@@ -37,7 +37,7 @@ def trains(seed, *, mode, ps, calls, faults):
             each.result(10)  # it is there, or never will be
         network.end()
         counting.check(state, range(calls), shards=ps)
-        closures = state.job.coordinator.queue.scheduled
+        closures = state.job.coordinator.queue.dispatch.scheduled
         assert closures == calls * (2 if mode == "sync" else 1)
         if mode == "async":
             made.history.check(ps, closures)

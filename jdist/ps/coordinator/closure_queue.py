@@ -22,24 +22,19 @@ from jdist.errors import (
 )
 from jdist.ps.coordinator.closures import Closure, Closures, ClusterSnapshot
 from jdist.ps.coordinator.datasets import BatchName, RemoteBatch
-from jdist.ps.coordinator.interrupts import uninterrupted
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.program.function_plan import Combine, FunctionPlan
 from jdist.ps.protocol import scheduler
+from jdist.ps.protocol import scheduler_events as events
 from jdist.ps.protocol.messages import Commit
 from jdist.ps.protocol.scheduler import Dispatch
-from jdist.ps.protocol.scheduler_events import (
-    Assign,
-    Cancelled,
-    Decided,
-    Event,
-    Finish,
-    Reported,
-    Rerun,
-    Rollback,
-    Scheduled,
-)
 from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.protocol.times import Times
+from jdist.ps.protocol.wire import to_plain
+from jdist.ps.transport.interface import Header
+from jdist.ps.transport.routed import Copies
+from jdist.ps.transport.shard_client import ShardClient, ShardClients
+from jdist.ps.transport.threads import uninterrupted
 
 _LOG = logging.getLogger(__name__)
 MOST_QUEUED = 262_144  # as in tf.distribute
@@ -48,10 +43,20 @@ MOST_QUEUED = 262_144  # as in tf.distribute
 class ClosureQueue:
     """Queues and hands out closures as `scheduler.handle` decides; delivers results and errors."""
 
-    # It has no connection and no thread; every thread of the coordinator calls it. Source:
+    # It calls nobody and has no thread; every thread of the coordinator calls it. Source:
     # `_CoordinatedClosureQueue` of tf.distribute's cluster_coordinator.py.
 
-    def __init__(self, num_shards: int, *, depth: int, rounds: Rounds | None):
+    def __init__(
+        self,
+        shards: Sequence[ShardClient],
+        times: Times,
+        *,
+        depth: int = 1,
+        rounds: Rounds | None = None,
+        copies: Sequence[Copies] = (),
+    ):
+        self.shards, self.copies, self.times = ShardClients(shards), copies, times
+        self.newest = ClusterSnapshot(settled=0, kept=())  # all shards go back to this one if one loses its memory
         self.mutex = threading.RLock()
         # Held to read or change anything here. Notified at the end, when idle, and of awaited
         # events.
@@ -60,27 +65,32 @@ class ClosureQueue:
         # Set at the end. Threads that act at intervals wait for this: every event would wake
         # `lock`.
         self.closed = threading.Event()
-        self.dispatch = Dispatch(num_shards=num_shards, depth=depth if rounds is None else 1, rounds=rounds)
-        self.closures = Closures(have_a_state=num_shards > 0)
+        self.dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
+        self.closures = Closures(have_a_state=bool(shards))
         self.executors: dict[type, Callable[[Any], object]] = {
-            Finish: self._finish,
-            Rerun: lambda command: _LOG.warning("%d closures run again", command.count),
+            events.Finish: self._finish,
+            events.Rerun: lambda command: _LOG.warning("%d closures run again", command.count),
         }
         self.snapshot_due: Callable[[], None] = lambda: None
         self.silent: dict[int, tuple[str, float]] = {}
         self.finished_at_s = time.monotonic()
         self.no_workers: NoWorkersError | None = None
         self.replaced_by: JobReplacedError | None = None
+        self.on_replaced: Callable[[], None] = lambda: None
         self._to_come = 0  # closures that wait for arguments
         self._error: JDistError | None = None
         self._lost: dict[int, ShardLostError] = {}  # given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of the update in progress
         self._rounds_skipped = 0
 
-    def begin(self, first: int) -> None:
-        """Begins with a closure of this number."""
-        self.dispatch = dataclasses.replace(self.dispatch, scheduled=first, next=first)
-        self.closures.next_number = first
+    def begin(self, newest: ClusterSnapshot) -> None:
+        """Begins with a state that contains all closures so far."""
+        self.newest, self.closures.next_number = newest, newest.settled
+        self.dispatch = dataclasses.replace(self.dispatch, scheduled=newest.settled, next=newest.settled)
+
+    def routes(self) -> Header:
+        """Returns where the leader of each shard is, as workers are told; nothing where shards have one copy."""
+        return {"routes": [to_plain(copies.channel.route) for copies in self.copies]} if self.copies else {}
 
     @property
     def generation(self) -> int:
@@ -91,11 +101,6 @@ class ClosureQueue:
     def num_skipped(self) -> int:
         """How many updates were left out, as a gradient was not finite."""
         return self._rounds_skipped + self.closures.num_skipped
-
-    @property
-    def scheduled(self) -> int:
-        """How many closures were scheduled; the number of the next."""
-        return self.dispatch.scheduled
 
     @property
     def done(self) -> bool:
@@ -136,7 +141,7 @@ class ClosureQueue:
             pending = [Pending() for _ in cast]
             for each, result in zip(cast, pending, strict=True):
                 self.closures.put(function, each, result)
-            self.handle(Scheduled(count=len(pending)))
+            self.handle(events.Scheduled(count=len(pending)))
         return pending
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -160,7 +165,7 @@ class ClosureQueue:
             self._to_come -= sum(p.number is None for p in pending)
             for each in pending:
                 each.arrive([], ClosureCancelledError("the program has cancelled it"))
-            self.handle(Cancelled(only=numbers))
+            self.handle(events.Cancelled(only=numbers))
             self.lock.notify_all()
             return True
 
@@ -196,30 +201,30 @@ class ClosureQueue:
                 error = ClosureCancelledError("the coordinator was closed")
             if error is None:
                 self.closures.put(function, cast, pending, reads)
-                self.handle(Scheduled(count=1))
+                self.handle(events.Scheduled(count=1))
             else:
                 self.lock.notify_all()
         if error is not None:
             pending.arrive([], error)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Lets the scheduler decide, and carries out its commands."""
         with self.lock:
             if self.closed.is_set():
                 return
             self._carry_out(event)
-            if self._error is not None and not isinstance(event, Cancelled):
+            if self._error is not None and not isinstance(event, events.Cancelled):
                 self._cancel_waiting()  # what came back meanwhile, from a worker that was lost
             if self.dispatch.is_idle or self._is_awaited:  # else waking others costs more than the event
                 self._is_awaited = False
                 self.lock.notify_all()
 
-    def _carry_out(self, event: Event) -> None:
+    def _carry_out(self, event: events.Event) -> None:
         self.dispatch, commands = scheduler.handle(self.dispatch, event)
         for command in commands:
             self.executors[type(command)](command)
 
-    def _finish(self, command: Finish) -> None:
+    def _finish(self, command: events.Finish) -> None:
         self.finished_at_s = time.monotonic()
         if self.closures.finish(command, self._error):
             self.snapshot_due()
@@ -227,7 +232,7 @@ class ClosureQueue:
     def _cancel_waiting(self) -> None:
         dispatch = self.dispatch
         if dispatch.next < dispatch.scheduled or dispatch.returned:
-            self._carry_out(Cancelled(spare=self.closures.arrived))
+            self._carry_out(events.Cancelled(spare=self.closures.arrived))
 
     def fail(self, error: JDistError) -> None:
         """Raises an error in the user's next call, and cancels what no worker has."""
@@ -262,7 +267,9 @@ class ClosureQueue:
         for pending in waiting:
             pending.arrive([], error)
 
-    def take(self, assigned: Assign, numbers: Sequence[int]) -> tuple[int, list[tuple[Closure, BatchName | None]]]:
+    def take(
+        self, assigned: events.Assign, numbers: Sequence[int]
+    ) -> tuple[int, list[tuple[Closure, BatchName | None]]]:
         """Chooses closures for a worker; returns `(settled, [(closure, batch name), ...])`."""
         # All closures below `settled` are done. The scheduler hears of those that the worker cannot
         # compute.
@@ -278,17 +285,22 @@ class ClosureQueue:
                 try:
                     name = reads.of_pass.take(reads, assigned.worker, lost)
                 except DatasetError as exc:
-                    reported = Reported(**sender, closure=closure.number, outcome="void")
+                    reported = events.Reported(**sender, closure=closure.number, outcome="void")
                     self.report(reported, [], ClosureError(f"closure {closure.number}: {exc}"))
                     continue
                 if name is None:
-                    self.handle(Reported(**sender, closure=closure.number, outcome="declined"))
+                    self.handle(events.Reported(**sender, closure=closure.number, outcome="declined"))
                 else:
                     taken.append((closure, name))
             return self.dispatch.settled, taken
 
     def report(
-        self, reported: Reported, results: list[np.ndarray], error: ClosureError | None, *, is_skipped: bool = False
+        self,
+        reported: events.Reported,
+        results: list[np.ndarray],
+        error: ClosureError | None,
+        *,
+        is_skipped: bool = False,
     ) -> None:
         """Handles a worker's report: hands results or error to the waiting callers."""
         # `is_skipped`: the update was left out because a gradient was not finite.
@@ -324,7 +336,7 @@ class ClosureQueue:
             self._rounds_skipped += not commit and error is None
             if error is not None:
                 self.fail(error)
-            self.handle(Decided(closures=numbers, commit=commit))
+            self.handle(events.Decided(closures=numbers, commit=commit))
 
     def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]:
         """Returns which step's an update is that is committed, and what it needs besides the mean."""
@@ -333,11 +345,31 @@ class ClosureQueue:
             view = first[0].function.plan.view if first else 0
             return view or 0, self._scalars.get(commit.closures) or None
 
-    def roll_back(self, snapshot: ClusterSnapshot) -> None:
-        """Goes back to a snapshot: what was done since runs again."""
+    def memory_lost(self, shard: int) -> None:
+        """Has all shards go back to the newest snapshot, as one is empty: what was done since runs again."""
         with self.lock:
-            done = self.closures.go_back(snapshot)
-            self.handle(Rollback(settled=snapshot.settled, applied=done, version=snapshot.version))
+            _LOG.warning("parameter server %d lost its memory", shard)
+            done, snapshot = self.closures.go_back(self.newest), self.newest
+            self.handle(events.Rollback(settled=snapshot.settled, applied=done, version=snapshot.version))
+
+    def heard_of(self, generation: int, begun_by: str) -> None:
+        """Gives way if a shard has begun a later history than this coordinator's."""
+        if 0 < self.generation < generation:
+            self.replaced(generation, begun_by)
+
+    def replaced(self, generation: int, begun_by: str) -> None:
+        """Ends, as another coordinator has taken over the shards; nothing of theirs is touched any more."""
+        with self.lock:
+            if self.closed.is_set():
+                return
+            error = self.replaced_by = JobReplacedError(
+                f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
+                f"{generation}, and this process's was {self.generation}. What is on them is not this job's any more. "
+                "Start one coordinator for them, or give each job servers of its own."
+            )
+            self.end(error)
+        _LOG.error("%s", error)
+        self.on_replaced()
 
     def shard_lost(self, shard: int, error: ShardLostError) -> None:
         """Gives a shard up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""

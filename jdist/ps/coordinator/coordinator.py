@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist.cluster import exit_status
-from jdist.errors import ClosureCancelledError, JobReplacedError, ShardLostError
+from jdist.errors import ClosureCancelledError, ShardLostError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
 from jdist.ps.coordinator.shard_watch import CopiesWatch, ShardWatch
@@ -19,10 +19,9 @@ from jdist.ps.protocol.messages import Answer, Commit, Held, Refused, Restore
 from jdist.ps.protocol.scheduler_events import Answered, Assign, Decide, Parted, Rollback, Tell
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
-from jdist.ps.protocol.wire import to_plain
-from jdist.ps.transport.interface import CallFailed, Channel, Header
+from jdist.ps.transport.interface import CallFailed, Channel
 from jdist.ps.transport.routed import Copies
-from jdist.ps.transport.shard_client import ShardClient, ShardClients, whose
+from jdist.ps.transport.shard_client import ShardClient, whose
 from jdist.ps.transport.threads import Threads
 from jdist.support.versions import difference, versions
 
@@ -44,21 +43,21 @@ class Coordinator:
         copies: Sequence[Copies] = (),  # where the two copies of each shard are, if it has two
         on_replaced: Callable[[], None] = lambda: None,  # called when another coordinator has taken over
     ):
-        self._shards, self._copies, self._times, self._on_replaced = ShardClients(shards), copies, times, on_replaced
+        self.queue = queue = ClosureQueue(shards, times, depth=depth, rounds=rounds, copies=copies)
         self._programs: Sequence[Sequence[bytes]] = ()
-        self.queue = queue = ClosureQueue(len(shards), depth=depth, rounds=rounds)
+        self._on_replaced = on_replaced
         tellers, decider = Threads(2 * len(shards) + 2, "jdist-tell"), Threads(1, "jdist-decide")
         self._pools = tellers, decider, Threads(1, "jdist-snapshot")
-        self.snapshots = Snapshots(self._shards, queue, self._routes, self._pools[-1], give_up_s=2 * times.ps_timeout_s)
-        self._workers = Workers(workers, queue, shards, self._routes, times)
-        hears: dict[str, Any] = {"on_status": self.heard_of, "on_memory_lost": self.memory_lost}
+        self.snapshots = Snapshots(queue, self._pools[-1])
+        self._workers = Workers(workers, queue)
         self._watches: list[ShardWatch | CopiesWatch] = [
-            CopiesWatch(n, each, queue, times, **hears) for n, each in enumerate(copies)
-        ] or [ShardWatch(n, client, queue, times, **hears) for n, client in enumerate(shards)]
+            CopiesWatch(n, each, queue) for n, each in enumerate(copies)
+        ] or [ShardWatch(n, client, queue) for n, client in enumerate(shards)]
         queue.executors[Assign] = self._workers.assign
         queue.executors[Tell] = lambda command: tellers.submit(self._deliver, command)
         queue.executors[Decide] = lambda command: decider.submit(queue.decide, command.closures)
         queue.snapshot_due = self.snapshots.due
+        queue.on_replaced = self._give_way
 
     def begin(
         self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
@@ -70,8 +69,7 @@ class Coordinator:
         atexit.register(self._end_if_replaced)
         atexit.register(self.close)
         self._programs = programs
-        self.snapshots.newest = ClusterSnapshot(settled=first, kept=kept)
-        self.queue.begin(first)
+        self.queue.begin(ClusterSnapshot(settled=first, kept=kept))
         for watch in self._watches:  # first: a shard with a backup takes nothing before one leads
             watch.start()
         self.queue.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
@@ -79,10 +77,10 @@ class Coordinator:
 
     def highest_generation(self) -> int:
         """Returns the highest history that any shard or copy has seen; asked before `begin`."""
-        times = self._times
-        of_copies = [copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s) for copies in self._copies]
+        queue, times = self.queue, self.queue.times
+        of_copies = [copies.statuses(times.lost_after_s, give_up_s=times.ps_timeout_s) for copies in queue.copies]
         statuses = [status for each in of_copies for status in each if status is not None]
-        statuses = statuses or [client.status() for client in self._shards.clients]
+        statuses = statuses or [client.status() for client in queue.shards.clients]
         for status in statuses:
             if (differ := difference(versions(), status.get("versions"), same_step=False)) is not None:
                 _LOG.warning("a parameter server has other versions, and may refuse programs: %s", differ.text)
@@ -95,59 +93,37 @@ class Coordinator:
             atexit.unregister(self._end_if_replaced)
         self.queue.end(ClosureCancelledError("the coordinator was closed"))
         self._workers.end()
-        self._shards.close()
+        self.queue.shards.close()
         for pool in self._pools:
             pool.close()
         for threads in (*self._watches, self._workers, *self._pools):
-            threads.join(self._times.lost_after_s)
+            threads.join(self.queue.times.lost_after_s)
 
     def _end_if_replaced(self) -> None:
         # No launcher starts it again: two would take turns.
         exit_status.exit_if_uncaught(self.queue.replaced_by, exit_status.USAGE)
 
+    def _give_way(self) -> None:
+        self._workers.end()
+        self._on_replaced()
+
     def part(self) -> None:
         """Waits for every closure; later ones never mix with them, even after a rollback."""
         self.queue.join()
-        self.queue.handle(Parted(kept=self.snapshots.newest.settled))
+        self.queue.handle(Parted(kept=self.queue.newest.settled))
 
     def state(self) -> ClusterSnapshot:
         """Waits until every closure is done, and returns the state of all shards."""
         while True:
             self.queue.join()
-            scheduled, snapshot = self.queue.scheduled, self.snapshots.take()
+            scheduled, snapshot = self.queue.dispatch.scheduled, self.snapshots.take()
             if snapshot.settled >= scheduled:  # else a shard lost its memory, and closures run again
                 return snapshot
-
-    def memory_lost(self, shard: int) -> None:
-        """Has all shards go back to the newest snapshot, as one has begun anew and is empty."""
-        with self.queue.lock:
-            _LOG.warning("parameter server %d lost its memory", shard)
-            self.queue.roll_back(self.snapshots.newest)
-
-    def heard_of(self, generation: int, begun_by: str) -> None:
-        """Gives way if a shard has begun a later history than this coordinator's."""
-        if 0 < self.queue.generation < generation:
-            self.replaced(generation, begun_by)
-
-    def replaced(self, generation: int, begun_by: str) -> None:
-        """Ends, as another coordinator has taken over the shards; nothing of theirs is touched any more."""
-        with self.queue.lock:
-            if self.queue.closed.is_set():
-                return
-            error = self.queue.replaced_by = JobReplacedError(
-                f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
-                f"{generation}, and this process's was {self.queue.generation}. What is on them is not this job's any more. "
-                "Start one coordinator for them, or give each job servers of its own."
-            )
-            self.queue.end(error)
-            self._workers.end()
-        _LOG.error("%s", error)
-        self._on_replaced()
 
     def _deliver(self, command: Tell) -> None:
         """Sends a shard a message until it answers; drops messages of an old history."""
         # This may take long. The shard's watch bounds it.
-        queue, client, refusals = self.queue, self._shards.clients[command.shard], 0
+        queue, client, refusals = self.queue, self.queue.shards.clients[command.shard], 0
         while not queue.closed.is_set() and command.message.generation == queue.generation:
             try:
                 answer = self._answer_to(command, client)
@@ -156,7 +132,7 @@ class Coordinator:
                 # It cannot begin with that state. Whatever else fails there leaves it empty, which its watch sees.
                 if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
                     return queue.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
-                queue.closed.wait(self._times.ping_s)
+                queue.closed.wait(queue.times.ping_s)
                 continue
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 queue.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
@@ -169,25 +145,21 @@ class Coordinator:
             ):
                 # It has lost its memory, or is about to begin this history: it does not know, which is not
                 # to say that it has nothing.
-                queue.closed.wait(self._times.ping_s)
+                queue.closed.wait(queue.times.ping_s)
                 continue
             if isinstance(command.message, Restore) and is_refused and queue.generation == answer.generation:
                 begun_by = client.status()["begun_by"]
                 if begun_by != whose():  # else only the first answer was lost
-                    return self.replaced(answer.generation, begun_by)
+                    return queue.replaced(answer.generation, begun_by)
             return queue.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
     def _answer_to(self, command: Tell, client: ShardClient) -> Answer:
         message, scalars = command.message, None
         if isinstance(message, Restore):
-            kept, programs = self.snapshots.newest.kept[command.shard], self._programs[command.shard]
+            kept, programs = self.queue.newest.kept[command.shard], self._programs[command.shard]
             return client.restore(message, kept, programs)
         if isinstance(message, Commit) and message.as_one:
             view, scalars = self.queue.scalars_of(message)
             message = dataclasses.replace(message, view=view)
         (answer,), _, results = client.say([message], scalars)
         return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer
-
-    def _routes(self) -> Header:
-        """Where the leader of each shard is, as workers are told; nothing where shards have one copy."""
-        return {"routes": [to_plain(copies.channel.route) for copies in self._copies]} if self._copies else {}

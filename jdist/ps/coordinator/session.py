@@ -248,7 +248,7 @@ class Session:
         first = 0
         if self._coordinator is not None:
             self._coordinator.queue.join()
-            first = self._coordinator.queue.scheduled
+            first = self._coordinator.queue.dispatch.scheduled
         self._leave()
         layout = make_layout(
             steps,

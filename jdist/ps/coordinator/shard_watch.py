@@ -12,18 +12,6 @@ from typing import Any
 from jdist.errors import ShardLostError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.protocol import leadership
-from jdist.ps.protocol.leadership import (
-    Announce,
-    Command,
-    Event,
-    Heartbeat,
-    HeartbeatLost,
-    Lead,
-    Leadership,
-    LinkCut,
-    StateLost,
-)
-from jdist.ps.protocol.times import Times
 from jdist.ps.transport.interface import CallFailed, Channel
 from jdist.ps.transport.routed import Copies
 from jdist.ps.transport.shard_client import ShardClient
@@ -40,18 +28,8 @@ class ShardWatch:
     # While a shard does not answer, everybody waits, but nothing is lost. A shard that answers
     # under another incarnation has lost its memory.
 
-    def __init__(
-        self,
-        number: int,
-        client: ShardClient,
-        queue: ClosureQueue,
-        times: Times,
-        *,
-        on_status: Callable[[int, str], None],
-        on_memory_lost: Callable[[int], None],
-    ):
-        self._number, self._client, self._queue, self._times = number, client, queue, times
-        self._on_status, self._on_memory_lost = on_status, on_memory_lost
+    def __init__(self, number: int, client: ShardClient, queue: ClosureQueue):
+        self._number, self._client, self._queue = number, client, queue
         self._incarnation: str | None = None
         self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
 
@@ -71,33 +49,20 @@ class ShardWatch:
             self._queue.shard_lost(self._number, _lost_error(exc, silent_s))
 
         def on_status(status: Status) -> None:
-            self._on_status(status["generation"], status["begun_by"])
             if status["incarnation"] != self._incarnation:
                 self._incarnation = status["incarnation"]
-                self._on_memory_lost(self._number)
+                self._queue.memory_lost(self._number)
 
-        _ask_again_and_again(
-            self._client.status, self._number, self._queue, self._times, on_status=on_status, give_up=give_up
-        )
+        _ask_again_and_again(self._client.status, self._number, self._queue, on_status=on_status, give_up=give_up)
 
 
 class CopiesWatch:
     """Asks both copies of a shard every second for their identity; `leadership` decides."""
 
-    def __init__(
-        self,
-        number: int,
-        copies: Copies,
-        queue: ClosureQueue,
-        times: Times,
-        *,
-        on_status: Callable[[int, str], None],
-        on_memory_lost: Callable[[int], None],
-    ):
-        self._number, self._copies, self._queue, self._times = number, copies, queue, times
-        self._on_status, self._on_memory_lost = on_status, on_memory_lost
+    def __init__(self, number: int, copies: Copies, queue: ClosureQueue):
+        self._number, self._copies, self._queue, self._times = number, copies, queue, queue.times
         self._lock = threading.Condition()
-        self._leadership = Leadership()
+        self._leadership = leadership.Leadership()
         self._in_step_at: float | None = time.monotonic()  # None once its absence was told
         self._was_in_step = self._has_parted = False
         self._channels: list[Channel] = []
@@ -127,7 +92,7 @@ class CopiesWatch:
         for channel in self._channels:
             channel.close()
 
-    def wait_for(self, is_so: Callable[[Leadership], bool], timeout_s: float) -> bool:
+    def wait_for(self, is_so: Callable[[leadership.Leadership], bool], timeout_s: float) -> bool:
         """Waits until something is so of the copies; returns whether it was in time."""
         with self._lock:
             return self._lock.wait_for(lambda: is_so(self._leadership), timeout_s)
@@ -139,7 +104,7 @@ class CopiesWatch:
             nonlocal refusals
             refusals = refusals + 1 if exc.reason == "unavailable" else 0
             if silent_s > times.lost_after_s or refusals >= REFUSALS:
-                self._happened(HeartbeatLost(copy=copy))
+                self._happened(leadership.HeartbeatLost(copy=copy))
 
         def is_leader() -> bool:
             with self._lock:
@@ -154,7 +119,6 @@ class CopiesWatch:
         def on_status(status: Status) -> None:
             nonlocal refusals
             refusals = 0
-            self._on_status(status["generation"], status["begun_by"])
             self._happened(_heartbeat(copy, status))
             if status["leads"] and status["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
                 self._look_at_the_link(copy, status["term"])
@@ -163,7 +127,6 @@ class CopiesWatch:
             lambda timeout_s: channel.call("status", {}, timeout_s=timeout_s)[0],
             self._number,
             self._queue,
-            times,
             on_status=on_status,
             on_failure=on_failure,
             give_up=give_up,
@@ -186,9 +149,9 @@ class CopiesWatch:
             other.peer,
             self._number,
         )
-        self._happened(LinkCut(term=term))
+        self._happened(leadership.LinkCut(term=term))
 
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: leadership.Event) -> None:
         with self._lock:
             if self._queue.closed.is_set():
                 return
@@ -217,19 +180,19 @@ class CopiesWatch:
                 second,
             )
 
-    def _carry_out(self, commands: Sequence[Command]) -> None:
+    def _carry_out(self, commands: Sequence[leadership.Command]) -> None:
         for command in commands:
             match command:
-                case StateLost():
-                    self._on_memory_lost(self._number)
-                case Lead():
+                case leadership.StateLost():
+                    self._queue.memory_lost(self._number)
+                case leadership.Lead():
                     self._lead(command)
-                case Announce():
+                case leadership.Announce():
                     route = self._copies.route(command.copy, command.term)
                     if self._copies.channel.move(route):
                         _LOG.warning("the parameter server %s leads shard %d now", route.address, self._number)
 
-    def _lead(self, command: Lead) -> None:
+    def _lead(self, command: leadership.Lead) -> None:
         """Has a copy lead. If it does not answer, it will be asked again when it does."""
         address, slot = self._copies.places[1 - command.copy]
         backup = None if command.backup is None else [address, slot, command.backup]
@@ -245,7 +208,6 @@ def _ask_again_and_again(
     ask: Callable[[float], Status],
     shard: int,
     queue: ClosureQueue,
-    times: Times,
     *,
     on_status: Callable[[Status], None],
     give_up: Callable[[CallFailed, float], None],
@@ -255,7 +217,7 @@ def _ask_again_and_again(
     """Asks a server for its identity until the queue is closed."""
     # `give_up` is called once the server has been silent for long or refuses the token. `leads`:
     # whether the shard waits for this server rather than for its other copy.
-    answered_at_s, was_given_up = time.monotonic(), False
+    times, answered_at_s, was_given_up = queue.times, time.monotonic(), False
     while not queue.closed.is_set():
         try:
             status = ask(times.ping_s)
@@ -276,6 +238,7 @@ def _ask_again_and_again(
             if was_given_up:
                 queue.shard_found(shard)
             answered_at_s, was_given_up = time.monotonic(), False
+            queue.heard_of(status["generation"], status["begun_by"])
             on_status(status)
             if leads() and queue.silent.pop(shard, None):
                 _LOG.warning("parameter server %d is there again", shard)
@@ -294,6 +257,6 @@ def _lost_error(exc: CallFailed, silent_s: float, more: str = "") -> ShardLostEr
     return ShardLostError(f"the parameter server {exc.peer} {what}{more}. Start it again{mend}")
 
 
-def _heartbeat(copy: int, status: Status) -> Heartbeat:
+def _heartbeat(copy: int, status: Status) -> leadership.Heartbeat:
     names = ("incarnation", "term", "leads", "in_sync")
-    return Heartbeat(copy=copy, **{name: status[name] for name in names})
+    return leadership.Heartbeat(copy=copy, **{name: status[name] for name in names})

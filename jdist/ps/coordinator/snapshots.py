@@ -12,7 +12,7 @@ from jdist.errors import JDistError, ShardLostError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
 from jdist.ps.protocol.messages import Cut, Freeze, Message, Snapshot, Thaw
-from jdist.ps.transport.interface import CallFailed, Header
+from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from jdist.ps.transport.threads import Threads
 
@@ -25,19 +25,8 @@ ANSWER_S = 3.0  # less than a shard stays frozen (`ShardServer`)
 class Snapshots:
     """Takes snapshots while the job goes on."""
 
-    # all shards go back to this one if one loses its memory; changes with the queue's lock held
-    newest: ClusterSnapshot
-
-    def __init__(
-        self,
-        shards: ShardClients,
-        queue: ClosureQueue,
-        routes: Callable[[], Header],
-        threads: Threads,
-        *,
-        give_up_s: float,
-    ):
-        self._shards, self._queue, self._routes, self._give_up_s = shards, queue, routes, give_up_s
+    def __init__(self, queue: ClosureQueue, threads: Threads):
+        self._queue, self._give_up_s = queue, 2 * queue.times.ps_timeout_s
         # A thread of its own takes due snapshots: a snapshot waits until lost workers' closures are
         # sorted out, which other threads do.
         self._threads = threads
@@ -48,13 +37,13 @@ class Snapshots:
         """Takes a snapshot of all shards now; it becomes the newest."""
         queue, begun_s, failed = self._queue, time.monotonic(), None
         while True:
-            routes = self._routes()
+            routes = queue.routes()
             try:
                 with self._taking:  # two at a time would thaw each other's shards
                     snapshot = self._try()
             except ShardLostError as exc:
                 cause = exc.__cause__
-                if (not isinstance(cause, CallFailed) or cause.is_final) and self._routes() == routes:
+                if (not isinstance(cause, CallFailed) or cause.is_final) and queue.routes() == routes:
                     raise
                 if failed is None:
                     _LOG.warning("no snapshot for now: %s. The other shards go on, and it is tried again.", exc)
@@ -96,7 +85,7 @@ class Snapshots:
             return queue.generation == generation and not queue.closed.is_set()
 
         snapshot, disputed = take_snapshot(
-            self._shards, number=number, generation=generation, settled=settled, is_wanted=is_wanted
+            queue.shards, number=number, generation=generation, settled=settled, is_wanted=is_wanted
         )
 
         def is_with_a_worker() -> bool:
@@ -116,7 +105,7 @@ class Snapshots:
                 queue.wait_for_event()
             if snapshot is None or queue.generation != generation or queue.is_a_shard_lost:
                 return None
-            self.newest = snapshot
+            queue.newest = snapshot
             if queue.closures.forget(snapshot):
                 self.due()
             queue.lock.notify_all()

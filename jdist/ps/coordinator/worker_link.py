@@ -13,10 +13,9 @@ from jdist.errors import ClosureError, NonFiniteClosureError, NoWorkersError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import Function
 from jdist.ps.protocol.scheduler_events import Assign, Lost, Registered, Reported
-from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import Spec, to_plain
 from jdist.ps.transport.interface import CallFailed, Channel, Header
-from jdist.ps.transport.shard_client import ShardClient, unreached
+from jdist.ps.transport.shard_client import unreached
 from jdist.support.versions import difference, versions
 
 _LOG = logging.getLogger(__name__)
@@ -28,19 +27,9 @@ REACH_S = 3.0  # within which a server answers whoever there is a way from
 class Workers:
     """The links to all workers, and whether there is a worker for what is scheduled."""
 
-    def __init__(
-        self,
-        connects: Sequence[Callable[[], Channel]],  # one for each worker
-        queue: ClosureQueue,
-        shards: Sequence[ShardClient],
-        routes: Callable[[], Header],  # where the leader of each shard is
-        times: Times,
-    ):
-        self._queue, self._times = queue, times
-        self._links = [
-            WorkerLink(n, connect, queue, shards, routes, times, check=self.check, exclude=self.exclude)
-            for n, connect in enumerate(connects)
-        ]
+    def __init__(self, connects: Sequence[Callable[[], Channel]], queue: ClosureQueue):
+        self._queue, self._times = queue, queue.times
+        self._links = [WorkerLink(n, connect, queue, self) for n, connect in enumerate(connects)]
         self._excluded: dict[int, str] = {}
         self._seen_at_s = self._idle_at_s = self._warned_at_s = time.monotonic()
 
@@ -122,21 +111,9 @@ class Workers:
 class WorkerLink:
     """One worker, as the coordinator has it."""
 
-    def __init__(
-        self,
-        number: int,
-        connect: Callable[[], Channel],
-        queue: ClosureQueue,
-        shards: Sequence[ShardClient],
-        routes: Callable[[], Header],
-        times: Times,
-        *,
-        check: Callable[[], None],  # called after each sign of life, and after a loss
-        exclude: Callable[[int, str], None],  # takes the worker, and the reason
-    ):
+    def __init__(self, number: int, connect: Callable[[], Channel], queue: ClosureQueue, workers: Workers):
         self.number, self.peer = number, ""  # the address is known once it has connected
-        self._connect, self._queue, self._shards, self._routes, self._times = connect, queue, shards, routes, times
-        self._check, self._exclude = check, exclude
+        self._connect, self._queue, self._times, self._workers = connect, queue, queue.times, workers
         self._registered, self._lost_at = False, collections.deque[float]()
         self._gave_up = False  # whether it was lost only in so far as it gave its closures up
         self._has_warned = False  # of a loss
@@ -213,21 +190,27 @@ class WorkerLink:
             with self._queue.lock:
                 self._assigned.clear()
                 self._queue.handle(Lost(worker=self.number, epoch=self._queue.epoch_of(self.number)))
-                self._check()
+                self._workers.check()
             if is_excluded:
                 return
             self._queue.closed.wait(self._times.reconnect_s)
 
     def _attach(self, channel: Channel) -> bool:
         """Tells the worker where the state is; returns whether its versions let it compute closures."""
-        plans = [to_plain(client.plan) for client in self._shards]
-        header = {"addresses": [client.channel.peer for client in self._shards], "plans": plans, **self._routes()}
+        plans = [to_plain(client.plan) for client in self._queue.shards.clients]
+        header = {
+            "addresses": [client.channel.peer for client in self._queue.shards.clients],
+            "plans": plans,
+            **self._queue.routes(),
+        }
         answer, _ = channel.call("attach", header, timeout_s=self._times.lost_after_s)
         differ = difference(versions(), answer.get("versions"), same_step=False)
         who, before = f"worker {self.number} at {channel.peer}", self._other_versions
         self._other_versions = "" if differ is None else differ.text
         if differ is not None and differ.is_fatal:
-            self._exclude(self.number, f"{who} has other versions: {differ.text}. Install the same on all hosts")
+            self._workers.exclude(
+                self.number, f"{who} has other versions: {differ.text}. Install the same on all hosts"
+            )
             return False
         if differ is not None and differ.text != before:
             _LOG.warning("%s has other versions, and may refuse programs: %s", who, differ.text)
@@ -242,7 +225,7 @@ class WorkerLink:
         servers = answer["unreached"]
         if not servers:
             return "", False
-        same = [client for client in self._shards if client.channel.peer in servers]
+        same = [client for client in self._queue.shards.clients if client.channel.peer in servers]
         is_cut = bool(same) and not unreached(same, timeout_s)
         why = f"it does not reach the parameter server {' and '.join(servers)}"
         return why + (", which answers here: the link between them is cut" if is_cut else ""), is_cut
@@ -271,7 +254,7 @@ class WorkerLink:
         times = len(self._lost_at)
         why = f"worker {self.number} at {exc.peer} was lost {times} times; the last time: {exc.reason}"
         why += f" ({self._other_versions})" if self._other_versions else ""
-        self._exclude(self.number, why)
+        self._workers.exclude(self.number, why)
         return True
 
     def _serve(self, channel: Channel) -> None:
@@ -376,10 +359,10 @@ class WorkerLink:
         try:
             while not lost.wait(self._times.ping_s):
                 try:
-                    status, _ = channel.call("status", self._routes(), timeout_s=self._times.ping_s)
+                    status, _ = channel.call("status", self._queue.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
                     is_lost = status["waiting_s"] > WAITS_S and self._is_cut_off(channel)
-                    self._check()
+                    self._workers.check()
                 except CallFailed:
                     is_lost = time.monotonic() - last > self._times.lost_after_s
                     if is_lost:

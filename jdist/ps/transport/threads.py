@@ -1,15 +1,16 @@
 """Threads for work beside the program's own, which do not keep it from ending.
 
 Those of `concurrent.futures` are joined when the main thread ends, and take no work from then on, while threads of other
-kinds go on a little: until the functions of `atexit` have run.
+kinds go on a little: until the functions of `atexit` have run. Interrupts (Ctrl-C) can wait for what must be done whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -69,3 +70,20 @@ def _carry_out(queued: queue.SimpleQueue[_Work | None]) -> None:
             except BaseException as exc:  # noqa: BLE001  # raised where the result is asked for
                 future.set_exception(exc)
         del work, future, run, args  # nothing is held while it waits
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Defers an interrupt of the main thread to the end of the block, which must be short."""
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(handler):
+        yield
+        return
+    deferred: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: deferred.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if deferred:
+            handler(*deferred[0])

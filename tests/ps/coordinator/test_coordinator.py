@@ -202,7 +202,7 @@ def test_results_are_those_of_the_present_history():
         job.queue.join()
         before = [each.wait(20) for each in pending]
         with job.queue.lock:  # nothing is computed meanwhile
-            job.coordinator.memory_lost(0)
+            job.queue.memory_lost(0)
             assert not any(each.done for each in pending)
             assert not job.queue.is_present(0, job.queue.epoch_of(0), job.queue.generation - 1)
             assert job.queue.is_present(0, job.queue.epoch_of(0), job.queue.generation)
@@ -244,7 +244,7 @@ def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypat
         job.queue.join(20)
         monkeypatch.setattr("jdist.ps.transport.shard_client.whose", lambda: "process 1 of another")
         job.clients[0].restore(Restore(generation=2), job.layout.split_leaves(job.leaves)[0], job.programs[0])
-        job.coordinator.memory_lost(0)  # it begins history 2, too
+        job.queue.memory_lost(0)  # it begins history 2, too
         assert job.queue.closed.wait(20)
         with pytest.raises(JobReplacedError, match=r"\(process 1 of another\)"):
             job.queue.join(20)
@@ -330,7 +330,7 @@ def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here
         snapshot = pool.submit(job.coordinator.snapshots.take)
         assert taken.wait(60)
         # Were a shard to forget everything now, nobody would compute the closure again, and nobody would have its result.
-        assert (snapshot.done(), job.coordinator.snapshots.newest.version) == (False, 0)
+        assert (snapshot.done(), job.queue.newest.version) == (False, 0)
         answers.set()
         assert snapshot.result(60).version == 2
         assert np.isfinite(pending.wait(60)[0])

@@ -82,8 +82,8 @@ def watched():
     def start(*, syncs=True, ps_timeout_s=3600.0):
         hub, servers = Hub(), {a: Server(a, syncs=syncs) for a in ("a", "b")}
         (copies,) = two_copies(lambda address: FakeChannel(servers[address].fake), ["a"], ["a", "b"])
-        times = Times(ping_s=0.01, lost_after_s=0.2, ps_timeout_s=ps_timeout_s)
-        watch = CopiesWatch(3, copies, hub, times, on_status=hub.heard_of, on_memory_lost=hub.memory_lost)
+        hub.times = Times(ping_s=0.01, lost_after_s=0.2, ps_timeout_s=ps_timeout_s)
+        watch = CopiesWatch(3, copies, hub)
         ended.append((hub, watch))
         watch.start()
         return watch, hub, servers, copies

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.ps.coordinator.interrupts import uninterrupted
+from jdist.ps.transport.threads import uninterrupted
 
 
 @pytest.fixture

@@ -57,10 +57,8 @@ def watch():
 
     def start(then, ps_timeout_s):
         hub = Hub()
-        hub.client = Client(then)
-        times = Times(ping_s=0.01, ps_timeout_s=ps_timeout_s)
-        hears = {"on_status": hub.heard_of, "on_memory_lost": hub.memory_lost}
-        watching = ShardWatch(3, hub.client, hub, times, **hears)
+        hub.client, hub.times = Client(then), Times(ping_s=0.01, ps_timeout_s=ps_timeout_s)
+        watching = ShardWatch(3, hub.client, hub)
         ended.append((hub, watching))
         watching.start()
         assert hub.told.wait(20)

@@ -19,8 +19,8 @@ def test_times_are_numbers_above_0(value):
 
 
 def test_another_token_is_a_warning_once_and_a_loss_is_none():
-    queue = types.SimpleNamespace(mutex=threading.RLock())
-    link = WorkerLink(0, None, queue, [], None, Times(), check=None, exclude=None)  # type: ignore[arg-type]  # it is not started
+    queue = types.SimpleNamespace(mutex=threading.RLock(), times=Times())
+    link = WorkerLink(0, None, queue, None)  # type: ignore[arg-type]  # it is not started
     reasons = ["unavailable", "unauthenticated", "unauthenticated", "unavailable", "unauthenticated"]
     levels = [link._level(CallFailed("w:1", reason)) for reason in reasons]
     assert levels == [logging.INFO, logging.WARNING, logging.INFO, logging.INFO, logging.WARNING]

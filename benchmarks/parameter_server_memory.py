@@ -53,7 +53,7 @@ def main() -> int:
     batch = {"x": np.ones((8, 4), np.float32)}
     tiny, metrics = train_step(strategy.init(lambda: {"w": jnp.ones(8), "count": jnp.int32(0)}), batch)
     float(metrics["loss"])
-    server, *workers = tiny.job.servers.pids
+    server, *workers = tiny.job.servers.processes()
     processes = {"program": "self", "server": server, **{f"worker {i}": pid for i, pid in enumerate(workers)}}
     begun = {name: peak_mb(pid) for name, pid in processes.items()}
     state = strategy.init(lambda: {"w": jnp.ones(options.floats), "count": jnp.int32(0)})
@@ -64,11 +64,11 @@ def main() -> int:
             continue
         float(metrics["loss"])
         servers = state.job.servers
-        program, ps = resident_mb("self"), resident_mb(servers.pids[0])
+        program, ps = resident_mb("self"), resident_mb(servers.processes()[0])
         first = first or program
         rate = step / (time.perf_counter() - begin)
         print(f"step {step:,}: program {program:.0f} MB, server {ps:.0f} MB; {rate:,.0f} steps/s")
-    state.job.coordinator.snapshot()
+    state.job.coordinator.snapshots.take()
     count = int(strategy.fetch(state)["count"])
     times = {name: (peak_mb(pid) - begun[name]) / (4 * options.floats / 1e6) for name, pid in processes.items()}
     print("at most, in states:", ", ".join(f"{name} {found:.1f}" for name, found in times.items()))

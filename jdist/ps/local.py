@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jdist.cluster.environment import TOKEN
 from jdist.errors import LaunchError
@@ -42,14 +42,15 @@ class LocalCluster:
         roles = (PS,) * ps + (WORKER,) * workers
         try:
             for role in roles:
-                environ = _environment(role, self.token, devices_per_worker)
-                self._processes.append(_start(_command(role, "127.0.0.1:0"), environ))
+                self._processes.append(_start(role, "127.0.0.1:0", self.token, devices_per_worker))
             addresses = [_address(p, role) for p, role in zip(self._processes, roles, strict=True)]
         except BaseException:
             self.close()
             raise
         self.ps, self.workers = addresses[:ps], addresses[ps:]
-        restart = _restarter(addresses, ps, self.token, devices_per_worker)
+        restart = functools.partial(
+            _restart, addresses, ps, self.token, devices_per_worker
+        )  # it keeps no cluster alive
         keeping = functools.partial(_keep, self._processes, self._closed, restart=restart)
         threading.Thread(target=keeping, daemon=True, name="jdist-keep").start()
 
@@ -83,24 +84,23 @@ def local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Serv
     )
 
 
-def _restarter(
-    addresses: Sequence[str], ps: int, token: str, devices: int | None
-) -> Callable[[int], subprocess.Popen[str]]:
-    """Makes what starts the process of a number again, under its address; it keeps no cluster alive."""
-
-    def restart(number: int) -> subprocess.Popen[str]:
-        role: Role = PS if number < ps else WORKER
-        process = _start(_command(role, addresses[number]), _environment(role, token, devices))
-        _address(process, role)
-        return process
-
-    return restart
+def _restart(addresses: Sequence[str], ps: int, token: str, devices: int | None, number: int) -> subprocess.Popen[str]:
+    """Starts the process of a number again, under its address."""
+    role: Role = PS if number < ps else WORKER
+    process = _start(role, addresses[number], token, devices)
+    _address(process, role)
+    return process
 
 
-def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start(role: Role, address: str, token: str, devices: int | None) -> subprocess.Popen[str]:
     # In a session of their own: Ctrl-C is for the program, which may want to fetch the state then.
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True
+        _command(role, address),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environment(role, token, devices),
+        start_new_session=True,
     )
 
 

@@ -21,6 +21,7 @@ from jdist.cluster.resolvers.tf_config import tf_config
 from jdist.errors import LaunchError, PortInUseError, WireError
 from jdist.ps.transport.interface import Header, Method
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others
+from jdist.support import checks
 
 Role = Literal["worker", "ps"]
 WORKER: Role = "worker"
@@ -40,9 +41,7 @@ _PAD = 32 << 20
 def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
     """Returns the role and the listening address: from the flags, else from TF_CONFIG."""
     spec = None if role is not None and address is not None else tf_config(environ)
-    if role is not None and role not in (WORKER, PS):
-        raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
-    task: Role | None = role
+    task: Role | None = None if role is None else checks.choice("--role", role, (WORKER, PS), LaunchError)
     if task is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):
             raise LaunchError(
@@ -81,8 +80,7 @@ def serve(
     # With `with_parent` it ends with its parent process instead. The flags of `jdist serve`
     # document the arguments. If a call still runs at the end, `leave` ends the process by an exit
     # code: the interpreter's own end would abort it.
-    if not grace_s > 0:  # NaN is not, either
-        raise LaunchError(f"--grace-s is {grace_s:g}; it must be a number of seconds above 0.")
+    checks.seconds("--grace-s", grace_s, LaunchError)
     if script is not None and not Path(script).is_file():
         raise LaunchError(f"--script is {script!r}; it must be a file, and there is none.")
     _check(address, security, insecure=insecure)

@@ -17,7 +17,7 @@ from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.batching import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
-from jdist.ps.coordinator.datasets import RemoteBatch, flatten
+from jdist.ps.coordinator.datasets import Arguments, RemoteBatch, flatten
 from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.coordinator.session import Session
@@ -36,28 +36,6 @@ from jdist.support.arrays import check_not_donated
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Arguments:
-    """The batches and other arguments of a call."""
-
-    shapes: list[Any]  # of all of them
-    treedef: Any  # of `(batches, others)`
-    sent: list[Any]  # the arrays that travel with its closure
-    # the arguments that the worker reads itself: the first, and how many
-    place: tuple[int, int] | None
-    reads: RemoteBatch | None  # the batch that these are
-
-    @classmethod
-    def of(cls, batches: PyTree, others: PyTree) -> _Arguments:
-        """Takes in those of one call."""
-        leaves, treedef, place, reads = flatten((batches, others))
-        start, count = place or (0, 0)
-        sent = [*leaves[:start], *leaves[start + count :]]
-        check_arrays(jax.tree.unflatten(treedef, leaves)[0] if place is None else sent, "the batch")
-        shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
-        return cls(shapes, treedef, sent, place, reads)
 
 
 class PsStep(Distributed):
@@ -89,7 +67,7 @@ class PsStep(Distributed):
         state, parts = self._find(state)
         call, several = dataclasses.replace(call, parts=parts), self.options.steps_per_call > 1
         each = _unstacked(batches, self.options.steps_per_call) if several else [batches]
-        arguments = [_Arguments.of(one, others) for one in each]
+        arguments = [_arguments(one, others) for one in each]
         try:
             function = self._function(call, state, arguments[0])
         except NameError as exc:
@@ -187,10 +165,9 @@ class PsStep(Distributed):
             "under `jdist.one_device()`: a worker's program is that step's without the update."
         )
 
-    def _function(self, call: Call, state: RemoteState, arguments: _Arguments) -> StepFunction:
+    def _function(self, call: Call, state: RemoteState, arguments: Arguments) -> StepFunction:
         """Makes what workers compute of the step in calls of this form; traced once."""
-        shapes = tuple((x.shape, x.dtype) for x in arguments.shapes)
-        key = (call, state.signature, arguments.treedef, arguments.place, shapes)
+        key = (call, state.signature, arguments.treedef, arguments.place, arguments.shapes)
         if key not in self._functions:
             batches, others = jax.tree.unflatten(arguments.treedef, arguments.shapes)
             spec = ProgramSpec(
@@ -227,6 +204,13 @@ class PsStep(Distributed):
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _arguments(batches: PyTree, others: PyTree) -> Arguments:
+    arguments = flatten((batches, others))
+    given = jax.tree.unflatten(arguments.treedef, arguments.leaves)[0] if arguments.place is None else arguments.sent
+    check_arrays(given, "the batch")
+    return arguments
 
 
 def _unstacked(batches: PyTree, most: int) -> list[PyTree]:

@@ -30,8 +30,8 @@ from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
 from jdist.ps.coordinator.servers import check_place, cluster_of_environment, connect_servers
 from jdist.ps.coordinator.session import PsOptions, Session
 from jdist.ps.local import local_servers
+from jdist.ps.program.layout import Wire
 from jdist.ps.program.partition import Partitioner, Placement, min_size
-from jdist.ps.program.wire_dtype import Wire
 from jdist.ps.protocol.shard import OnStale, Rules
 from jdist.ps.protocol.times import Times
 from jdist.ps.serve import IS_SERVER

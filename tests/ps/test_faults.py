@@ -298,9 +298,9 @@ def test_every_closure_counts_once_on_every_shard_although_a_worker_is_killed_an
     try:
         job.schedule(count)
         job.totals[count // 4].result(BOUND_S)
-        victim = job.state.job.servers.pids[-1]
+        victim = job.state.job.servers.processes()[-1]
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: job.state.job.servers.pids[-1] != victim)
+        wait_until(lambda: job.state.job.servers.processes()[-1] != victim)
         job.coordinator.queue.join(4 * BOUND_S)
         assert [n for n, _ in counting.on_shards(job.state)] == [count, count]
         job.check()

@@ -83,7 +83,7 @@ def steps(count):
 
 state = strategy.init(lambda key: jdist.TrainState.create(params={"w": jnp.zeros(3)}, tx=tx), jax.random.key(0))
 float(steps(1))
-pids = strategy.coordinator._job.servers.pids
+pids = strategy.coordinator._job.servers.processes()
 print(*pids, flush=True)
 """
 

@@ -73,7 +73,7 @@ def test_a_worker_killed_in_the_middle_costs_no_step_and_none_counts_twice(serve
     strategy = make(local_workers=2, local_ps=local_ps, partitioner=jdist.ps.fixed_shards(local_ps))
 
     def kill(job):
-        os.kill(job.servers.pids[-1], signal.SIGKILL)
+        os.kill(job.servers.processes()[-1], signal.SIGKILL)
 
     handle, found, losses = run(strategy, 10, at=200, do=kill)
     jobs.append(handle.job)
@@ -88,7 +88,7 @@ def test_a_server_killed_in_the_middle_sends_all_back_to_the_snapshot_and_the_co
     strategy = make(local_workers=2, local_ps=2, partitioner=jdist.ps.fixed_shards(2))
 
     def kill(job):
-        os.kill(job.servers.pids[0], signal.SIGKILL)
+        os.kill(job.servers.processes()[0], signal.SIGKILL)
 
     handle, found, losses = run(strategy, 10, at=200, do=kill)
     jobs.append(handle.job)
@@ -100,7 +100,7 @@ def test_closing_ends_every_process(servers):
     make, _ = servers
     strategy = make(local_workers=1, local_ps=1)
     state = strategy.init(lambda: create(optax.sgd(0.1)))
-    pids = state.job.servers.pids
+    pids = state.job.servers.processes()
     state.job.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

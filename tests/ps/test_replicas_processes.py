@@ -12,6 +12,7 @@ import jdist
 import jdist.ps
 from jdist.strategies.parameter_server import parameter_server
 from tests.ps.hidden_layer import create, train_step
+from tests.ps.real_cluster import wait_until
 from tests.ps.test_processes import ROWS
 
 WAIT_S = 60.0
@@ -47,12 +48,12 @@ class Run:
         os.kill(self.pid(number), which)
 
     def pid(self, number):
-        return self.state.job.servers.pids[number]
+        return self.state.job.servers.processes()[number]
 
     def until(self, is_so):
         """Waits until something is so of both shards' copies."""
         for watch in self.coordinator._watches:
-            assert watch.wait_for(is_so, WAIT_S), watch._leadership
+            wait_until(lambda watch=watch: is_so(watch._leadership), WAIT_S)
 
     def until_in_step(self):
         self.until(

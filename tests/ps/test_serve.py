@@ -215,7 +215,7 @@ class TestEnds:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"grace_s": float("nan")}, "--grace-s is nan; it must be a number of seconds above 0"),
+            ({"grace_s": float("nan")}, "`--grace-s` is nan; it must be a number of seconds above 0"),
             ({"grace_s": 0.0}, "--grace-s is 0;"),
             ({"grace_s": -1.0}, "--grace-s is -1;"),
             ({"grace_s": 1.0, "script": "/nowhere.py"}, "--script is '/nowhere.py'; it must be a file"),
@@ -237,7 +237,7 @@ class TestEnds:
     @pytest.mark.parametrize("role", ["server", "None"])
     def test_no_such_role(self, role):
         code, said = refused("--role", role)
-        assert (code, said) == (2, f"jdist: --role is '{role}'; it must be worker or ps.")
+        assert (code, said) == (2, f"jdist: `--role` is '{role}'; it must be 'worker' or 'ps'.")
 
     def test_what_is_wrong_is_said_at_once_with_exit_code_2(self, certified):
         code, said = refused(**{**certified, KEY: "/nowhere"})

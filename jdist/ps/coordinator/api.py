@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,7 +13,7 @@ from jdist.errors import StepError
 from jdist.ps.coordinator.datasets import WorkerDataset, flatten
 from jdist.ps.coordinator.remote_value import RemoteValue, leaf
 from jdist.ps.coordinator.session import Session
-from jdist.ps.program.artifact import pack, taking_keys, without_keys
+from jdist.ps.program.artifact import pack, sent_of, taking_keys, without_keys
 from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.protocol.wire import spec_of
 from jdist.step.tree_checks import check_arrays
@@ -77,17 +76,13 @@ class ClusterCoordinator:
             StepError: an argument or a result is no array.
             ArtifactError: the function calls the host (a print, a callback), which cannot be sent to workers.
         """
-        leaves, treedef, place, reads = flatten(without_keys((tuple(args), dict(kwargs or {}))))
-        leaves = [x.result() if isinstance(x, RemoteValue) and x.struct is None else x for x in leaves]
-        start, count = place or (0, 0)
-        sent = [*leaves[:start], *leaves[start + count :]]
-        check_arrays([x for x in sent if not isinstance(x, RemoteValue)], "the arguments")
-        shapes = tuple(_shape(x) for x in leaves)
-        key = fn, treedef, shapes, place
+        arguments = flatten(without_keys((tuple(args), dict(kwargs or {}))))
+        check_arrays([x for x in arguments.sent if not isinstance(x, RemoteValue)], "the arguments")
+        key = fn, arguments.treedef, arguments.shapes, arguments.place
         if key not in self._traced:
-            self._traced[key] = _TracedFunction(fn, treedef, shapes, place)
+            self._traced[key] = _TracedFunction(*key)
         traced = self._traced[key]
-        pending = self._job.schedule_function(traced, traced.plan, sent, reads)
+        pending = self._job.schedule_function(traced, traced.plan, arguments.sent, arguments.reads)
         values = [RemoteValue([pending], leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
         return jax.tree.unflatten(traced.outputs_treedef, values)
 
@@ -169,16 +164,14 @@ class _TracedFunction:
 
     def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any], place: tuple[int, int] | None):
         self._fn, self._treedef, self._place = taking_keys(fn), treedef, place
-        self._arguments = [jax.ShapeDtypeStruct((), np.int32), *(jax.ShapeDtypeStruct(s, d) for s, d in shapes)]
+        self._arguments = [jax.ShapeDtypeStruct((), np.int32), *shapes]
         outputs = jax.eval_shape(self._checked, self._arguments)
         self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
 
     def plan(self) -> tuple[FunctionPlan, bytes]:
         """Returns the function's plan, and the function, packed."""
-        start, count = self._place or (0, 0)
-        arguments = self._arguments[1:]
         plan = FunctionPlan(
-            arguments=tuple(map(spec_of, [*arguments[:start], *arguments[start + count :]])),
+            arguments=tuple(map(spec_of, sent_of(self._arguments[1:], self._place))),
             outputs=tuple(map(spec_of, self.outputs)),
             batch=self._place,
             takes_index=True,
@@ -195,19 +188,8 @@ class _TracedFunction:
 
     def _call(self, values: list[Any]) -> PyTree:
         args, kwargs = jax.tree.unflatten(self._treedef, values[1:])
-        with _worker_index(values[0]):
+        token = _INDEX.set(values[0])
+        try:
             return self._fn(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _worker_index(index: Any) -> Iterator[None]:
-    token = _INDEX.set(index)
-    try:
-        yield
-    finally:
-        _INDEX.reset(token)
-
-
-def _shape(x: Any) -> tuple[tuple[int, ...], Any]:
-    x = x.struct if isinstance(x, RemoteValue) else x
-    return tuple(np.shape(x)), jax.dtypes.result_type(x)
+        finally:
+            _INDEX.reset(token)

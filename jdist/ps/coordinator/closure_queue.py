@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from jdist.errors import (
     NoWorkersError,
     ShardLostError,
 )
-from jdist.ps.coordinator.closures import Closure, Closures, ClusterSnapshot
+from jdist.ps.coordinator.closures import Closure, Closures, ClusterSnapshot, Function
 from jdist.ps.coordinator.datasets import BatchName, RemoteBatch
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.program.function_plan import Combine, FunctionPlan
@@ -77,6 +78,7 @@ class ClosureQueue:
         self.no_workers: NoWorkersError | None = None
         self.replaced_by: JobReplacedError | None = None
         self.on_replaced: Callable[[], None] = lambda: None
+        self._numbers = itertools.count()  # of functions
         self._to_come = 0  # closures that wait for arguments
         self._error: JDistError | None = None
         self._lost: dict[int, ShardLostError] = {}  # given up, until they answer
@@ -108,12 +110,12 @@ class ClosureQueue:
         with self.lock:
             return self.dispatch.is_idle and not self._to_come
 
-    def add(self, plan: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
-        """Adds a function, installed on each worker with a closure of it; returns its number."""
-        with self.lock:
-            return self.closures.add_function(plan, program, combine)
+    def add(self, plan: FunctionPlan, program: bytes, combine: Combine | None = None) -> Function:
+        """Makes a function of closures, which is installed on each worker with the first of them there."""
+        packed = np.frombuffer(program, np.uint8)
+        return Function(number=next(self._numbers), plan=plan, program=packed, combine=combine)
 
-    def schedule(self, function: int, arguments: Sequence[Any], reads: RemoteBatch | None = None) -> Pending:
+    def schedule(self, function: Function, arguments: Sequence[Any], reads: RemoteBatch | None = None) -> Pending:
         """Queues a closure and returns its results to come; waits while the queue is full."""
         # The closure, not the caller, waits for arguments that are a `RemoteValue`. The error of an
         # earlier closure cancels the queue, is raised here once, and is then forgotten.
@@ -132,9 +134,9 @@ class ClosureQueue:
             )
         return pending
 
-    def schedule_round(self, function: int, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
+    def schedule_round(self, function: Function, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
         """Puts closures that make one update into the queue, all at once; as `schedule`."""
-        cast = [self.closures.function(function).cast([np.array(x) for x in each]) for each in arguments]
+        cast = [function.cast([np.array(x) for x in each]) for each in arguments]
         with self.lock:
             self._wait_for_room()
         with uninterrupted(), self.lock:
@@ -181,7 +183,7 @@ class ClosureQueue:
         if self.no_workers is not None:
             raise self.no_workers
 
-    def _put(self, function: int, arguments: list[Any], pending: Pending, reads: RemoteBatch | None) -> None:
+    def _put(self, function: Function, arguments: list[Any], pending: Pending, reads: RemoteBatch | None) -> None:
         """Puts a closure whose arguments are there into the queue."""
         failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
         error: ClosureError | None = None
@@ -190,7 +192,7 @@ class ClosureQueue:
             error = ClosureCancelledError(f"an argument of it failed: {failed[0]}")
         else:
             try:
-                cast = self.closures.function(function).cast(arguments)
+                cast = function.cast(arguments)
             except Exception as exc:  # noqa: BLE001  # it is this closure's
                 error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
         with self.lock:
@@ -232,7 +234,8 @@ class ClosureQueue:
     def _cancel_waiting(self) -> None:
         dispatch = self.dispatch
         if dispatch.next < dispatch.scheduled or dispatch.returned:
-            self._carry_out(events.Cancelled(spare=self.closures.arrived))
+            arrived = frozenset(c for c, closure in self.closures.known.items() if closure.pending.was_there)
+            self._carry_out(events.Cancelled(spare=arrived))
 
     def fail(self, error: JDistError) -> None:
         """Raises an error in the user's next call, and cancels what no worker has."""
@@ -310,7 +313,7 @@ class ClosureQueue:
             for closure in self.closures.of([reported.closure]):
                 closure.pending.arrive(results, error)
             if is_skipped:
-                self.closures.skip(reported.closure)
+                self.closures.skipped.add(reported.closure)
             self.handle(reported)
             if error is not None:
                 self.fail(error)

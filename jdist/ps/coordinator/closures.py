@@ -101,37 +101,20 @@ class Closures:
     def __init__(self, *, have_a_state: bool) -> None:
         self.next_number = 0
         self._have_a_state = have_a_state
-        self._skipped: set[int] = set()  # since the snapshot: updates that were left out
+        self.skipped: set[int] = set()  # since the snapshot: updates that were left out
         self._skipped_before = 0
-        self._functions: list[Function] = []
-        self._known: dict[int, Closure] = {}
+        self.known: dict[int, Closure] = {}
         self._void: set[int] = set()  # since the snapshot: closures that never take effect
         self._since = 0  # closures that have been done since the snapshot
         self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done; that are
 
-    def add_function(self, plan: FunctionPlan, program: bytes, combine: Combine | None) -> int:
-        """Takes in a function, and returns its number."""
-        number, packed = len(self._functions), np.frombuffer(program, np.uint8)
-        self._functions.append(Function(number=number, plan=plan, program=packed, combine=combine))
-        return number
-
-    def function(self, number: int) -> Function:
-        """Returns the function of a number."""
-        return self._functions[number]
-
     def put(
-        self, function: int, arguments: list[np.ndarray], pending: Pending, reads: RemoteBatch | None = None
+        self, function: Function, arguments: list[np.ndarray], pending: Pending, reads: RemoteBatch | None = None
     ) -> None:
         """Takes in the next closure."""
-        closure = Closure(
-            number=self.next_number,
-            function=self._functions[function],
-            arguments=arguments,
-            pending=pending,
-            reads=reads,
-        )
+        closure = Closure(number=self.next_number, function=function, arguments=arguments, pending=pending, reads=reads)
         pending.number = closure.number
-        self._known[closure.number] = closure
+        self.known[closure.number] = closure
         self.next_number += 1
         self._queued_bytes += closure.size_bytes
 
@@ -142,26 +125,17 @@ class Closures:
 
     def of(self, numbers: Iterable[int]) -> list[Closure]:
         """Returns those of these numbers that are still known."""
-        return [self._known[c] for c in numbers if c in self._known]
+        return [self.known[c] for c in numbers if c in self.known]
 
     @property
     def pending(self) -> list[Pending]:
         """The results of all."""
-        return [closure.pending for closure in self._known.values()]
-
-    @property
-    def arrived(self) -> frozenset[int]:
-        """Those whose results are there, or were."""
-        return frozenset(c for c, closure in self._known.items() if closure.pending.was_there)
+        return [closure.pending for closure in self.known.values()]
 
     @property
     def num_skipped(self) -> int:
         """How many updates were left out, as a gradient was not finite."""
-        return self._skipped_before + len(self._skipped)
-
-    def skip(self, number: int) -> None:
-        """Notes that a closure's update was left out."""
-        self._skipped.add(number)
+        return self._skipped_before + len(self.skipped)
 
     def finish(self, command: Finish, error: Exception | None = None) -> bool:
         """Marks a closure as done; delivers unreported results; says whether a snapshot is due."""
@@ -169,14 +143,14 @@ class Closures:
         is_kept = self._have_a_state and command.outcome == "done"
         if self._have_a_state and not is_kept:
             self._void.add(command.closure)
-        closure = self._known.get(command.closure)
+        closure = self.known.get(command.closure)
         self._since += 1
         if closure is not None:
             self._queued_bytes -= closure.size_bytes
             if is_kept:
                 self._logged_bytes += closure.size_bytes
             else:
-                del self._known[command.closure]
+                del self.known[command.closure]
             if not command.arrived and command.outcome == "void":
                 because = error if isinstance(error, NoWorkersError) else "another closure had failed"
                 closure.pending.arrive([], ClosureCancelledError(f"it was not computed: {because}"))
@@ -188,32 +162,29 @@ class Closures:
         """Forgets closures that a snapshot contains and that have results; another may be due."""
         self._since = 0
         self._void = {c for c in self._void if c >= snapshot.settled}
-        skipped = {c for c in self._skipped if c < snapshot.settled or c in snapshot.applied}
-        self._skipped, self._skipped_before = self._skipped - skipped, self._skipped_before + len(skipped)
-        contained = [c for c in self._known if c < snapshot.settled or c in snapshot.applied]
+        skipped = {c for c in self.skipped if c < snapshot.settled or c in snapshot.applied}
+        self.skipped, self._skipped_before = self.skipped - skipped, self._skipped_before + len(skipped)
+        contained = [c for c in self.known if c < snapshot.settled or c in snapshot.applied]
         for c in contained:
-            if self._known[c].pending.done:
-                self._logged_bytes -= self._known.pop(c).size_bytes
+            if self.known[c].pending.done:
+                self._logged_bytes -= self.known.pop(c).size_bytes
         return bool(contained) and self._logged_bytes > MOST_LOGGED_BYTES
 
     def go_back(self, snapshot: ClusterSnapshot) -> frozenset[int]:
         """Queues closures again that a snapshot lacks; returns later ones that do not run again."""
         done = snapshot.applied | {c for c in self._void if c >= snapshot.settled}
-        again = [closure for c, closure in self._known.items() if c >= snapshot.settled and c not in done]
+        again = [closure for c, closure in self.known.items() if c >= snapshot.settled and c not in done]
         for closure in again:
             closure.pending.take_back()
         self._queued_bytes = sum(closure.size_bytes for closure in again)
-        self._logged_bytes = sum(closure.size_bytes for closure in self._known.values()) - self._queued_bytes
-        self._skipped &= done
+        self._logged_bytes = sum(closure.size_bytes for closure in self.known.values()) - self._queued_bytes
+        self.skipped &= done
         return frozenset(done)
 
     def clear(self) -> list[Pending]:
         """Forgets all, and returns their results, which others may wait for."""
-        waiting, self._known = self.pending, {}
+        waiting, self.known = self.pending, {}
         return waiting
-
-    def __len__(self) -> int:
-        return len(self._known)
 
 
 def _from_bytes(data: bytes, specs: Sequence[Spec]) -> list[np.ndarray]:

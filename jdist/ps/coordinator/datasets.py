@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -13,9 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist.errors import ClosureCancelledError, DatasetError
-from jdist.ps.coordinator.remote_value import Pending
+from jdist.ps.coordinator.remote_value import Pending, RemoteValue
+from jdist.ps.program.artifact import sent_of
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.worker.data import SCRIPT, from_structure
 
@@ -249,17 +252,37 @@ def name_of_function(fn: Any) -> str:
     return f"{module}:{path}"
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
-    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part."""
-    # Returns `(leaves, treedef, (first, count) of the batch's leaves, the batch)`; the batch's
-    # leaves are structs.
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, flat; the leaves of a batch that a worker reads are structs."""
+
+    leaves: list[Any]
+    treedef: Any
+    place: tuple[int, int] | None  # those that the worker reads itself: the first, and how many
+    reads: RemoteBatch | None  # the batch that these are
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each."""
+        given = (x.struct if isinstance(x, RemoteValue) else x for x in self.leaves)
+        return tuple(jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in given)
+
+    @property
+    def sent(self) -> list[Any]:
+        """The arrays that travel with the closure."""
+        return sent_of(self.leaves, self.place)
+
+
+def flatten(tree: PyTree) -> Arguments:
+    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part, and waits for values of unknown form."""
     nodes, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, RemoteBatch))
+    nodes = [x.result() if isinstance(x, RemoteValue) and x.struct is None else x for x in nodes]
     batches = [(i, x) for i, x in enumerate(nodes) if isinstance(x, RemoteBatch)]
     if not batches:
-        return nodes, outer, None, None
+        return Arguments(nodes, outer, None, None)
     if len(batches) > 1:
         raise DatasetError("a call has two batches that workers are to read; zip the two datasets in their function.")
     ((i, batch),) = batches
     nodes[i] = batch.spec
     leaves, treedef = jax.tree.flatten(jax.tree.unflatten(outer, nodes))
-    return leaves, treedef, (i, len(jax.tree.leaves(batch.spec))), batch
+    return Arguments(leaves, treedef, (i, len(jax.tree.leaves(batch.spec))), batch)

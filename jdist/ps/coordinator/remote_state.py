@@ -53,26 +53,17 @@ class RemoteState(OnServers):
     It goes there with the first step that is given it: only a step tells which of its leaves are updated together. The
     servers have one state at a time; while another is there, this one waits here. One that is a tuple can be taken apart,
     `params, opt_state = state`, for a step of several states.
-
-    Attributes:
-        job: who knows where it is.
-        treedef: its tree.
-        leaves: the arrays that no server keeps, None in the place of the others; PRNG keys as their data.
-        joined: the part of another state that it has become, when a step was given it beside others; None: it is its own.
     """
 
     def __init__(self, job: Job, tree: PyTree):
-        """Takes in a state.
-
-        Args:
-            job: who will know where it is.
-            tree: the state, on this host.
-        """
+        """Takes in a state that is on this host; `job` will know where it is."""
+        # The part of another state that it has become, when a step was given it together with others.
         self.joined: RemotePart | None = None
         leaves, self.treedef = jax.tree.flatten(tree)
         self.job = job
         self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
         self._shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in map(_with_dtype, leaves)]
+        # The arrays that no server keeps, None in the place of the others; PRNG keys as their data.
         self.leaves: list[np.ndarray | None] = [
             np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(_with_dtype, leaves)
         ]
@@ -108,11 +99,7 @@ class RemoteState(OnServers):
 
     @functools.cached_property
     def parts(self) -> tuple[RemotePart, ...]:
-        """Handles of the states that a tuple is made of.
-
-        Raises:
-            TypeError: it is no tuple.
-        """
+        """Handles of the states that a tuple is made of; raises TypeError for any other state."""
         if type(self.shapes) is not tuple:
             raise TypeError(
                 f"this state lives on parameter servers and is a {type(self.shapes).__name__}, no tuple of states to take "

@@ -121,21 +121,11 @@ class RemoteValue(NDArrayOperatorsMixin):
     `float(value)`, `numpy.asarray(value)`, `value.item()`, arithmetic and comparisons wait for it, and give what they give of
     the array.
 
-    Attributes:
-        pending: the closures that compute it.
-        struct: its shape and dtype, as a `jax.ShapeDtypeStruct`; None where only its arrival tells them.
-
     Source: `tf.distribute.experimental.coordinator.RemoteValue`.
     """
 
     def __init__(self, pending: Sequence[Pending], read: Read, *, struct: Any = None):
-        """Stands for a result.
-
-        Args:
-            pending: the closures that compute it.
-            read: from what each of them returned to the array.
-            struct: its shape and dtype, if they are known before it is there.
-        """
+        """Stands for the array that `read` makes of the closures' results; `struct` is its form, if that is known before."""
         self.pending, self._read, self.struct = tuple(pending), read, struct
 
     def result(self, timeout_s: float | None = None) -> np.ndarray:

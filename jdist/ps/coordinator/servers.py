@@ -20,7 +20,7 @@ from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.diagnose import Diagnosis, reach_all
 from jdist.ps.transport.grpc_transport import RpcChannel
-from jdist.ps.transport.interface import CallFailed, Channel
+from jdist.ps.transport.interface import CallFailed, Channel, ask_once
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _CALL_S = 5.0
@@ -39,15 +39,10 @@ class Servers:
     close: Callable[[], None]  # ends everything that was started for the job
     # makes `close` spare the other processes: they belong to another job
     leave: Callable[[], None] = lambda: None
-    # process ids of the started servers, then workers
+    # process ids of the started servers, then workers, as they are now: one that has ended is started again
     processes: Callable[[], tuple[int, ...]] = tuple
     # process ids of the started workers that have not ended
     running_workers: Callable[[], tuple[int, ...]] = tuple
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of what was started, as they are now: one that has ended is started again."""
-        return self.processes()
 
 
 def cluster_of_environment() -> ClusterSpec | None:
@@ -92,7 +87,7 @@ def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_time
             f"{wrong} {how_to_protect(security)} In a network that is yours alone, say `insecure=True`."
         )
     if wrong is not None:
-        print(f"jdist: insecure: {wrong}", file=sys.stderr, flush=True)
+        _say(f"insecure: {wrong}")
     names = {address: f"{job} {i} ({address})" for job in ("worker", "ps") for i, address in enumerate(spec.jobs[job])}
     _wait(lambda: _look_for(workers, ps, security, names), start_timeout_s)
     # Connected before: at its exit Python starts no thread.
@@ -133,14 +128,10 @@ def _look_for(
 
 def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Diagnosis | None]:
     """Has a worker try to reach all parameter servers."""
-    channel = RpcChannel(worker, security=security)
-    try:
-        header, _ = channel.call("reach", {"addresses": list(ps)}, timeout_s=4 * _CALL_S)
-    except CallFailed as exc:
-        return [Diagnosis(f"asking it for that failed: {exc.reason}", lasts=False) for _ in ps]
-    finally:
-        channel.close()
-    return [None if each is None else Diagnosis(str(each[0]), lasts=bool(each[1])) for each in header["found"]]
+    answer = ask_once(RpcChannel(worker, security=security), "reach", {"addresses": list(ps)}, 4 * _CALL_S)
+    if isinstance(answer, CallFailed):
+        return [Diagnosis(f"asking it for that failed: {answer.reason}", lasts=False) for _ in ps]
+    return [None if each is None else Diagnosis(str(each[0]), lasts=bool(each[1])) for each in answer["found"]]
 
 
 def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
@@ -152,12 +143,7 @@ def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
         if not lines:
             return
         if can_begin and waited_s > min(_QUIET_S, timeout_s):
-            print(
-                f"jdist: beginning without some of the workers, which may come later: {'; '.join(lines[:4])}",
-                file=sys.stderr,
-                flush=True,
-            )
-            return
+            return _say(f"beginning without some of the workers, which may come later: {'; '.join(lines[:4])}")
         if waited_s > timeout_s:
             raise ClusterTimeoutError(
                 f"after {timeout_s:g} s the cluster has not all parameter servers and a worker. {'; '.join(lines[:4])}. Is "
@@ -165,8 +151,12 @@ def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
             )
         if waited_s > _QUIET_S and not has_told:
             has_told = True
-            print(f"jdist: waiting for the servers of the cluster: {'; '.join(lines[:4])}", file=sys.stderr, flush=True)
+            _say(f"waiting for the servers of the cluster: {'; '.join(lines[:4])}")
         time.sleep(min(_RETRY_S, timeout_s))
+
+
+def _say(text: str) -> None:
+    print(f"jdist: {text}", file=sys.stderr, flush=True)
 
 
 def _has_ended(address: str) -> bool:
@@ -196,11 +186,9 @@ def _end_servers(channels: list[RpcChannel]) -> None:
             time.sleep(_RETRY_S)
     if unheard:
         named = ", ".join(channel.peer for channel in unheard)
-        print(
-            f"jdist: {named} did not hear that the job is over, and ends by itself when nobody has asked for anything for "
-            "its `jdist serve --grace-s`",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"{named} did not hear that the job is over, and ends by itself when nobody has asked for anything for its "
+            "`jdist serve --grace-s`"
         )
     _close(channels)
 
@@ -216,31 +204,22 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
     end = time.monotonic() + times.ps_timeout_s
     with ThreadPoolExecutor(len(servers.workers), "jdist-devices") as pool:
         while True:
-            answers = pool.map(lambda address: _devices_of(address, servers, times.lost_after_s), servers.workers)
-            by_address = dict(zip(servers.workers, answers, strict=True))
-            devices = {address: answer for address, answer in by_address.items() if isinstance(answer, int)}
-            if devices:
+            answers = list(
+                pool.map(lambda a: ask_once(servers.connect(a), "status", {}, times.lost_after_s), servers.workers)
+            )
+            failed = [answer for answer in answers if isinstance(answer, CallFailed)]
+            if len(failed) < len(answers):
                 break
-            failed = [answer for answer in by_address.values() if isinstance(answer, CallFailed)]
             refusal = next((exc for exc in failed if exc.reason == "unauthenticated"), None)
             if refusal is not None or time.monotonic() > end:
                 exc = refusal or failed[0]
                 raise ClusterError(f"the worker {exc.peer} does not answer: {exc}") from exc
             time.sleep(times.reconnect_s)
+    by_address = zip(servers.workers, answers, strict=True)
+    devices = {address: answer["devices"] for address, answer in by_address if isinstance(answer, dict)}
     if len(set(devices.values())) > 1:
         raise StrategyError(
             f"the workers have different numbers of devices, {devices}; a step is made for one number. Give each as many, "
             "for example by CUDA_VISIBLE_DEVICES."
         )
     return next(iter(devices.values()))
-
-
-def _devices_of(address: str, servers: Servers, timeout_s: float) -> int | CallFailed:
-    channel = servers.connect(address)
-    try:
-        header, _ = channel.call("status", {}, timeout_s=timeout_s)
-        return header["devices"]
-    except CallFailed as exc:
-        return exc
-    finally:
-        channel.close()

@@ -14,6 +14,7 @@ import numpy as np
 from jdist.core.state_picture import StatePicture
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
+from jdist.ps.coordinator.closures import Function
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.datasets import RemoteBatch, WorkerDataset, name_of_function
 from jdist.ps.coordinator.picture import draw_servers
@@ -22,11 +23,10 @@ from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.servers import Servers, devices_of_workers
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.function_plan import FunctionPlan, StepFunction, plan_function
-from jdist.ps.program.layout import Layout, make_layout
+from jdist.ps.program.layout import Layout, Wire, make_layout
 from jdist.ps.program.partition import Partitioner, Placement
 from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.program.split_step import SplitStep
-from jdist.ps.program.wire_dtype import Wire
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
@@ -65,7 +65,7 @@ class Session:
         self._coordinator: Coordinator | None = None
         self._layout: Layout | None = None
         self._state: RemoteState | None = None
-        self._functions: dict[Any, int] = {}  # known to the coordinator
+        self._functions: dict[Any, Function] = {}  # of the present coordinator
         self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
         self._is_closed = False
         self._skipped_before = 0  # by coordinators before this one
@@ -147,15 +147,15 @@ class Session:
                 self._place(state, [*steps, function.step])
                 identities.append(function.step.identity)
             step = identities.index(function.step.identity)
-            number = self._number(function, lambda: self._plan(function, step))
+            made = self._made(function, lambda: self._plan(function, step))
             assert self._layout is not None  # the state has been placed
             if any((step, other) in self._layout.in_turn for other in self._since_parting):
                 self.coordinator.part()
                 self._since_parting.clear()
             self._since_parting.add(step)
             if function.cut is not None:
-                return self.coordinator.queue.schedule_round(number, function.cut(arguments))
-            return [self.coordinator.queue.schedule(number, arguments, reads)]
+                return self.coordinator.queue.schedule_round(made, function.cut(arguments))
+            return [self.coordinator.queue.schedule(made, arguments, reads)]
 
     def schedule_function(
         self,
@@ -169,7 +169,7 @@ class Session:
             if self._coordinator is None:
                 self._coordinator = self._make_coordinator([])
                 self._coordinator.begin([], [])
-            return self._coordinator.queue.schedule(self._number(key, make), arguments, reads)
+            return self._coordinator.queue.schedule(self._made(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
         """Makes a dataset of which each worker reads its own share."""
@@ -177,7 +177,7 @@ class Session:
         connects = [functools.partial(servers.connect, address) for address in servers.workers]
         return WorkerDataset(name_of_function(fn), options, connects, self.options.times.no_worker_timeout_s)
 
-    def _number(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> int:
+    def _made(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> Function:
         if key not in self._functions:
             self._functions[key] = self.coordinator.queue.add(*make())
         return self._functions[key]

@@ -61,7 +61,7 @@ class CopiesWatch:
 
     def __init__(self, number: int, copies: Copies, queue: ClosureQueue):
         self._number, self._copies, self._queue, self._times = number, copies, queue, queue.times
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
         self._leadership = leadership.Leadership()
         self._in_step_at: float | None = time.monotonic()  # None once its absence was told
         self._was_in_step = self._has_parted = False
@@ -91,11 +91,6 @@ class CopiesWatch:
                 thread.join(timeout_s)
         for channel in self._channels:
             channel.close()
-
-    def wait_for(self, is_so: Callable[[leadership.Leadership], bool], timeout_s: float) -> bool:
-        """Waits until something is so of the copies; returns whether it was in time."""
-        with self._lock:
-            return self._lock.wait_for(lambda: is_so(self._leadership), timeout_s)
 
     def _watch(self, copy: int) -> None:
         times, channel, refusals = self._times, self._channels[copy], 0
@@ -158,7 +153,6 @@ class CopiesWatch:
             self._leadership, commands = leadership.handle(self._leadership, event)
             self._carry_out(commands)
             self._warn_if_alone()
-            self._lock.notify_all()
 
     def _warn_if_alone(self) -> None:
         """Says once that a shard has had no backup for long: its servers may not reach one another."""

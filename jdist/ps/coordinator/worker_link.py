@@ -36,7 +36,7 @@ class Workers:
     def start(self) -> None:
         """Starts the links."""
         for link in self._links:
-            link.start()
+            link.thread.start()
 
     def assign(self, command: Assign) -> None:
         """Has closures sent to a worker; called with the queue's lock held."""
@@ -51,7 +51,8 @@ class Workers:
     def join(self, timeout_s: float) -> None:
         """Waits for the end of the links, once the queue is closed."""
         for link in self._links:
-            link.join(timeout_s)
+            if link.thread.ident is not None:
+                link.thread.join(timeout_s)
 
     def exclude(self, worker: int, why: str) -> None:
         """Excludes a worker for the rest of the job."""
@@ -126,16 +127,7 @@ class WorkerLink:
         self._opened: set[int] = set()  # datasets, as well
         # One for each link: what one is assigned, the others need not hear of.
         self._news = threading.Condition(queue.mutex)
-        self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
-
-    def start(self) -> None:
-        """Starts its thread."""
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        """Waits for its end, once the queue is closed."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self.thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
     def assign(self, command: Assign) -> None:
         """Takes closures to be sent; called with the queue's lock held."""

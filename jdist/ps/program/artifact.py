@@ -110,6 +110,12 @@ def unpack(
     return run
 
 
+def sent_of(values: Sequence[Any], batch: tuple[int, int] | None) -> list[Any]:
+    """Returns the arguments that travel: all but the `(first, count)` that the worker reads itself."""
+    start, count = batch or (0, 0)
+    return [*values[:start], *values[start + count :]]
+
+
 def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[Any]:
     """Adds shardings for several devices to structs, of which the first `num_rows` are the batch's and are split by rows."""
     if mesh.size == 1:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.ps.program.artifact import with_shardings
+from jdist.ps.program.artifact import sent_of, with_shardings
 from jdist.ps.program.layout import Layout
 from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.shard import NonFinite
@@ -84,12 +84,10 @@ def make_function(step: SplitStep, batch: tuple[int, int] | None = None) -> Step
 def plan_function(layout: Layout, view: int, function: StepFunction) -> FunctionPlan:
     """Plans the function of the layout's step `view`."""
     step, stages_only = function.step, function.combine is not None
-    start, count = function.batch or (0, 0)
-    sent = [*function.arguments[:start], *function.arguments[start + count :]]
     return FunctionPlan(
         read=step.read,
         inputs=tuple(map(spec_of, layout.inputs(view))),
-        arguments=tuple(map(spec_of, sent)),
+        arguments=tuple(map(spec_of, sent_of(function.arguments, function.batch))),
         outputs=tuple(map(spec_of, function.outputs)),
         view=view,
         updates=step.updates,

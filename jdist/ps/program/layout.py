@@ -7,17 +7,19 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jdist.ps.program.partition import Partitioner, Placement, Rows, place
 from jdist.ps.program.shard_plan import ShardPlan, StepShare
 from jdist.ps.program.split_step import SplitStep
 from jdist.ps.program.update_units import Unit, Update, connected
-from jdist.ps.program.wire_dtype import Rounding, Wire, make_rounding
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.wire import ROUNDED, spec_of
+
+Wire = Literal["float32", "bf16"]  # bfloat16: half the bytes, the same range, eight bits of precision
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,22 @@ class Groups:
     constant: tuple[int, ...]  # leaves that no step changes
     everywhere: tuple[int, ...]  # small leaves that every server copies; see `Update.everywhere`
     groups: tuple[Group, ...]  # the other leaves
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The arrays that travel rounded."""
+
+    leaves: frozenset[int]  # leaves of the state that workers pull rounded
+    pushed: tuple[frozenset[int], ...]  # for each step, its pushed arrays that are rounded
+
+    def of_leaf(self, i: int, shape: Any) -> Any:
+        """Returns shape and dtype of a leaf as workers pull it."""
+        return _rounded(shape) if i in self.leaves else shape
+
+    def of_pushed(self, step: int, j: int, shape: Any) -> Any:
+        """Returns shape and dtype of an array as it is pushed."""
+        return _rounded(shape) if j in self.pushed[step] else shape
 
 
 @dataclass(frozen=True)
@@ -106,11 +124,6 @@ class Layout:
             return changed + [changed[k].astype(ROUNDED) for k in shard.rounded if k < shard.changing]
 
         return run
-
-    def shares(self, shard: ShardPlan, step: int, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """Cuts what a worker computed for a step: a server's rows of the arrays `pushed`, then the scalars."""
-        by_number = dict(zip(self.steps[step].pushed, arrays, strict=True))
-        return [rows.cut(by_number[rows.of]) for rows in shard.views[step].rows] + list(scalars)
 
     def split_leaves(self, leaves: Sequence[Any]) -> list[list[np.ndarray]]:
         """Cuts whole leaves into what each server keeps."""
@@ -218,9 +231,7 @@ def _plan(
         kept=tuple(rows.spec(steps[0].update.shapes[rows.of]) for rows in kept),
         changing=changing,
         views=shares,
-        max_staleness=rules.max_staleness,
-        on_stale=rules.on_stale,
-        non_finite=rules.non_finite,
+        rules=rules,
         rounded=tuple(k for k in sorted(sent) if kept[k].of in rounding.leaves),
         weighs=is_sync or rules.on_stale == "down_weight",
     )
@@ -290,3 +301,33 @@ def _by_rows(updates: Sequence[Update], leaves: tuple[int, ...]) -> bool:
         if any(i in update.reads and i not in cut for i in leaves):
             return False
     return True
+
+
+def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
+    """Chooses the arrays to round: float32, but no single numbers and no carried leaves."""
+    if wire == "float32":
+        return Rounding(frozenset(), tuple(frozenset() for _ in steps))
+    carried = {i for step in steps for i in _carried(step)}
+
+    def pushed(step: SplitStep) -> frozenset[int]:
+        exact = {j for unit in step.update.units if carried.intersection(unit.leaves) for j in unit.pushed}
+        return frozenset(j for j in step.pushed if j not in exact and _may_be_rounded(step.update.pushed_shapes[j]))
+
+    shapes = steps[0].update.shapes
+    leaves = frozenset(i for i, shape in enumerate(shapes) if i not in carried and _may_be_rounded(shape))
+    return Rounding(leaves, tuple(map(pushed, steps)))
+
+
+def _carried(step: SplitStep) -> set[int]:
+    """Finds the leaves that a worker reads and recomputes, such as a layer's running statistics."""
+    # Rounded both ways, they would lose each small change.
+    reads, carried = step.update.reads, step.carried.leaves
+    return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
+
+
+def _may_be_rounded(shape: Any) -> bool:
+    return shape.dtype == np.float32 and len(shape.shape) > 0
+
+
+def _rounded(shape: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape.shape, ROUNDED)

@@ -6,7 +6,7 @@ import dataclasses
 
 from jdist.errors import WireError
 from jdist.ps.program.partition import Rows
-from jdist.ps.protocol.shard import NonFinite, OnStale, Rules
+from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.wire import ROUNDED, Spec, wide
 
 MOST_PROGRAM_BYTES = 1 << 32
@@ -38,18 +38,11 @@ class ShardPlan:
     kept: tuple[Spec, ...]  # their specs
     changing: int  # how many of them change
     views: tuple[StepShare, ...]  # the share of each step
-    max_staleness: int | None  # this and the next two as in `shard.Rules`
-    on_stale: OnStale
-    non_finite: NonFinite
+    rules: Rules  # of the shard's machine
     # places in `kept` that workers get rounded; programs return copies of those that change
     rounded: tuple[int, ...] = ()
     # gradients are weighted (late ones, or several for a mean); programs take them `wire.wide`
     weighs: bool = False
-
-    @property
-    def rules(self) -> Rules:
-        """The rules of the shard's machine."""
-        return Rules(max_staleness=self.max_staleness, on_stale=self.on_stale, non_finite=self.non_finite)
 
     def sent_specs(self) -> list[Spec]:
         """Returns the specs of `kept`, as it is sent to workers."""

@@ -43,13 +43,9 @@ class Leadership:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Event: a copy has answered.
+    """Event: a copy has answered: its process, the highest term that it knows, and whether it leads under that.
 
     Attributes:
-        copy: which.
-        incarnation: its process.
-        term: the highest that it knows.
-        leads: whether it leads under it.
         in_sync: the incarnation of the backup without which it acknowledges nothing; None if there is none.
     """
 
@@ -79,9 +75,7 @@ class Lead:
     """Command: have a copy lead; repeated until it says that it does.
 
     Attributes:
-        copy: which.
-        incarnation: its process; another one in its place must refuse.
-        term: under which term.
+        incarnation: the copy's process; another one in its place must refuse.
         backup: the incarnation of the other copy that it brings into step; None for none.
         anew: whether it leads even with a part of an earlier leader's state only, as the job brings its own next.
     """
@@ -111,12 +105,7 @@ Command = Lead | Announce | StateLost
 
 
 def begin(*, term: int, alive: Pair) -> tuple[Leadership, list[Command]]:
-    """Begins the first term: copy 0 leads, or copy 1 if that alone is there.
-
-    Args:
-        term: above all that any copy knows.
-        alive: each copy's incarnation; one must be there.
-    """
+    """Begins the first term, above all that any copy knows: copy 0 leads, or copy 1 if that alone is there."""
     leader = 0 if alive[0] is not None else 1
     holds = _put(_NOBODY, leader, alive[leader])
     state = Leadership(term=term, leader=leader, holds=holds, alive=alive, joining=alive[1 - leader], is_new_job=True)

@@ -21,8 +21,7 @@ class Message:
         call: the shell's name for the call, for the reply.
         generation: the history of the shards that the sender belongs to.
         settled: closures below this number are done; they may be forgotten.
-        worker: the sender's number; None for the coordinator.
-        epoch: that worker's epoch.
+        worker: the sender's number, under its epoch; None for the coordinator.
     """
 
     call: Any = None
@@ -50,11 +49,9 @@ class Push(Message):
     """Brings this shard's part of a closure's gradients, to be applied at once.
 
     Attributes:
-        closure: the closure's number.
         attempt: how often this worker has computed the closure before; a later attempt replaces an earlier one.
         base: the version of this shard that the gradients were computed at.
         view: the step whose gradients they are.
-        gradients: the received arrays.
         finite: whether the gradients of all shards are finite.
         result: what the closure returned, on its home shard; None elsewhere.
     """
@@ -78,7 +75,7 @@ class Commit(Message):
     """Applies what is staged.
 
     Attributes:
-        closures: their numbers; an update each, in this order.
+        closures: an update each, in this order.
         as_one: one update for all of them, by the mean of their gradients (synchronous mode).
         view: the step that they are of, where the commit brings scalars.
         scalars: what the update needs besides the mean.
@@ -95,7 +92,6 @@ class Drop(Message):
     """Forgets what a lost worker has staged, so that others can compute the closures.
 
     Attributes:
-        closures: their numbers.
         of: the worker; None for all (synchronous mode).
         below: drops only what was staged under a lower epoch, or where `of` is None, computed from a lower version. So a drop
             that comes late does no harm to a later attempt.
@@ -137,12 +133,7 @@ class Snapshot(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restore(Message):
-    """Begins a new history, by replacing everything.
-
-    Attributes:
-        version: the version that the restored arrays have.
-        applied: closures that these arrays contain and that are not settled.
-    """
+    """Begins a new history: replaces everything by arrays of `version`, in which these unsettled closures are `applied`."""
 
     version: int = 0
     applied: frozenset[int] = frozenset()
@@ -157,11 +148,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameters(Done):
-    """Answer to a pull.
-
-    Attributes:
-        changed: whether the arrays come with it; not if the sender has them.
-    """
+    """Answer to a pull; the arrays come with it where they have `changed` since the version that the sender has."""
 
     changed: bool
 
@@ -183,13 +170,7 @@ class Held(Done):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut(Done):
-    """Answer to a snapshot; the arrays can then be read.
-
-    Attributes:
-        staged: closures that are staged.
-        applied: closures that were applied and are not settled.
-        settled: closures below this number are settled.
-    """
+    """Answer to a snapshot, by closures, as in `shard.Shard`; the arrays can then be read."""
 
     staged: frozenset[int]
     applied: frozenset[int]
@@ -198,12 +179,7 @@ class Cut(Done):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Answer to a message that changed nothing.
-
-    Attributes:
-        reason: why, as the protocol names it.
-        version, generation: the shard's.
-    """
+    """Answer to a message that changed nothing; version and generation are the shard's."""
 
     reason: Reason
     version: int
@@ -231,7 +207,6 @@ class Apply:
     Attributes:
         gradients: the arrays, each with its weight; their weighted sum is divided by their number.
         version: the state's version afterwards.
-        scalars: what came with the commit.
     """
 
     gradients: tuple[tuple[Ref, float], ...]

@@ -45,14 +45,8 @@ class BackupAnswer(enum.StrEnum):
 
 
 def lead(role: Role, *, term: int, backup: bool, anew: bool = False) -> Role:
-    """Takes the lead under a term, with or without a backup; unchanged if it may not.
-
-    Args:
-        role: before.
-        term: the term.
-        backup: whether a backup is to be brought into step.
-        anew: whether a job begins, whose state replaces the one that is here.
-    """
+    """Takes the lead under a term, with or without a backup; unchanged if it may not."""
+    # `anew`: a job begins, and its state replaces the one that is here.
     is_partial = role.name == "follows" and not role.complete and not anew
     if term <= role.term or is_partial:  # a message that comes again, or late
         return role
@@ -65,24 +59,13 @@ def add_entry(role: Role) -> Role:
 
 
 def may_answer(role: Role, number: int) -> bool:
-    """Returns whether a caller may see a state: at once if the leader is alone, else once the backup holds it.
-
-    Args:
-        role: of the copy that was asked.
-        number: of the last entry in that state.
-    """
+    """Returns whether a caller may see a state up to entry `number`: if the leader is alone, or its backup holds that."""
     return role.name != "follows" and (role.backup != "in_sync" or role.acknowledged >= number)
 
 
 def acknowledge(role: Role, *, term: int, number: int, caught_up: bool) -> Role:
-    """Notes that the leader's backup holds all entries up to a number.
-
-    Args:
-        role: the leader's.
-        term: under which these were sent.
-        number: of the last entry.
-        caught_up: whether little enough is left for callers to wait for it from now on.
-    """
+    """Notes that the leader's backup holds all entries up to a number, sent under `term`."""
+    # `caught_up`: little enough is left for callers to wait for it from now on.
     if (role.term, role.name) != (term, "leads") or role.backup == "none":
         return role
     is_in_sync = caught_up or role.backup == "in_sync"
@@ -96,16 +79,7 @@ def depose(role: Role, *, term: int) -> Role:
 
 
 def install(role: Role, *, term: int, number: int) -> tuple[Role, BackupAnswer]:
-    """Takes a copy of a leader's whole state.
-
-    Args:
-        role: before.
-        term: the leader's.
-        number: of the last entry in that state.
-
-    Returns:
-        The role and the answer; the state is to be replaced if that is TAKEN.
-    """
+    """Takes a copy of a leader's whole state up to entry `number`; the state must be replaced if the answer is TAKEN."""
     if term < role.term or (term == role.term and role.name == "leads"):
         return role, BackupAnswer.LOWER_TERM
     if term == role.term and role.complete and number <= role.number:
@@ -114,11 +88,7 @@ def install(role: Role, *, term: int, number: int) -> tuple[Role, BackupAnswer]:
 
 
 def take(role: Role, *, term: int, number: int) -> tuple[Role, BackupAnswer]:
-    """Takes an entry that a leader forwards.
-
-    Returns:
-        The role and the answer; the entry is to be carried out if that is TAKEN.
-    """
+    """Takes an entry that a leader forwards; the entry must be carried out if the answer is TAKEN."""
     if term < role.term or (term == role.term and role.name == "leads"):
         return role, BackupAnswer.LOWER_TERM
     if term > role.term or not role.complete or number > role.number + 1:

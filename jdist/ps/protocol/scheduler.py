@@ -12,29 +12,13 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from jdist.ps.protocol import scheduler_events as events
 from jdist.ps.protocol import sync_rounds
 from jdist.ps.protocol.messages import Commit, Drop, Fence, Held, Message, Restore
-from jdist.ps.protocol.scheduler_events import (
-    Answered,
-    Assign,
-    Cancelled,
-    Command,
-    Decided,
-    Event,
-    Finish,
-    Lost,
-    Parted,
-    Registered,
-    Reported,
-    Rerun,
-    Rollback,
-    Scheduled,
-    Tell,
-)
 from jdist.ps.protocol.sync_rounds import Rounds
 
 
-def handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+def handle(dispatch: Dispatch, event: events.Event) -> tuple[Dispatch, list[events.Command]]:
     """Returns the state after an event, and what the shell has to do, in this order."""
     dispatch, commands = _handle(dispatch, event)
     dispatch, assigned = _assign(dispatch)
@@ -44,32 +28,32 @@ def handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
     return dispatch, [*commands, *assigned]
 
 
-def _handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+def _handle(dispatch: Dispatch, event: events.Event) -> tuple[Dispatch, list[events.Command]]:
     match event:
-        case Scheduled():
+        case events.Scheduled():
             return dataclasses.replace(dispatch, scheduled=dispatch.scheduled + event.count), []
-        case Parted() if dispatch.rounds is not None:
+        case events.Parted() if dispatch.rounds is not None:
             return dispatch, []  # updates are made one at a time, in the closures' order
-        case Parted():
+        case events.Parted():
             parts = {p for p in dispatch.parts if p > event.kept} | {dispatch.scheduled}
             return dataclasses.replace(dispatch, parts=tuple(sorted(parts))), []
-        case Registered():
+        case events.Registered():
             return _register(dispatch, event)
-        case Reported():
+        case events.Reported():
             return _report(dispatch, event)
-        case Lost():
+        case events.Lost():
             return _lose(dispatch, event)
-        case Answered():
+        case events.Answered():
             return _take_answer(dispatch, event)
-        case Rollback():
+        case events.Rollback():
             return _roll_back(dispatch, event)
-        case Decided():
+        case events.Decided():
             return _advance_round(dispatch, event)
-        case Cancelled():
+        case events.Cancelled():
             return _cancel(dispatch, event)
 
 
-def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
+def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[events.Command]]:
     """Hands out closures, to the worker that has fewest first."""
     if dispatch.restoring:
         return dispatch, []
@@ -94,7 +78,7 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
         closures = *dispatch.workers[worker].closures, closure
         dispatch = _with(dataclasses.replace(dispatch, **changes), worker, closures=closures)
     return dispatch, [
-        Assign(
+        events.Assign(
             worker=worker,
             epoch=dispatch.workers[worker].epoch,
             generation=dispatch.generation,
@@ -113,7 +97,7 @@ def _first_new(dispatch: Dispatch) -> int:
     return first
 
 
-def _cancel(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Command]]:
+def _cancel(dispatch: Dispatch, event: events.Cancelled) -> tuple[Dispatch, list[events.Command]]:
     wanted = event.only
     if wanted is None:
         wanted = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
@@ -121,23 +105,23 @@ def _cancel(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Comman
     dispatch = dataclasses.replace(dispatch, returned=tuple(c for c in dispatch.returned if c not in dropped))
     dispatch = _finish(dispatch, dropped)
     dispatch = dataclasses.replace(dispatch, next=_first_new(dispatch))
-    return dispatch, [Finish(closure=c, outcome="void") for c in sorted(dropped)]
+    return dispatch, [events.Finish(closure=c, outcome="void") for c in sorted(dropped)]
 
 
-def _register(dispatch: Dispatch, event: Registered) -> tuple[Dispatch, list[Command]]:
+def _register(dispatch: Dispatch, event: events.Registered) -> tuple[Dispatch, list[events.Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     if known.state == "absent":
         dispatch = _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=())
         return _clear_declined(dispatch), []
-    commands: list[Command] = []
+    commands: list[events.Command] = []
     if known.state == "ready":  # a new process in the place of one that was not missed yet
-        dispatch, commands = _lose(dispatch, Lost(worker=event.worker, epoch=known.epoch))
+        dispatch, commands = _lose(dispatch, events.Lost(worker=event.worker, epoch=known.epoch))
     if dispatch.workers[event.worker].state == "absent":
         return _register(dispatch, event)[0], commands
     return _with(dispatch, event.worker, waits=True), commands
 
 
-def _report(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Command]]:
+def _report(dispatch: Dispatch, event: events.Reported) -> tuple[Dispatch, list[events.Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     mine = (event.epoch, event.generation) == (known.epoch, dispatch.generation) and known.state == "ready"
     if not mine or event.closure not in known.closures:
@@ -149,10 +133,12 @@ def _report(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Command
         return dataclasses.replace(dispatch, returned=tuple(sorted((*dispatch.returned, event.closure)))), []
     if event.outcome == "staged":
         return _advance_round(dispatch, event)
-    return _finish(dispatch, {event.closure}), [Finish(closure=event.closure, outcome=event.outcome, arrived=True)]
+    return _finish(dispatch, {event.closure}), [
+        events.Finish(closure=event.closure, outcome=event.outcome, arrived=True)
+    ]
 
 
-def _lose(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
+def _lose(dispatch: Dispatch, event: events.Lost) -> tuple[Dispatch, list[events.Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     if known.state == "fencing" and event.epoch == known.epoch:
         return _with(dispatch, event.worker, waits=False), []
@@ -165,17 +151,19 @@ def _lose(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
     return _ask(dispatch, event.worker, Recovery(), fence)
 
 
-def _ask(dispatch: Dispatch, worker: int, recovery: Recovery, message: Message) -> tuple[Dispatch, list[Command]]:
+def _ask(
+    dispatch: Dispatch, worker: int, recovery: Recovery, message: Message
+) -> tuple[Dispatch, list[events.Command]]:
     """Asks every shard something about a lost worker."""
     shards = range(dispatch.num_shards)
     recovery = dataclasses.replace(recovery, asks=message, unanswered=frozenset(shards))
     dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
     if not shards:  # of functions without a state there is nobody to ask
         return _next_question(dispatch, worker, recovery)
-    return dispatch, [Tell(shard=shard, message=message) for shard in shards]
+    return dispatch, [events.Tell(shard=shard, message=message) for shard in shards]
 
 
-def _take_answer(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Command]]:
+def _take_answer(dispatch: Dispatch, event: events.Answered) -> tuple[Dispatch, list[events.Command]]:
     message = event.message
     if message.generation != dispatch.generation:
         return dispatch, []
@@ -194,7 +182,7 @@ def _take_answer(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Co
     return (dispatch, []) if recovery.unanswered else _next_question(dispatch, worker, recovery)
 
 
-def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple[Dispatch, list[Command]]:
+def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple[Dispatch, list[events.Command]]:
     """Goes on once all shards have answered: fence, then commit, then drop, then the worker is sorted out."""
     generation, message = dispatch.generation, recovery.asks
     if isinstance(message, Fence):
@@ -218,8 +206,8 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
     )
     dispatch = _finish(_with(dispatch, worker, state="absent", waits=False, closures=()), set(recovery.commit))
     if known.waits:
-        dispatch, _ = _register(dispatch, Registered(worker=worker))
-    return dispatch, [Finish(closure=c, result=results.get(c)) for c in recovery.commit]
+        dispatch, _ = _register(dispatch, events.Registered(worker=worker))
+    return dispatch, [events.Finish(closure=c, result=results.get(c)) for c in recovery.commit]
 
 
 def _takes_effect(closure: int, held: Collection[Held]) -> bool:
@@ -230,7 +218,7 @@ def _takes_effect(closure: int, held: Collection[Held]) -> bool:
     return any(closure in shard.applied for shard in held) or closure in {c for c, _ in everywhere}
 
 
-def _roll_back(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Command]]:
+def _roll_back(dispatch: Dispatch, event: events.Rollback) -> tuple[Dispatch, list[events.Command]]:
     generation = max(dispatch.generation + 1, event.generation)
     undone = [c for c in range(event.settled, dispatch.next) if c not in event.applied]
     again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
@@ -258,9 +246,12 @@ def _roll_back(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Comm
         rounds=None if dispatch.rounds is None else dispatch.rounds.roll_back(event.version),
     )
     for worker in joining:
-        dispatch, _ = _register(dispatch, Registered(worker=worker))
+        dispatch, _ = _register(dispatch, events.Registered(worker=worker))
     restore = Restore(generation=generation, version=event.version, settled=event.settled, applied=event.applied)
-    return dispatch, [*([Rerun(count=again)] if again else []), *(Tell(shard=s, message=restore) for s in shards)]
+    return dispatch, [
+        *([events.Rerun(count=again)] if again else []),
+        *(events.Tell(shard=s, message=restore) for s in shards),
+    ]
 
 
 def _is_exhausted(dispatch: Dispatch) -> bool:
@@ -282,7 +273,9 @@ def _end_of_round(dispatch: Dispatch) -> int:
     return end
 
 
-def _advance_round(dispatch: Dispatch, event: Reported | Decided | Answered | None) -> tuple[Dispatch, list[Command]]:
+def _advance_round(
+    dispatch: Dispatch, event: events.Reported | events.Decided | events.Answered | None
+) -> tuple[Dispatch, list[events.Command]]:
     """Tells the round of an event, and takes over what that leads to."""
     assert dispatch.rounds is not None  # in asynchronous mode there are no such events
     turn = sync_rounds.handle(dispatch.rounds, event, generation=dispatch.generation, num_shards=dispatch.num_shards)
@@ -290,7 +283,7 @@ def _advance_round(dispatch: Dispatch, event: Reported | Decided | Answered | No
         dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned}))
     )
     outcome = "done" if turn.commit else "void"
-    finished = [Finish(closure=c, outcome=outcome, arrived=True) for c in sorted(turn.finished)]
+    finished = [events.Finish(closure=c, outcome=outcome, arrived=True) for c in sorted(turn.finished)]
     return _finish(dispatch, set(turn.finished)), [*turn.commands, *finished]
 
 
@@ -355,7 +348,6 @@ class Dispatch:
     """The coordinator's state; immutable.
 
     Attributes:
-        num_shards: how many shards there are.
         depth: closures that a worker may have at a time.
         window: closures that may be handed out beyond the first that is not done.
         generation: the shards' present history.
@@ -364,7 +356,6 @@ class Dispatch:
         returned: those that come before it: taken back from a lost worker, declined by one, or undone.
         done: those at or above `settled` that are done, or will never be.
         settled: all below are done.
-        workers: by number.
         recoveries: of the workers in "fencing".
         restoring: shards that have not yet acknowledged the present history; nothing is handed out meanwhile.
         parts: closures at or above each of these numbers are handed out when all below it are done; rising.

@@ -43,11 +43,7 @@ class Reported:
     """Event: a worker has finished with a closure.
 
     Attributes:
-        worker: its number.
-        epoch: under which epoch it computed.
-        generation: in which history.
-        closure: the closure's number.
-        outcome: what became of it.
+        epoch, generation: under which it computed.
         base: the version of the shards that a staged one was computed from.
     """
 
@@ -95,12 +91,7 @@ class Rollback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decided:
-    """Event: the shell has answered `Decide`.
-
-    Attributes:
-        closures: their numbers.
-        commit: whether they become one update; else they are dropped, and count as done.
-    """
+    """Event: the shell has answered `Decide`: closures become one update, or are dropped and count as done."""
 
     closures: tuple[int, ...]
     commit: bool
@@ -124,15 +115,7 @@ Event = Scheduled | Parted | Registered | Reported | Lost | Answered | Rollback 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assign:
-    """Command: send a worker closures.
-
-    Attributes:
-        worker: its number.
-        epoch: its epoch, for the shards.
-        generation: the history, for the shards.
-        closures: their numbers.
-        settled: closures below this number are done.
-    """
+    """Command: send a worker closures; epoch, generation and settled are for the shards."""
 
     worker: int
     epoch: int
@@ -154,8 +137,6 @@ class Finish:
     """Command: a closure is done.
 
     Attributes:
-        closure: its number.
-        outcome: what became of it.
         arrived: whether its result came with a worker's report; else a shard kept it.
         result: the shard's name for the result; None if it has arrived, or there is none.
     """

@@ -11,39 +11,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from jdist.ps.protocol.messages import (
-    Apply,
-    Command,
-    Commit,
-    Cut,
-    Done,
-    Drop,
-    Fence,
-    Forget,
-    Freeze,
-    Held,
-    Message,
-    Parameters,
-    Pull,
-    Push,
-    Reason,
-    Ref,
-    Refused,
-    Replace,
-    Reply,
-    Restore,
-    Snapshot,
-    Stage,
-    Thaw,
-)
+from jdist.ps.protocol import messages
 
 
-def receive(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
+def receive(shard: Shard, message: messages.Message) -> tuple[Shard, list[messages.Command]]:
     """Returns the shard after a message, and what the shell has to do, in this order.
 
     Each message is replied to once: now or, if the shard is frozen, after its thaw.
     """
-    if isinstance(message, Restore):
+    if isinstance(message, messages.Restore):
         return _restore(shard, message)
     if (reason := _reason_to_refuse(shard, message)) is not None:
         return shard, _refuse(shard, message, reason)
@@ -52,7 +28,7 @@ def receive(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
     return shard, [*forgotten, *commands]
 
 
-def _reason_to_refuse(shard: Shard, message: Message) -> Reason | None:
+def _reason_to_refuse(shard: Shard, message: messages.Message) -> messages.Reason | None:
     if shard.generation == 0:
         return "empty"
     if message.generation != shard.generation:  # a higher one has to begin by a restore
@@ -62,32 +38,34 @@ def _reason_to_refuse(shard: Shard, message: Message) -> Reason | None:
     return None
 
 
-def _take(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
+def _take(shard: Shard, message: messages.Message) -> tuple[Shard, list[messages.Command]]:
     match message:
-        case Pull():
+        case messages.Pull():
             changed = message.known != shard.version
-            return shard, [Reply(call=message.call, answer=Parameters(version=shard.version, changed=changed))]
-        case Push():
+            return shard, [
+                messages.Reply(call=message.call, answer=messages.Parameters(version=shard.version, changed=changed))
+            ]
+        case messages.Push():
             return _admit(shard, message)
-        case Commit():
+        case messages.Commit():
             return _commit(shard, message)
-        case Drop():
+        case messages.Drop():
             return _drop(shard, message)
-        case Fence():
+        case messages.Fence():
             return _fence(shard, message)
-        case Freeze():
+        case messages.Freeze():
             number = max(shard.frozen, message.number) if message.number > shard.thawed else shard.frozen
             return _done(dataclasses.replace(shard, frozen=number), message)
-        case Thaw():
+        case messages.Thaw():
             return _thaw(shard, message)
-        case Snapshot() if shard.frozen == message.number:
+        case messages.Snapshot() if shard.frozen == message.number:
             staged, applied = frozenset(shard.staged), frozenset(shard.applied)
-            answer = Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
-            return shard, [Reply(call=message.call, answer=answer)]
+            answer = messages.Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
+            return shard, [messages.Reply(call=message.call, answer=answer)]
     return shard, _refuse(shard, message, "unknown")
 
 
-def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
+def _admit(shard: Shard, message: messages.Push) -> tuple[Shard, list[messages.Command]]:
     """Takes the gradients of a push or a stage."""
     number, earlier = message.closure, shard.staged.get(message.closure)
     sender = message.worker, message.epoch
@@ -126,29 +104,33 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
     shard = dataclasses.replace(shard, staged={**shard.staged, number: entry}, counts=counts)
     before = _forget(message.gradients) if skip else []
     before += [] if earlier is None else _forget(earlier.gradients, earlier.result)
-    if not isinstance(message, Stage):
+    if not isinstance(message, messages.Stage):
         shard, applied = _apply(shard, (number,))
         before += applied
     return _done(shard, message, before=before)
 
 
-def _commit(shard: Shard, message: Commit) -> tuple[Shard, list[Command]]:
+def _commit(shard: Shard, message: messages.Commit) -> tuple[Shard, list[messages.Command]]:
     todo = tuple(c for c in message.closures if c >= shard.settled and c not in shard.applied)
     if any(c not in shard.staged for c in todo) or (message.as_one and 0 < len(todo) < len(message.closures)):
         return shard, _refuse(shard, message, "unknown")
-    commands: list[Command] = []
+    commands: list[messages.Command] = []
     for closures in [todo] if message.as_one and todo else [(c,) for c in todo]:
         shard, applied = _apply(shard, closures, message.scalars)
         commands += applied
     return _done(shard, message, before=[*commands, *_forget_arrays(message)])
 
 
-def _apply(shard: Shard, closures: tuple[int, ...], scalars: Ref | None = None) -> tuple[Shard, list[Command]]:
+def _apply(
+    shard: Shard, closures: tuple[int, ...], scalars: messages.Ref | None = None
+) -> tuple[Shard, list[messages.Command]]:
     """Makes one update of what is staged of these closures; none if all their gradients are left out."""
     entries = [shard.staged[c] for c in closures]
     gradients = tuple((entry.gradients, entry.weight) for entry in entries if entry.gradients is not None)
     version, counts = shard.version + bool(gradients), shard.counts
-    commands: list[Command] = [Apply(gradients=gradients, version=version, scalars=scalars)] if gradients else []
+    commands: list[messages.Command] = (
+        [messages.Apply(gradients=gradients, version=version, scalars=scalars)] if gradients else []
+    )
     commands += _forget(*(ref for ref, _ in gradients))
     done = {c: Applied(worker=shard.staged[c].worker, result=shard.staged[c].result) for c in closures}
     shard = dataclasses.replace(
@@ -161,7 +143,7 @@ def _apply(shard: Shard, closures: tuple[int, ...], scalars: Ref | None = None) 
     return shard, commands
 
 
-def _drop(shard: Shard, message: Drop) -> tuple[Shard, list[Command]]:
+def _drop(shard: Shard, message: messages.Drop) -> tuple[Shard, list[messages.Command]]:
     dropped = {
         c: entry
         for c, entry in shard.staged.items()
@@ -177,7 +159,7 @@ def _drop(shard: Shard, message: Drop) -> tuple[Shard, list[Command]]:
     return _done(dataclasses.replace(shard, staged=kept), message, before=_forget(*refs))
 
 
-def _fence(shard: Shard, message: Fence) -> tuple[Shard, list[Command]]:
+def _fence(shard: Shard, message: messages.Fence) -> tuple[Shard, list[messages.Command]]:
     worker, below = message.fenced, max(message.below, shard.fences.get(message.fenced, 0))
     gone = [m for m in shard.waiting if m.worker == worker and m.epoch < below]
     shard = dataclasses.replace(
@@ -187,17 +169,17 @@ def _fence(shard: Shard, message: Fence) -> tuple[Shard, list[Command]]:
     )
     staged = {c: entry.result for c, entry in shard.staged.items() if entry.worker == worker and entry.epoch < below}
     applied = {c: entry.result for c, entry in shard.applied.items() if entry.worker == worker}
-    held = Held(
+    held = messages.Held(
         version=shard.version,
         staged=frozenset((c, shard.staged[c].attempt) for c in staged),
         applied=frozenset(applied),
         results=tuple((c, result) for c, result in {**staged, **applied}.items() if result is not None),
     )
     refused = [command for m in gone for command in _refuse(shard, m, "fenced")]
-    return shard, [*refused, Reply(call=message.call, answer=held)]
+    return shard, [*refused, messages.Reply(call=message.call, answer=held)]
 
 
-def _thaw(shard: Shard, message: Thaw) -> tuple[Shard, list[Command]]:
+def _thaw(shard: Shard, message: messages.Thaw) -> tuple[Shard, list[messages.Command]]:
     if message.number <= shard.thawed:
         return _done(shard, message)
     waiting, thawed = shard.waiting, message.number
@@ -208,7 +190,7 @@ def _thaw(shard: Shard, message: Thaw) -> tuple[Shard, list[Command]]:
     return shard, commands
 
 
-def _settle(shard: Shard, below: int) -> tuple[Shard, list[Command]]:
+def _settle(shard: Shard, below: int) -> tuple[Shard, list[messages.Command]]:
     if below <= shard.settled:
         return shard, []
     gone = {c: entry for c, entry in shard.applied.items() if c < below}
@@ -216,7 +198,7 @@ def _settle(shard: Shard, below: int) -> tuple[Shard, list[Command]]:
     return dataclasses.replace(shard, settled=below, applied=kept), _forget(*(entry.result for entry in gone.values()))
 
 
-def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
+def _restore(shard: Shard, message: messages.Restore) -> tuple[Shard, list[messages.Command]]:
     if message.generation <= shard.generation:
         return shard, _refuse(shard, message, "generation")
     kept = [entry.gradients for entry in shard.staged.values()]
@@ -230,27 +212,29 @@ def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
         settled=message.settled,
     )
     late = [command for m in waiting for command in _refuse(shard, m, "generation")]
-    return _done(shard, message, before=[*late, *_forget(*kept), Replace(version=message.version)])
+    return _done(shard, message, before=[*late, *_forget(*kept), messages.Replace(version=message.version)])
 
 
-def _done(shard: Shard, message: Message, *, before: list[Command] | None = None) -> tuple[Shard, list[Command]]:
-    return shard, [*(before or []), Reply(call=message.call, answer=Done(version=shard.version))]
+def _done(
+    shard: Shard, message: messages.Message, *, before: list[messages.Command] | None = None
+) -> tuple[Shard, list[messages.Command]]:
+    return shard, [*(before or []), messages.Reply(call=message.call, answer=messages.Done(version=shard.version))]
 
 
-def _refuse(shard: Shard, message: Message, reason: Reason) -> list[Command]:
-    answer = Refused(reason=reason, version=shard.version, generation=shard.generation)
-    return [*_forget_arrays(message), Reply(call=message.call, answer=answer)]
+def _refuse(shard: Shard, message: messages.Message, reason: messages.Reason) -> list[messages.Command]:
+    answer = messages.Refused(reason=reason, version=shard.version, generation=shard.generation)
+    return [*_forget_arrays(message), messages.Reply(call=message.call, answer=answer)]
 
 
-def _forget_arrays(message: Message) -> list[Command]:
+def _forget_arrays(message: messages.Message) -> list[messages.Command]:
     """Forgets the arrays of a message that is refused, repeated or carried out."""
-    if isinstance(message, Commit):
+    if isinstance(message, messages.Commit):
         return _forget(message.scalars)
-    return _forget(message.gradients, message.result) if isinstance(message, Push) else []
+    return _forget(message.gradients, message.result) if isinstance(message, messages.Push) else []
 
 
-def _forget(*refs: Ref | None) -> list[Command]:
-    return [Forget(ref=ref) for ref in refs if ref is not None]
+def _forget(*refs: messages.Ref | None) -> list[messages.Command]:
+    return [messages.Forget(ref=ref) for ref in refs if ref is not None]
 
 
 NonFinite = Literal["raise", "skip", "apply"]
@@ -277,12 +261,10 @@ class Counts:
     """Statistics of a shard since it was restored.
 
     Attributes:
-        updates: updates applied.
         skipped: closures that were left out, as their gradients were not finite.
         refused: gradients that were too stale.
         down_weighted: gradients that were too stale, and admitted with less weight.
-        staleness: sum of the staleness of all admitted gradients.
-        admitted: their number.
+        staleness: sum of the staleness of all `admitted` gradients.
     """
 
     updates: int = 0
@@ -306,9 +288,9 @@ class Staged:
     epoch: int
     attempt: int
     base: int
-    gradients: Ref | None = None
+    gradients: messages.Ref | None = None
     weight: float
-    result: Ref | None = None
+    result: messages.Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,11 +299,10 @@ class Applied:
 
     Attributes:
         worker: who computed it; None after a restore, as nobody will ask for its result.
-        result: what it returned, on its home shard.
     """
 
     worker: int | None
-    result: Ref | None = None
+    result: messages.Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,7 +310,6 @@ class Shard:
     """The state of one shard; immutable.
 
     Attributes:
-        rules: about late and non-finite gradients.
         generation: its history; 0 while it is empty and takes nothing but a restore.
         version: number of updates.
         fences: of each worker the lowest epoch that is not refused.
@@ -339,7 +319,6 @@ class Shard:
         frozen: the snapshot for which pushes and stages wait; 0: they do not.
         thawed: the last snapshot that is over.
         waiting: the pushes and stages that wait, in their order.
-        counts: statistics.
     """
 
     rules: Rules = Rules()
@@ -351,5 +330,5 @@ class Shard:
     settled: int = 0
     frozen: int = 0
     thawed: int = 0
-    waiting: tuple[Push, ...] = ()
+    waiting: tuple[messages.Push, ...] = ()
     counts: Counts = Counts()

@@ -21,8 +21,7 @@ class Rounds:
     Attributes:
         size: closures that make an update.
         spare: further closures that are handed out with them; those that come last are computed again.
-        version: the shards' version.
-        staged: closures that are staged on all shards, computed from that version.
+        staged: closures that are staged on all shards, computed from the shards' version.
         chosen: those of them that are to become an update; empty while there are not enough.
         stale: closures that are staged on all shards, computed from an older version.
         asks: what all shards are asked at present.
@@ -53,10 +52,7 @@ class Turn:
     """The effect of an event on a round.
 
     Attributes:
-        rounds: afterwards.
-        commands: what the shell has to do.
-        finished: closures that are done by it.
-        commit: whether they took effect.
+        finished: closures that are done by it; `commit`: whether they took effect.
         returned: closures that are to be computed again.
     """
 
@@ -68,14 +64,9 @@ class Turn:
 
 
 def handle(rounds: Rounds, event: Reported | Decided | Answered | None, *, generation: int, num_shards: int) -> Turn:
-    """Returns the effect of an event.
+    """Returns the effect of an event: a closure is staged, a choice is decided, or a shard has answered the question to all.
 
-    Args:
-        rounds: before it.
-        event: a closure is staged on all shards, it is decided about those that were chosen, or a shard has answered what all
-            are asked. None: no further closure will come, as others have failed.
-        generation: the shards' history.
-        num_shards: how many shards there are.
+    Without an event no further closure will come, as others have failed.
     """
     match event:
         case Reported():

@@ -203,13 +203,10 @@ def to_plain(value: Any) -> Any:
         return [to_plain(x) for x in sorted(value)]
     if kind is dict:
         return [[to_plain(key), to_plain(x)] for key, x in value.items()]
-    if (known := _NAMES.get(kind)) is None:
-        if not dataclasses.is_dataclass(kind):
-            return value
-        fields = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
-        known = _NAMES[kind] = fields
+    if (names := _names(kind)) is None:
+        return value
     plain = {"is": kind.__name__}
-    for name in known:
+    for name in names:
         x = getattr(value, name)
         plain[name] = x if type(x) in _ATOMS else to_plain(x)
     return plain
@@ -222,7 +219,7 @@ def from_plain(kinds: Mapping[str, type] | type, plain: Any) -> Any:
     kind = (kinds if name == kinds.__name__ else None) if isinstance(kinds, type) else kinds.get(str(name))
     if kind is None:
         raise WireError("a message of a kind that is not known")
-    fields = _FIELDS.get(kind) or _compiled(kind)
+    fields = _fields(kind)
     values, unread = {}, len(plain) - 1
     for name, checked, required in fields:
         if name in plain:
@@ -239,23 +236,30 @@ def from_plain(kinds: Mapping[str, type] | type, plain: Any) -> Any:
 _ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
 _LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
 _Check = Callable[[Any], Any]
-_NAMES: dict[type, tuple[str, ...]] = {}  # of each dataclass the fields that travel
-_FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
 
 
-def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
-    """Returns of each field its name, what checks a value, and whether there must be one; looked up once."""
-    hints = typing.get_type_hints(kind)
-    fields = [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]  # type: ignore[arg-type]  # it is one
-    _FIELDS[kind] = tuple(
+@functools.cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """Returns the fields of a dataclass that travel; None for another type."""
+    return tuple(f.name for f in _travelling(kind)) if dataclasses.is_dataclass(kind) else None
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
+    """Returns of each field its name, what checks a value, and whether there must be one."""
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    return tuple(
         (
             f.name,
             _check(hints[f.name], f"{kind.__name__}.{f.name}"),
-            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+            f.default is missing and f.default_factory is missing,
         )
-        for f in fields
+        for f in _travelling(kind)
     )
-    return _FIELDS[kind]
+
+
+def _travelling(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]
 
 
 def _check(hint: Any, where: str) -> _Check:

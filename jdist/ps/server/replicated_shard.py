@@ -24,7 +24,7 @@ from jdist.ps.protocol.wire import Spec, from_plain, to_plain
 from jdist.ps.server.backup_link import MOST_BEHIND_BYTES, MOST_ENTRIES, BackupLink
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.server.shard_transfer import ShardState, expected, unpack_shard
-from jdist.ps.transport.interface import Channel, Header, Method, check_files
+from jdist.ps.transport.interface import Channel, Header, Method, check_files, integers
 from jdist.ps.transport.routed import SlotChannel, slot_of
 
 _JOIN_S = 5.0
@@ -80,7 +80,7 @@ class ReplicatedShard(ShardServer):
 
     def _lead(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes the lead, as the coordinator says; the status tells whether it does."""
-        (term,), backup = _integers(header, "term"), _address_of_backup(header)
+        (term,), backup = integers(header, "term"), _address_of_backup(header)
         with self.lock:
             before = self._role
             if header.get("incarnation") == self.incarnation:
@@ -207,7 +207,7 @@ class ReplicatedShard(ShardServer):
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes over a leader's whole state."""
-        term, number = _integers(header, "term", "number")
+        term, number = integers(header, "term", "number")
         if header.get("to") != self.incarnation:
             return self._answer_leader(BackupAnswer.OTHER_PROCESS)
         state = unpack_shard(header, arrays)
@@ -230,7 +230,7 @@ class ReplicatedShard(ShardServer):
 
     def _forward(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Carries out the entries that a leader forwards."""
-        term, first = _integers(header, "term", "first")
+        term, first = integers(header, "term", "first")
         if header.get("to") != self.incarnation:
             return self._answer_leader(BackupAnswer.OTHER_PROCESS)
         rest, answer = iter(arrays), BackupAnswer.REPEATED
@@ -275,13 +275,6 @@ def _address_of_backup(header: Header) -> tuple[str, int, str] | None:
     if not isinstance(plain, list) or [type(x) for x in plain] != [str, int, str]:
         raise WireError("`backup` must be [address, slot, incarnation]")
     return plain[0], plain[1], plain[2]
-
-
-def _integers(header: Header, *names: str) -> list[int]:
-    for name in names:
-        if type(header.get(name)) is not int:
-            raise WireError(f"`{name}` must be an int")
-    return [header[name] for name in names]
 
 
 def slots(copies: Sequence[ReplicatedShard]) -> Mapping[str, Method]:

@@ -23,25 +23,7 @@ from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
 from jdist.ps.program.artifact import unpack
 from jdist.ps.program.shard_plan import ShardPlan, program_spec, result_spec
-from jdist.ps.protocol.messages import (
-    TRAVELLING,
-    Answer,
-    Apply,
-    Command,
-    Commit,
-    Cut,
-    Forget,
-    Held,
-    Message,
-    Parameters,
-    Pull,
-    Push,
-    Replace,
-    Reply,
-    Restore,
-    Snapshot,
-    Thaw,
-)
+from jdist.ps.protocol import messages
 from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
 from jdist.ps.server.shard_transfer import ShardState
@@ -80,7 +62,7 @@ class ShardServer:
         self._thaws_at_s = 0.0  # once it is frozen
         self._snapshot: list[np.ndarray] = []
         self._snapshot_of: tuple[Any, Any] = 0, 0  # its generation and version
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, messages.Answer] = {}
         self._abandoned: set[int] = set()  # calls without an answer yet, for which nobody waits
         self._holds_applied = False  # memory of gradients that were applied
 
@@ -98,7 +80,7 @@ class ShardServer:
     def _check(self) -> None:
         """Raises if no message may be taken; called before each, and in waits."""
 
-    def _changed(self, message: Message, arrays: list[np.ndarray], answer: Answer | None) -> None:
+    def _changed(self, message: messages.Message, arrays: list[np.ndarray], answer: messages.Answer | None) -> None:
         """Takes in a message that has changed the state, and the answer if there is one yet."""
 
     def _restored(self) -> None:
@@ -124,7 +106,7 @@ class ShardServer:
 
     def restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Begins a new history with the arrays and programs that come."""
-        message = from_plain(Restore, header.get("say"))
+        message = from_plain(messages.Restore, header.get("say"))
         plan = from_plain(ShardPlan, header.get("plan"))
         kept, packed = arrays[: len(plan.kept)], arrays[len(plan.kept) :]
         programs = self.unpack_programs(plan, packed)
@@ -133,7 +115,7 @@ class ShardServer:
             self._check()
             shard = dataclasses.replace(self.shard, rules=plan.rules)
             shard, commands = receive(shard, dataclasses.replace(message, call=0))
-            is_replaced = any(isinstance(command, Replace) for command in commands)
+            is_replaced = any(isinstance(command, messages.Replace) for command in commands)
             if is_replaced:
                 self._put(plan, kept, programs, packed)
                 self.begun_by = str(header.get("by", ""))[:MOST_NAME]
@@ -171,22 +153,23 @@ class ShardServer:
         plain = header.get("say")
         if not isinstance(plain, list) or len(plain) > MOST_MESSAGES:
             raise WireError(f"`say` must be a list of at most {MOST_MESSAGES:,} messages")
-        messages = [from_plain(TRAVELLING, m) for m in plain]
-        if any(isinstance(m, Restore) for m in messages) or (any(isinstance(m, Push) for m in messages) and not arrays):
+        received = [from_plain(messages.TRAVELLING, m) for m in plain]
+        brings_arrays = any(isinstance(m, messages.Push) for m in received)
+        if any(isinstance(m, messages.Restore) for m in received) or (brings_arrays and not arrays):
             raise WireError("a push must come with arrays, and a restore by a call of its own")
         answers, sent = [], []
         with self.lock:
-            for message in messages:
+            for message in received:
                 answer = self._ask(message, arrays)
                 answers.append(self._encode_answer(message, answer, sent))
             arrays.clear()  # the caller's list: what is kept of them, `_held` has
         return {"answers": answers}, sent
 
-    def _ask(self, message: Message, arrays: list[np.ndarray]) -> Answer:
+    def _ask(self, message: messages.Message, arrays: list[np.ndarray]) -> messages.Answer:
         self._check()
         before = self.shard
         call = self._take(message, arrays)
-        if self.shard is not before and not isinstance(message, Pull | Snapshot):
+        if self.shard is not before and not isinstance(message, messages.Pull | messages.Snapshot):
             self._changed(message, arrays, self._answers.get(call))
         incarnation = self.incarnation
         try:
@@ -206,23 +189,23 @@ class ShardServer:
         """Ends a freeze whose coordinator is gone or cut off; its snapshot is never used."""
         number = self.shard.frozen
         _LOG.warning("no thaw for snapshot %d within %g s of its freeze: pushes go on", number, self._frozen_s)
-        self._ask(Thaw(generation=self.shard.generation, number=number), [])
+        self._ask(messages.Thaw(generation=self.shard.generation, number=number), [])
         self.drop_snapshot()
 
-    def _encode_answer(self, message: Message, answer: Answer, sent: list[Any]) -> Header:
+    def _encode_answer(self, message: messages.Message, answer: messages.Answer, sent: list[Any]) -> Header:
         """Returns an answer as it travels, and adds the arrays that go with it to `sent`."""
         plain = to_plain(answer)
-        if isinstance(answer, Parameters):
+        if isinstance(answer, messages.Parameters):
             # An empty shard refuses, and nothing but a pull is answered by parameters.
             assert self.plan is not None
-            assert isinstance(message, Pull)
+            assert isinstance(message, messages.Pull)
             places = self.plan.sent(message.view, changed=answer.changed, first=message.known is None)
             sent.extend(np.asarray(self._rounded.get(i, self._kept[i])) for i in places)
-        if isinstance(answer, Cut):
+        if isinstance(answer, messages.Cut):
             self._snapshot = self._views()
             self._snapshot_of = message.generation, answer.version
             failpoints.reached(Point.IN_SNAPSHOT)
-        if isinstance(answer, Held):
+        if isinstance(answer, messages.Held):
             plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
         return plain
 
@@ -236,19 +219,19 @@ class ShardServer:
 
     # What the machine says, done
 
-    def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
+    def _take(self, message: messages.Message, arrays: list[np.ndarray]) -> int:
         """Hands a message to the machine; the returned call name is answered now or later."""
         # OutOfFilesError comes before any change. Inside an update, XLA's own error would come
         # half-way.
-        if not isinstance(message, Pull):
+        if not isinstance(message, messages.Pull):
             check_files()
         call = self._name()
         refs: dict[str, Any] = {"call": call}
-        if isinstance(message, Push) and arrays:
+        if isinstance(message, messages.Push) and arrays:
             *pushes, result = arrays
             refs["gradients"] = self._name((message.view, pushes))
             refs["result"] = self._name(result.tobytes()) if result.size else None
-        if isinstance(message, Commit):
+        if isinstance(message, messages.Commit):
             refs["scalars"] = self._name(arrays[:-1]) if message.as_one and arrays else None
         self._carry_out(*receive(self.shard, dataclasses.replace(message, **refs)))
         return call
@@ -259,11 +242,11 @@ class ShardServer:
             self._held[self._next_ref] = held
         return self._next_ref
 
-    def _carry_out(self, shard: Shard, commands: list[Command]) -> None:
+    def _carry_out(self, shard: Shard, commands: list[messages.Command]) -> None:
         """Takes over the machine's new state, and carries out its commands."""
         for command in commands:
             match command:
-                case Apply():
+                case messages.Apply():
                     scalars = [] if command.scalars is None else self._held[command.scalars]
                     gradients = [(self._held[ref], weight) for ref, weight in command.gradients]
                     self._holds_applied = sum(x.nbytes for (_, arrays), _ in gradients for x in arrays) > LARGE_BYTES
@@ -272,11 +255,11 @@ class ShardServer:
                     except BaseException:
                         self._reset()
                         raise
-                case Forget():
+                case messages.Forget():
                     self._held.pop(command.ref, None)
-                case Reply() if command.call in self._abandoned:
+                case messages.Reply() if command.call in self._abandoned:
                     self._abandoned.discard(command.call)
-                case Reply():
+                case messages.Reply():
                     self._answers[command.call] = command.answer
         if shard.frozen and not self.shard.frozen:
             self._thaws_at_s = time.monotonic() + self._frozen_s
@@ -349,7 +332,7 @@ class ShardServer:
         self.drop_snapshot()
         self.lock.notify_all()
 
-    def apply_entry(self, message: Message, arrays: list[np.ndarray]) -> None:
+    def apply_entry(self, message: messages.Message, arrays: list[np.ndarray]) -> None:
         """Takes a message whose sender was answered by the leader. Called with the lock held."""
         call = self._take(message, arrays)
         if self._answers.pop(call, None) is None:

@@ -1,4 +1,4 @@
-"""The transport of messages and arrays: gRPC, data connections, and a fake for tests.
+"""The transport of messages and arrays: gRPC and data connections.
 
 Start at `interface`; `shard_client` repeats a call until it is answered; `routed` asks whoever leads.
 

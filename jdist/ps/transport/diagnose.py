@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jdist.cluster.address import split
 from jdist.cluster.environment import TOKEN
 from jdist.ps.transport.grpc_transport import RpcChannel
-from jdist.ps.transport.interface import EXHAUSTED, CallFailed
+from jdist.ps.transport.interface import EXHAUSTED, CallFailed, ask_once
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, NAME, Security, tls_context
 from jdist.support.versions import difference, versions
 
@@ -37,26 +37,20 @@ def reach_all(
 
 def reach(address: str, security: Security, timeout_s: float, *, sends_programs: bool = True) -> Diagnosis | None:
     """Asks a server for its status; None if it answered, and can read programs from here if `sends_programs`."""
-    channel = RpcChannel(address, security=security)
-    try:
-        status, _ = channel.call("status", {}, timeout_s=timeout_s)
-        differ = difference(versions(), status.get("versions"), same_step=False) if sends_programs else None
-        if differ is not None and differ.is_fatal:
-            return Diagnosis(f"it has other versions: {differ.text}. Install the same on all hosts", lasts=True)
-    except CallFailed as exc:
-        if exc.reason == "unauthenticated":
-            shown = "is another there" if security.token is not None else "is not set here"
-            return Diagnosis(
-                f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True
-            )
-        if exc.reason == "refused":
-            return Diagnosis("what answers there is no `jdist serve`, or one of another version", lasts=True)
-        if exc.reason == EXHAUSTED:
-            return Diagnosis(exc.why, lasts=False)
-        return _unavailable(address, security, str(exc).partition("(")[2].removesuffix(")") or exc.reason)
-    finally:
-        channel.close()
-    return None
+    answer = ask_once(RpcChannel(address, security=security), "status", {}, timeout_s)
+    if not isinstance(answer, CallFailed):
+        differ = difference(versions(), answer.get("versions"), same_step=False) if sends_programs else None
+        if differ is None or not differ.is_fatal:
+            return None
+        return Diagnosis(f"it has other versions: {differ.text}. Install the same on all hosts", lasts=True)
+    if answer.reason == "unauthenticated":
+        shown = "is another there" if security.token is not None else "is not set here"
+        return Diagnosis(f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True)
+    if answer.reason == "refused":
+        return Diagnosis("what answers there is no `jdist serve`, or one of another version", lasts=True)
+    if answer.reason == EXHAUSTED:
+        return Diagnosis(answer.why, lasts=False)
+    return _unavailable(address, security, str(answer).partition("(")[2].removesuffix(")") or answer.reason)
 
 
 def _unavailable(address: str, security: Security, reason: str) -> Diagnosis:

@@ -18,23 +18,10 @@ import numpy as np
 
 from jdist.errors import WireError
 from jdist.ps.protocol.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
+from jdist.ps.transport import interface
 from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
-from jdist.ps.transport.interface import (
-    EXHAUSTED,
-    Answer,
-    Arrays,
-    CallFailed,
-    CallOptions,
-    Expects,
-    FailedPrecondition,
-    Header,
-    Method,
-    Methods,
-    OutOfFilesError,
-    check_files,
-    no_arrays,
-)
+from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Expects, Header, Method, Methods
 from jdist.ps.transport.security import OPEN
 from jdist.ps.transport.security import Security as Security
 from jdist.ps.transport.stream import Stream
@@ -242,7 +229,7 @@ class RpcChannel:
         return self._address
 
     def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        timeout_s, expects = options["timeout_s"], options.get("expects", no_arrays)
+        timeout_s, expects = options["timeout_s"], options.get("expects", interface.no_arrays)
         header = {**header, "method": method}
         bulk = options.get("bulk", False) or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
         if bulk and (finish := self._data.begin(header, arrays, expects, timeout_s)) is not None:
@@ -257,7 +244,7 @@ class RpcChannel:
         except grpc.RpcError as exc:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
             detail = exc.details() or ""  # type: ignore[attr-defined]  # as above
-            reason = EXHAUSTED if detail == EXHAUSTED else _REASONS.get(status, "unavailable")
+            reason = interface.EXHAUSTED if detail == interface.EXHAUSTED else _REASONS.get(status, "unavailable")
             raise CallFailed(self._address, reason, detail) from exc
         except ValueError as exc:  # what grpc says of a channel that was closed
             if not self._closed:
@@ -267,7 +254,7 @@ class RpcChannel:
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        expects = options.get("expects", no_arrays)
+        expects = options.get("expects", interface.no_arrays)
         begun = self._data.begin({**header, "method": method}, arrays, expects, options["timeout_s"])
         return begun or functools.partial(self.call, method, header, arrays, **options)
 
@@ -297,19 +284,21 @@ _REASONS = {
 
 def _failure(exc: Exception) -> str:
     """Logs an error in a method, and returns the one word that the caller learns of it."""
-    if isinstance(exc, OutOfFilesError):
-        return EXHAUSTED
+    if isinstance(exc, interface.OutOfFilesError):
+        return interface.EXHAUSTED
     try:
-        check_files(anew=True)
-    except OutOfFilesError:
+        interface.check_files(anew=True)
+    except interface.OutOfFilesError:
         _LOG.exception("a call failed, as no file descriptor is left")
-        return EXHAUSTED
+        return interface.EXHAUSTED
     _LOG.error("a call failed", exc_info=exc)
     return "failed"
 
 
 def _log_refusal(exc: Exception) -> None:
-    _LOG.log(logging.INFO if isinstance(exc, FailedPrecondition) else logging.WARNING, "refused a call: %s", exc)
+    _LOG.log(
+        logging.INFO if isinstance(exc, interface.FailedPrecondition) else logging.WARNING, "refused a call: %s", exc
+    )
 
 
 def _received(answers: Iterator[bytes], expects: Expects) -> Answer:

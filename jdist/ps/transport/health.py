@@ -54,7 +54,7 @@ def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.G
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-def serve_health(address: str, *services: str, is_well: Callable[[], bool] = lambda: True) -> Callable[[], None]:
+def serve_health(address: str, *services: str, is_well: Callable[[], bool] = lambda: True) -> Callable[[], object]:
     """Serves only health, without TLS, for probes; returns a function that ends it."""
     server = grpc.server(futures.ThreadPoolExecutor(2 + MOST_WATCHES, "jdist-health"), options=_OPTIONS)
     server.add_generic_rpc_handlers((health(*services, is_well=is_well),))
@@ -63,8 +63,4 @@ def serve_health(address: str, *services: str, is_well: Callable[[], bool] = lam
     except RuntimeError as exc:
         raise OSError(f"cannot listen on {address}: the port is taken, or the address is not this machine's") from exc
     server.start()
-
-    def end() -> None:
-        server.stop(0).wait()
-
-    return end
+    return lambda: server.stop(0).wait()

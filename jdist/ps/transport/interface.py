@@ -68,6 +68,14 @@ def no_arrays(header: Header) -> Sequence[Spec]:
     return ()
 
 
+def integers(header: Header, *names: str) -> list[int]:
+    """Returns numbers of a header; refuses what is no int, or below 0."""
+    numbers = [header.get(name) for name in names]
+    if any(type(x) is not int or x < 0 for x in numbers):
+        raise WireError(f"{', '.join(f'`{name}`' for name in names)} must be whole numbers from 0 on")
+    return numbers  # type: ignore[return-value]  # as was just checked
+
+
 class FailedPrecondition(WireError):
     """A call that would be right, had this process not been started anew: its caller has not heard of that, and soon will."""
 
@@ -116,3 +124,13 @@ class Channel(Protocol):
     def close(self) -> None:
         """Ends the connection; calls under way fail."""
         ...
+
+
+def ask_once(channel: Channel, method: str, header: Header, timeout_s: float) -> Header | CallFailed:
+    """Makes the only call of a channel, and closes it; returns the answer or the failure."""
+    try:
+        return channel.call(method, header, timeout_s=timeout_s)[0]
+    except CallFailed as exc:
+        return exc
+    finally:
+        channel.close()

@@ -12,7 +12,8 @@ from typing import Any, Unpack
 
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.protocol.wire import from_plain
-from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Channel, Expects, Header, no_arrays
+from jdist.ps.transport import interface
+from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Channel, Expects, Header
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,13 +78,13 @@ class RoutedChannel:
         return self._channel.peer
 
     def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
+        channel, options["expects"] = self._channel, _if_led(options.get("expects", interface.no_arrays))
         return self._led(channel, lambda: channel.call(method, header, arrays, **options))
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
+        channel, options["expects"] = self._channel, _if_led(options.get("expects", interface.no_arrays))
         begun = self._led(channel, lambda: channel.begin(method, header, arrays, **options))
         return lambda: self._led(channel, begun)
 
@@ -140,17 +141,11 @@ class Copies:
         # Each question waits `timeout_s`; after `give_up_s` without an answer the shard is lost.
         end, pause_s = time.monotonic() + give_up_s, 0.05
 
-        def ask(channel: Channel) -> dict[str, Any] | CallFailed:
-            try:
-                return channel.call("status", {}, timeout_s=timeout_s)[0]
-            except CallFailed as exc:
-                return exc
-            finally:
-                channel.close()
-
         with ThreadPoolExecutor(2) as pool:
             while True:
-                answers = list(pool.map(ask, [self.connected(copy) for copy in (0, 1)]))
+                answers = list(
+                    pool.map(lambda copy: interface.ask_once(self.connected(copy), "status", {}, timeout_s), (0, 1))
+                )
                 failures = [x for x in answers if isinstance(x, CallFailed)]
                 refuses = any(exc.is_final for exc in failures)
                 if len(failures) < len(answers) or refuses or time.monotonic() + pause_s > end:

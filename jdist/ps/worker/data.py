@@ -20,7 +20,7 @@ from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.options import InputContext
 from jdist.errors import DatasetError, WireError
-from jdist.ps.transport.interface import Header, Method
+from jdist.ps.transport.interface import Header, Method, integers
 
 SCRIPT = "__main__"
 MOST_KEPT = 64  # batches of a share that were read and not asked for
@@ -54,20 +54,20 @@ class WorkerData:
         make = self._opened(header)
         if "pipeline" not in header:
             return {}
-        (pipeline,) = _whole(header, "pipeline")
+        (pipeline,) = integers(header, "pipeline")
         dataset = make(pipeline)
         return {"spec": to_structure(dataset.element_spec), "steps": dataset.num_steps}
 
     def _advance(self, header: Header) -> Header:
         """Reads ahead, and says how many batches are there, and whether that is all."""
         names = ("dataset", "pass", "pipeline", "until", "asked")
-        dataset, number_of_pass, pipeline, until, asked = _whole(header, *names)
+        dataset, number_of_pass, pipeline, until, asked = integers(header, *names)
         self._opened(header)
         return self._pipeline(dataset, number_of_pass, pipeline).advance(until, asked)
 
     def _opened(self, header: Header) -> Callable[[int], DistributedDataset]:
         """Returns what makes the shares of a dataset, which may be new to this process."""
-        (number,) = _whole(header, "dataset")
+        (number,) = integers(header, "dataset")
         with self._lock:
             known = self._datasets.get(number)
         make = known or _maker(header, self._script, self._num_replicas)
@@ -93,7 +93,7 @@ class WorkerData:
 def _maker(header: Header, script: str | None, num_replicas: int) -> Callable[[int], DistributedDataset]:
     """Returns a function that makes the share of a pipeline, of the dataset that a header names."""
     name, options = header.get("name"), header.get("options")
-    (pipelines,) = _whole(header, "pipelines")
+    (pipelines,) = integers(header, "pipelines")
     if not isinstance(name, str) or not isinstance(options, dict):
         raise WireError("a dataset needs a `name` and `options`")
     function = function_named(name, script)
@@ -272,13 +272,6 @@ def _script_module(script: str) -> Any:
             del sys.modules[_MODULE]
             raise
     return sys.modules[_MODULE]
-
-
-def _whole(header: Header, *names: str) -> list[int]:
-    numbers = [header.get(name) for name in names]
-    if any(type(x) is not int or x < 0 for x in numbers):
-        raise WireError(f"{', '.join(f'`{name}`' for name in names)} must be whole numbers from 0 on")
-    return numbers  # type: ignore[return-value]  # they are whole numbers, as was just checked
 
 
 def to_structure(spec: Any) -> Any:

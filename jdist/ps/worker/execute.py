@@ -20,7 +20,7 @@ from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import ShardClients
+from jdist.ps.transport.shard_client import ShardClient, ShardClients
 
 ONE_VERSION_S = 60.0
 
@@ -31,24 +31,19 @@ class Abandoned(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sender:
-    """In whose name a worker speaks: what every message of a closure says."""
+    """In whose name a worker speaks: the fields of every message of a closure."""
 
     worker: int
     epoch: int
     generation: int
     settled: int
 
-    @property
-    def said(self) -> Header:
-        """The fields of a message."""
-        return {name: getattr(self, name) for name in ("worker", "epoch", "generation", "settled")}
 
-
-class Shards:
+class Shards(ShardClients):
     """The shards, as all functions of a worker see them."""
 
-    def __init__(self, clients: ShardClients):
-        self.clients = clients
+    def __init__(self, clients: Sequence[ShardClient]):
+        super().__init__(clients)
         self._epoch_and_generation: tuple[int, int] | None = None
         self.newest: list[int] = []  # version that any function has seen of each
 
@@ -56,7 +51,7 @@ class Shards:
         """Returns a closure's epoch and generation; where one of them is another than before, versions are counted anew."""
         now = who.epoch, who.generation
         if self._epoch_and_generation != now:
-            self._epoch_and_generation, self.newest = now, [0] * len(self.clients.clients)
+            self._epoch_and_generation, self.newest = now, [0] * len(self.clients)
         return now
 
 
@@ -78,7 +73,7 @@ class Installed:
         self.function, self._shards, self._run = function, shards, run
         self._scale: WorkerScale | None = None
         self._epoch_and_generation: tuple[int, int] | None = None  # of what was pulled
-        self._plans = [] if function.view is None else [client.plan for client in shards.clients.clients]
+        self._plans = [] if function.view is None else [client.plan for client in shards.clients]
         _check_plans(function, self._plans)
         self._versions: list[int | None] = [None] * len(self._plans)
         self._inputs = {
@@ -114,7 +109,7 @@ class Installed:
             if not finite and function.non_finite == "raise":
                 return Computed([], is_finite=False)
             result = b"".join(x.tobytes() for x in outputs)
-            fields = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
+            fields = {**vars(who), "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
             base = self._versions[0] or 0
             if self._push(who, fields, pushed, scalars, home, result):
                 return Computed(outputs, is_finite=finite, base=base)
@@ -151,7 +146,7 @@ class Installed:
             return [push, *pull], shares, result if i == home else None
 
         failpoints.reached(Point.BEFORE_PUSH)
-        replies = self._shards.clients.say([first(i, plan) for i, plan in enumerate(self._plans)])
+        replies = self._shards.say([first(i, plan) for i, plan in enumerate(self._plans)])
         refused = [answers[0] for answers, _, _ in replies if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
             raise Abandoned
@@ -165,8 +160,8 @@ class Installed:
             self._pull(who)
             return False
         failpoints.reached(Point.AFTER_PUSH)
-        commit = Commit(**who.said, closures=(fields["closure"],))
-        replies = self._shards.clients.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
+        commit = Commit(**vars(who), closures=(fields["closure"],))
+        replies = self._shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
         for i, (answers, arrays, _) in enumerate(replies):
             if not isinstance(answers[0], Done):
                 raise Abandoned
@@ -180,7 +175,7 @@ class Installed:
         return self.function.view
 
     def _pull_of(self, who: Sender, known: int | None) -> Pull:
-        return Pull(**who.said, known=known, view=self._view)
+        return Pull(**vars(who), known=known, view=self._view)
 
     def _pull_one_version(self, who: Sender) -> None:
         """Pulls until all shards have the same version, as they have but for the moment of a commit."""
@@ -197,7 +192,7 @@ class Installed:
             time.sleep(0.002)
 
     def _pull(self, who: Sender) -> None:
-        replies = self._shards.clients.say([([self._pull_of(who, known)], None, None) for known in self._versions])
+        replies = self._shards.say([([self._pull_of(who, known)], None, None) for known in self._versions])
         for i, (answers, arrays, _) in enumerate(replies):
             self._take(i, answers[0], arrays)
 

@@ -20,9 +20,9 @@ from jdist.ps.program.artifact import name_of, unpack
 from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.shard_plan import ShardPlan, program_spec
 from jdist.ps.protocol.wire import Spec, from_plain
-from jdist.ps.transport.interface import Channel, FailedPrecondition, Header, Method, check_files
+from jdist.ps.transport.interface import Channel, FailedPrecondition, Header, Method, check_files, integers
 from jdist.ps.transport.routed import RoutedChannel, routes_in
-from jdist.ps.transport.shard_client import ShardClient, ShardClients, unreached
+from jdist.ps.transport.shard_client import ShardClient, unreached
 from jdist.ps.worker.data import EndOfDataError, WorkerData
 from jdist.ps.worker.execute import Abandoned, Installed, Sender, Shards
 from jdist.support.versions import versions
@@ -52,7 +52,7 @@ class WorkerServer:
         self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._attached = 0  # how often the coordinator has connected
-        self._shards = Shards(ShardClients([]))
+        self._shards = Shards([])
         self._routed: Sequence[RoutedChannel] = ()  # where a shard has a backup
         self._functions: dict[str, Installed] = {}
         self._devices = devices or jax.local_device_count()
@@ -72,7 +72,7 @@ class WorkerServer:
 
     def close(self) -> None:
         """Ends its connections."""
-        self._shards.clients.close()
+        self._shards.close()
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Says who it is, and takes in where the shards are now, in case one has moved."""
@@ -80,7 +80,7 @@ class WorkerServer:
         routes, channels = routes_in(header), self._routed
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
             channel.move(route)
-        waiting_s = max((client.waiting_s for client in self._shards.clients.clients), default=0.0)
+        waiting_s = max((client.waiting_s for client in self._shards.clients), default=0.0)
         return {
             "incarnation": self.incarnation,
             "devices": self._devices,
@@ -93,7 +93,7 @@ class WorkerServer:
         timeout_s = header.get("timeout_s")
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_REACH_S:
             raise WireError(f"`timeout_s` must be above 0 and at most {MOST_REACH_S:g}")
-        return {"unreached": unreached(self._shards.clients.clients, timeout_s)}, []
+        return {"unreached": unreached(self._shards.clients, timeout_s)}, []
 
     def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
@@ -109,10 +109,10 @@ class WorkerServer:
         channels = routed or [self._connect(address) for address in addresses]
         clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(channels, plans, strict=True)]
         with self._lock:
-            before, self._shards, self._functions = self._shards, Shards(ShardClients(clients)), {}
+            before, self._shards, self._functions = self._shards, Shards(clients), {}
             self._attached += 1
             self._routed = routed
-        before.clients.close()
+        before.close()
         return {"versions": versions()}, []
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
@@ -150,11 +150,10 @@ class WorkerServer:
         """Computes closures in turn; returns all outcomes, and outputs of done and staged ones."""
         # The other outcomes: "void" with an error's text, "abandoned", and "declined" if no batch
         # is left to read.
-        numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]
-        if any(type(n) is not int for n in numbers):
-            raise WireError("`worker`, `epoch`, `generation`, `settled` and each of `closures` must be an int")
-        worker, epoch, generation, settled, *closures = numbers
-        who = Sender(worker=worker, epoch=epoch, generation=generation, settled=settled)
+        names, closures = ("worker", "epoch", "generation", "settled"), header["closures"]
+        who = Sender(**dict(zip(names, integers(header, *names), strict=True)))
+        if any(type(closure) is not int for closure in closures):
+            raise WireError("each of `closures` must be an int")
         with self._lock:
             attached = self._attached
             functions = [self._functions[name] for name in header["functions"]]

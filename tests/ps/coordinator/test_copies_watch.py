@@ -11,30 +11,9 @@ from jdist.ps.coordinator.shard_watch import CopiesWatch
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.interface import CallFailed, Method
 from jdist.ps.transport.routed import two_copies
+from tests.ps.coordinator.test_shard_watch import Hub
 from tests.ps.fake_transport import FakeChannel, FakeServer
-
-
-class Hub:
-    """What a watch needs of the coordinator; `told` is set once it hears of an error or of a loss."""
-
-    def __init__(self):
-        self.closed = threading.Event()
-        self.errors, self.lost, self.told = [], [], threading.Event()
-        self.silent = {}
-
-    def shard_found(self, shard):
-        pass
-
-    def shard_lost(self, shard, error):
-        self.errors.append(str(error))
-        self.told.set()
-
-    def heard_of(self, generation, begun_by):
-        pass
-
-    def memory_lost(self, shard):
-        self.lost.append(shard)
-        self.told.set()
+from tests.ps.real_cluster import wait_until
 
 
 class Server:
@@ -96,9 +75,9 @@ def watched():
 
 def test_the_backup_of_a_lost_leader_leads(watched):
     watch, hub, servers, copies = watched()
-    assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", "b-1"), 20)
+    wait_until(lambda: watch._leadership.holds == ("a-0", "b-1"))
     servers["a"].fake.stop()
-    assert watch.wait_for(lambda replicas: replicas.confirmed and replicas.leader == 1, 20)
+    wait_until(lambda: watch._leadership.confirmed and watch._leadership.leader == 1)
     assert (copies.channel.route.address, copies.channel.route.slot) == ("b", 1)
     assert (hub.lost, hub.errors) == ([], [])
 
@@ -106,34 +85,34 @@ def test_the_backup_of_a_lost_leader_leads(watched):
 def test_a_leader_that_does_not_reach_its_backup_goes_on_without_it_until_it_does(watched, caplog):
     watch, hub, servers, _ = watched()
     both = ("a-0", "b-1")
-    assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
+    wait_until(lambda: watch._leadership.holds == both)
     servers["a"].copies[0]["waiting_s"] = 60.0
     time.sleep(0.2)
     assert watch._leadership.holds == both  # the way is there: it computes
     servers["a"].reaches = servers["a"].syncs = False
-    assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", None) and replicas.confirmed, 20)
+    wait_until(lambda: watch._leadership.holds == ("a-0", None) and watch._leadership.confirmed)
     servers["a"].copies[0]["waiting_s"] = 0.0
     assert "the parameter servers a and b both answer, and the one does not reach the other: shard 3" in caplog.text
     assert "in step" not in caplog.text
     servers["a"].reaches = servers["a"].syncs = True
     servers["a"].copies[0]["in_sync"] = "b-1"
-    assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
+    wait_until(lambda: watch._leadership.holds == both)
     assert (hub.lost, hub.errors, watch._leadership.leader) == ([], [], 0)
     assert caplog.text.count("shard 3 has two copies in step again") == 1
 
 
 def test_another_process_in_the_leaders_place_without_a_backup_has_lost_the_state(watched):
     watch, hub, servers, _ = watched(syncs=False)
-    assert watch.wait_for(lambda replicas: replicas.confirmed, 20)
+    wait_until(lambda: watch._leadership.confirmed)
     servers["a"].copies[0] = {**servers["b"].copies[0], "incarnation": "new"}
     assert hub.told.wait(20)
     assert (hub.lost, hub.errors) == ([3], [])
-    assert watch.wait_for(lambda replicas: replicas.confirmed and replicas.holds[0] == "new", 20)
+    wait_until(lambda: watch._leadership.confirmed and watch._leadership.holds[0] == "new")
 
 
 def test_silence_of_both_is_told_after_its_time(watched):
     watch, hub, servers, _ = watched(ps_timeout_s=0.3)
-    assert watch.wait_for(lambda replicas: replicas.confirmed, 20)
+    wait_until(lambda: watch._leadership.confirmed)
     for server in servers.values():
         server.fake.stop()
     assert hub.told.wait(20)
@@ -143,7 +122,7 @@ def test_silence_of_both_is_told_after_its_time(watched):
 def test_a_shard_that_gets_no_backup_is_told_of_once(watched, caplog):
     with caplog.at_level(logging.WARNING):
         watch, hub, *_ = watched(syncs=False, ps_timeout_s=0.1)
-        assert watch.wait_for(lambda replicas: watch._in_step_at is None, 20)
+        wait_until(lambda: watch._in_step_at is None)
     assert [r.getMessage() for r in caplog.records] == [
         "shard 3 has had no backup for 0 s: is one of a and b gone, or does one not reach the other?"
     ]

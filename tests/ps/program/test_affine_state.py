@@ -22,7 +22,7 @@ from jdist.ps.transport.shard_client import ShardClient
 from tests.by_default import some
 from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, loss
-from tests.ps.program.test_layout import raw
+from tests.ps.program.test_layout import raw, shares
 from tests.ps.program.test_split_step import apart, spec_of
 from tests.ps.server.test_shard_server import push, struct
 
@@ -103,14 +103,14 @@ OTHERS = {
 def pushed_by_each(parts, leaves, given, layout):
     """What workers push that have all pulled the same leaves."""
     found = [jax.jit(parts.worker)([leaves[i] for i in parts.read], *arguments) for arguments in given]
-    return [[layout.shares(shard, 0, pushed, scalars) for shard in layout.shards] for pushed, scalars, _, _ in found]
+    return [[shares(layout, shard, pushed, scalars) for shard in layout.shards] for pushed, scalars, _, _ in found]
 
 
 def together(layout, leaves, pushes):
     """The leaves after those pushes, one after the other, on every server."""
-    for shares in pushes:
+    for each in pushes:
         new = [np.array(x) for x in leaves]
-        for shard, given in zip(layout.shards, shares, strict=True):
+        for shard, given in zip(layout.shards, each, strict=True):
             kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
             made = jax.jit(layout.program(shard, 0))([*kept, *given])
             for rows, x in zip(shard.rows, made, strict=False):
@@ -267,7 +267,7 @@ def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged
     mean = [np.mean([np.asarray(each[j]) for each in made], 0) for j in range(n)]
     scalars, _, _ = sync.combine([each[n + 1 :] for each in made])
     (shard,) = layout.shards
-    found = together(layout, old, [[layout.shares(shard, 0, mean, scalars)]])
+    found = together(layout, old, [[shares(layout, shard, mean, scalars)]])
     each = [rule(state.extra, {k: x[4 * i : 4 * i + 4] for k, x in BATCH.items()}) for i in range(2)]
     values = [np.asarray(new) for one in each for new in one.values()]
     start = np.asarray(next(iter(first.values())))

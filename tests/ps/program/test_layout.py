@@ -20,13 +20,19 @@ def raw(state):
     ]
 
 
+def shares(layout, shard, arrays, scalars):
+    """Cuts what a worker computed: a server's rows of the pushed arrays, then the scalars."""
+    by_number = dict(zip(layout.steps[0].pushed, arrays, strict=True))
+    return [rows.cut(by_number[rows.of]) for rows in shard.views[0].rows] + list(scalars)
+
+
 def one_step(layout, parts, leaves, batches, others, *, packed=False):
     """The new leaves after one closure, each server running its own program on its own rows."""
     pushed, scalars, _, _ = jax.jit(parts.worker)([leaves[i] for i in parts.read], batches, others)
     new = [np.array(x) for x in leaves]
     for shard in layout.shards:
         kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
-        pushes = layout.shares(shard, 0, pushed, scalars)
+        pushes = shares(layout, shard, pushed, scalars)
         assert [(tuple(np.shape(x)), np.dtype(x.dtype).name) for x in pushes] == [
             (s.shape, s.dtype) for s in shard.views[0].pushes
         ]

@@ -10,9 +10,8 @@ import pytest
 
 import jdist
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.layout import make_layout
+from jdist.ps.program.layout import ROUNDED, make_layout, make_rounding
 from jdist.ps.program.partition import fixed_shards
-from jdist.ps.program.wire_dtype import ROUNDED, make_rounding
 from jdist.ps.protocol.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer

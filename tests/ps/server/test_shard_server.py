@@ -36,7 +36,7 @@ from jdist.ps.transport.interface import CallFailed, FailedPrecondition
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, train_step
-from tests.ps.program.test_layout import raw
+from tests.ps.program.test_layout import raw, shares
 from tests.ps.program.test_split_step import apart
 
 
@@ -68,7 +68,7 @@ class Job:
 
     def computed(self):
         pushed, scalars, _, _ = jax.jit(self.parts.worker)([self.leaves[i] for i in self.parts.read], *self.given)
-        return [self.layout.shares(shard, 0, pushed, scalars) for shard in self.layout.shards]
+        return [shares(self.layout, shard, pushed, scalars) for shard in self.layout.shards]
 
     def whole(self):
         """The state's leaves, as the shards have them."""

@@ -181,16 +181,16 @@ class PsStep(Distributed):
             )
             self._check_rows(batches, 1)
             step = split_step(spec, state.shapes, batches, others)
-            if self._job.options.is_sync and step.updates:
+            rounds = self._job.options.rounds
+            if rounds is not None and step.updates:
                 if arguments.reads is not None:
                     raise StepError(
                         "in synchronous mode the batch of an update is cut up among the workers, so it cannot be one that a "
                         "worker reads. Feed it by `strategy.distribute_dataset`."
                     )
-                closures = self._job.options.gradients_per_update
-                self._check_rows(batches, closures)
-                step = split_step(spec, state.shapes, batches, others, closures=closures)
-                self._functions[key] = make_sync_function(step, closures)
+                self._check_rows(batches, rounds.size)
+                step = split_step(spec, state.shapes, batches, others, closures=rounds.size)
+                self._functions[key] = make_sync_function(step, rounds.size)
             else:
                 self._functions[key] = make_function(step, arguments.place)
         return self._functions[key]

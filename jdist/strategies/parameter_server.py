@@ -33,6 +33,7 @@ from jdist.ps.local import local_servers
 from jdist.ps.program.layout import Wire
 from jdist.ps.program.partition import Partitioner, Placement, min_size
 from jdist.ps.protocol.shard import OnStale, Rules
+from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
 from jdist.ps.serve import IS_SERVER
 from jdist.ps.step import PsStep
@@ -175,9 +176,7 @@ class PsArguments:
             rules=rules,
             times=self.times or Times(),
             wire=self.wire,
-            is_sync=is_sync,
-            gradients_per_update=workers - self.backup_workers if is_sync else 1,
-            backup_workers=self.backup_workers,
+            rounds=Rounds(size=workers - self.backup_workers, spare=self.backup_workers) if is_sync else None,
             replicas=self.ps_replicas,
         )
 
@@ -291,7 +290,7 @@ def _strategy(job: Session) -> Strategy:
         return state.show()
 
     def feed(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:
-        batch_axis, lead = options.batch_axis, int(options.steps_per_call > 1)
+        batch_axis, lead, rounds = options.batch_axis, int(options.steps_per_call > 1), job.options.rounds
         check_axes(batch_axis, DatasetError)
 
         def turn(batch: PyTree) -> PyTree:
@@ -299,7 +298,7 @@ def _strategy(job: Session) -> Strategy:
 
         return distributed_dataset(
             turn_source(source, batch_axis),
-            num_replicas=job.options.gradients_per_update * job.on_worker.num_replicas,
+            num_replicas=(1 if rounds is None else rounds.size) * job.on_worker.num_replicas,
             place=None if is_first(batch_axis) else turn,
             place_spec=None if is_first(batch_axis) else turn,
             partial=options.partial,

@@ -13,6 +13,7 @@ from jdist.ps.coordinator.session import PsOptions, Session
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Replace
 from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.interface import CallFailed
@@ -236,8 +237,7 @@ class InProcess:
             placement="round_robin",
             rules=Rules(max_staleness=0 if mode == "sync" else max_staleness, non_finite="skip"),
             times=times,
-            is_sync=mode == "sync",
-            gradients_per_update=workers if mode == "sync" else 1,
+            rounds=Rounds(size=workers) if mode == "sync" else None,
         )
         names = tuple(f"worker{i}" for i in range(workers)), tuple(f"ps{i}" for i in range(ps))
         servers = Servers(workers=names[0], ps=names[1], connect=self._connect, close=self._close)

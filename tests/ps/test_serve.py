@@ -216,8 +216,8 @@ class TestEnds:
         ("options", "message"),
         [
             ({"grace_s": float("nan")}, "`--grace-s` is nan; it must be a number of seconds above 0"),
-            ({"grace_s": 0.0}, "--grace-s is 0;"),
-            ({"grace_s": -1.0}, "--grace-s is -1;"),
+            ({"grace_s": 0.0}, "`--grace-s` is 0.0;"),
+            ({"grace_s": -1.0}, "`--grace-s` is -1.0;"),
             ({"grace_s": 1.0, "script": "/nowhere.py"}, "--script is '/nowhere.py'; it must be a file"),
         ],
     )

@@ -47,9 +47,7 @@ class PsOptions:
     rules: Rules
     times: Times
     wire: Wire = "float32"
-    is_sync: bool = False
-    gradients_per_update: int = 1
-    backup_workers: int = 0
+    rounds: Rounds | None = None  # how many gradients make an update, in synchronous mode
     replicas: int = 1
 
 
@@ -89,7 +87,7 @@ class Session:
     def on_worker(self) -> Strategy:
         """The strategy of a worker's part of a step: mirrored over the worker's devices."""
         count = devices_of_workers(self.servers, self.options.times)
-        if self.options.is_sync and count > 1:
+        if self.options.rounds is not None and count > 1:
             raise StrategyError(
                 f"each worker has {count} devices; synchronous mode has one gradient of one device for each worker. Start "
                 "a worker for each device, or use `jdist.multi_worker()`."
@@ -257,7 +255,7 @@ class Session:
             placement=options.placement,
             wire=options.wire,
             rules=options.rules,
-            is_sync=options.is_sync,
+            is_sync=options.rounds is not None,
         )
         programs = [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards]
         coordinator = self._make_coordinator(layout.shards)
@@ -284,7 +282,7 @@ class Session:
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
             times=options.times,
-            rounds=Rounds(size=options.gradients_per_update, spare=options.backup_workers) if options.is_sync else None,
+            rounds=options.rounds,
             copies=copies,
             on_replaced=servers.leave,
         )

@@ -67,18 +67,10 @@ class StepFunction:
 def make_function(step: SplitStep, batch: tuple[int, int] | None = None) -> StepFunction:
     """Makes the function of a step with one closure for each call."""
     # `batch`: (first, count) of the arguments that the worker reads itself.
-    leaves, treedef = jax.tree.flatten(step.arguments)
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        n = len(step.read)
-        pushed, scalars, finite, outputs = step.worker(values[:n], *jax.tree.unflatten(treedef, values[n:]))
-        reported = [finite] if step.reports_finite else []
-        return [*pushed, *scalars, finite, *outputs, *reported] if step.updates else list(outputs)
-
-    arguments = with_shardings(step.spec.strategy.mesh, leaves, step.num_batch_leaves)
-    returned = jax.eval_shape(run, [*(step.update.shapes[i] for i in step.read), *arguments])
+    arguments = with_shardings(step.spec.strategy.mesh, jax.tree.leaves(step.arguments), step.num_batch_leaves)
+    returned = jax.eval_shape(step.worker, [*(step.update.shapes[i] for i in step.read), *arguments])
     outputs = returned[len(returned) - step.outputs_treedef.num_leaves - step.reports_finite :]
-    return StepFunction(step=step, run=run, arguments=arguments, outputs=outputs, batch=batch)
+    return StepFunction(step=step, run=step.worker, arguments=arguments, outputs=outputs, batch=batch)
 
 
 def plan_function(layout: Layout, view: int, function: StepFunction) -> FunctionPlan:

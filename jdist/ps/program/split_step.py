@@ -111,12 +111,11 @@ class SplitStep:
         every = [leaves[i] if i in leaves else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(shapes)]
         return jax.tree.unflatten(self.treedef, _typed(every, self.impls))
 
-    def worker(
-        self, read: Sequence[Any], batches: PyTree, others: PyTree
-    ) -> tuple[list[Any], list[Any], Any, list[Any]]:
-        """Computes the worker's part: `(pushed arrays, scalars, all gradients finite, outputs)`."""
-        # This is traced. `read` are the leaves of that name, PRNG keys as their data.
-        plan, strategy = self.plan, self.spec.strategy
+    def worker(self, values: Sequence[Any]) -> list[Any]:
+        """Computes the worker's part of inputs and arguments, both flat; returns the results in `FunctionPlan`."""
+        # This is traced. PRNG keys of the state come as their data.
+        plan, strategy, n = self.plan, self.spec.strategy, len(self.read)
+        batches, others = jax.tree.unflatten(jax.tree.structure(self.arguments), values[n:])
         traced, kinds, num_outputs = plan.split.traced, plan.kinds, self.outputs_treedef.num_leaves
 
         def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
@@ -149,9 +148,10 @@ class SplitStep:
             in_specs=(whole, rows, whole),
             out_specs=(whole, whole, whole, whole, rows),
             check_vma=False,
-        )(list(read), batches, others)
-        outputs = {**shared, **by_rows}
-        return pushed, scalars, finite, [outputs[i] for i in range(num_outputs)]
+        )(list(values[:n]), batches, others)
+        outputs = [{**shared, **by_rows}[i] for i in range(num_outputs)]
+        reported = [finite] if self.reports_finite else []
+        return [*pushed, *scalars, finite, *outputs, *reported] if self.updates else outputs
 
 
 def split_step(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, *, closures: int = 1) -> SplitStep:

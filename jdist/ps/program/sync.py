@@ -58,6 +58,14 @@ class _Round:
         counts = jax.eval_shape(self._counts, leaves)
         rows = [jax.ShapeDtypeStruct((x.shape[0] // closures, *x.shape[1:]), x.dtype) for x in leaves[: self._num_rows]]
         self.arguments = [*rows, *leaves[self._num_rows :], jax.ShapeDtypeStruct((), np.int32), *counts]
+        whole, by_rows = PartitionSpec(), PartitionSpec(step.spec.strategy.axes)
+        specs = [whole] * (len(step.read) + len(self.arguments))
+        specs[len(step.read) : len(step.read) + self._num_rows] = [by_rows] * self._num_rows
+        # From inputs and arguments to the pushed arrays, a flag and the closure's report. The flag says whether the
+        # gradients are finite if a worker needs that for its loss scale; else True.
+        self.run: Callable[[list[Any]], list[Any]] = jax.shard_map(
+            self._on_replica, mesh=step.spec.strategy.mesh, in_specs=(specs,), out_specs=whole, check_vma=False
+        )
         inputs = [step.update.shapes[i] for i in step.read]
         self.reported = jax.eval_shape(self.run, [*inputs, *self.arguments])[len(step.pushed) + 1 :]
         self._combine = jax.jit(self._combined)
@@ -70,17 +78,6 @@ class _Round:
             [*(x[i * len(x) // self._n : (i + 1) * len(x) // self._n] for x in rows), *others, np.int32(i), *counts]
             for i in range(self._n)
         ]
-
-    def run(self, values: list[Any]) -> list[Any]:
-        """Computes the pushed arrays, a flag and the closure's report from inputs and arguments."""
-        # The flag says whether the gradients are finite if a worker needs that for its loss scale;
-        # else True.
-        n, strategy = len(self._step.read), self._step.spec.strategy
-        whole, rows = PartitionSpec(), PartitionSpec(strategy.axes)
-        in_specs = [*[whole] * n, *[rows] * self._num_rows, *[whole] * (len(values) - n - self._num_rows)]
-        return jax.shard_map(
-            self._on_replica, mesh=strategy.mesh, in_specs=(in_specs,), out_specs=whole, check_vma=False
-        )(values)
 
     def combine(self, reported: Sequence[Sequence[Any]]) -> tuple[list[np.ndarray], bool, list[np.ndarray]]:
         """Combines what the closures reported; see `function_plan.Combine`."""

@@ -23,7 +23,7 @@ from tests.by_default import some
 from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, loss
 from tests.ps.program.test_layout import raw, shares
-from tests.ps.program.test_split_step import apart, spec_of
+from tests.ps.program.test_split_step import apart, computed, spec_of
 from tests.ps.server.test_shard_server import push, struct
 
 OTHER = {
@@ -102,7 +102,7 @@ OTHERS = {
 
 def pushed_by_each(parts, leaves, given, layout):
     """What workers push that have all pulled the same leaves."""
-    found = [jax.jit(parts.worker)([leaves[i] for i in parts.read], *arguments) for arguments in given]
+    found = [computed(parts, [leaves[i] for i in parts.read], *arguments) for arguments in given]
     return [[shares(layout, shard, pushed, scalars) for shard in layout.shards] for pushed, scalars, _, _ in found]
 
 
@@ -206,7 +206,7 @@ def test_a_result_may_depend_on_what_is_carried_and_on_the_gradients():
 
     state = create(optax.sgd(0.1), seen=jnp.float32(3))
     parts, state, batches, others = apart(step, state, BATCH)
-    outputs = jax.jit(parts.worker)([raw(state)[i] for i in parts.read], batches, others)[3]
+    outputs = computed(parts, [raw(state)[i] for i in parts.read], batches, others)[3]
     expected = jdist.distribute(step, jdist.one_device(), donate=False)(state, BATCH)[1]["each"]
     np.testing.assert_allclose(outputs[0], expected, rtol=1e-6)
 

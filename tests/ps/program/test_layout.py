@@ -11,7 +11,7 @@ from jdist.ps.program.artifact import pack, unpack
 from jdist.ps.program.layout import Rows, make_layout
 from jdist.ps.program.partition import fixed_shards, min_size
 from tests.ps.hidden_layer import BATCH, create, train_step
-from tests.ps.program.test_split_step import apart
+from tests.ps.program.test_split_step import apart, computed
 
 
 def raw(state):
@@ -28,7 +28,7 @@ def shares(layout, shard, arrays, scalars):
 
 def one_step(layout, parts, leaves, batches, others, *, packed=False):
     """The new leaves after one closure, each server running its own program on its own rows."""
-    pushed, scalars, _, _ = jax.jit(parts.worker)([leaves[i] for i in parts.read], batches, others)
+    pushed, scalars, _, _ = computed(parts, [leaves[i] for i in parts.read], batches, others)
     new = [np.array(x) for x in leaves]
     for shard in layout.shards:
         kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]

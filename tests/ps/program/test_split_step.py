@@ -41,12 +41,20 @@ def apart(step, state, *arguments, strategy=None, **keywords):
     return split_step(spec, state, batches, others), state, batches, others
 
 
+def computed(parts, read, batches, others):
+    """What a worker computes of a step: pushed arrays, scalars, whether all gradients are finite, and outputs."""
+    results = jax.jit(parts.worker)([*read, *jax.tree.leaves((batches, others))])
+    n, m = len(parts.pushed), len(parts.update.scalar_shapes)
+    outputs = results[n + m + 1 :][: parts.outputs_treedef.num_leaves]
+    return results[:n], results[n : n + m], results[n + m], outputs
+
+
 def together(parts, state, batches, others):
     """One closure: the worker, then each unit by itself, by rows where it may be cut."""
     leaves, treedef = jax.tree.flatten(state)
     typed = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
     raw = [jax.random.key_data(x) if is_key else x for x, is_key in zip(leaves, typed, strict=True)]
-    pushed, scalars, finite, outputs = jax.jit(parts.worker)([raw[i] for i in parts.read], batches, others)
+    pushed, scalars, finite, outputs = computed(parts, [raw[i] for i in parts.read], batches, others)
     assert bool(finite)
     update, pushed = parts.update, dict(zip(parts.pushed, pushed, strict=True))
     given = {i: raw[i] for i in (*update.constant, *update.everywhere)}
@@ -102,7 +110,7 @@ def test_a_worker_of_several_devices_is_mirrored_over_them():
     read = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
     ]
-    results = [jax.jit(parts.worker)([read[i] for i in parts.read], *given[1:]) for parts in (one, four)]
+    results = [computed(parts, [read[i] for i in parts.read], *given[1:]) for parts in (one, four)]
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -121,7 +129,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_the_worker():
     read = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
     ]
-    assert not bool(jax.jit(parts.worker)([read[i] for i in parts.read], bad, others)[2])
+    assert not bool(computed(parts, [read[i] for i in parts.read], bad, others)[2])
 
 
 def logging_norms(state, batch):

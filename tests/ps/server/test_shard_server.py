@@ -37,7 +37,7 @@ from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from tests.ps.fake_transport import FakeChannel, FakeServer
 from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw, shares
-from tests.ps.program.test_split_step import apart
+from tests.ps.program.test_split_step import apart, computed
 
 
 def program(layout, shard):
@@ -67,7 +67,7 @@ class Job:
         return self
 
     def computed(self):
-        pushed, scalars, _, _ = jax.jit(self.parts.worker)([self.leaves[i] for i in self.parts.read], *self.given)
+        pushed, scalars, _, _ = computed(self.parts, [self.leaves[i] for i in self.parts.read], *self.given)
         return [shares(self.layout, shard, pushed, scalars) for shard in self.layout.shards]
 
     def whole(self):

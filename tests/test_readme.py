@@ -5,6 +5,8 @@ from pathlib import Path
 
 import jax
 
+from tests.existing_steps.test_existing_steps import source
+
 TESTS = Path(__file__).parent
 README = (TESTS.parent / "README.md").read_text()
 
@@ -27,11 +29,9 @@ def test_the_first_two_commands_are_targets_of_the_makefile():
 
 def test_the_diff_is_that_of_a_program_before_and_after():
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-    programs = TESTS / "existing_steps" / "programs"
-    for name, sign in (("flax_train_state_before.py", "-"), ("flax_train_state_after.py", "+")):
-        program = (programs / name).read_text()
+    for when, sign in (("before", "-"), ("after", "+")):
         lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign, "")]
-        assert "\n".join(lines) in program
+        assert "\n".join(lines) in source("flax_train_state", when)
     assert sum(line.startswith("-") for line in diff.splitlines()) == 3
 
 

@@ -11,8 +11,6 @@ import functools
 import itertools
 import random
 import re
-import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from jdist.errors import VerificationError
 from jdist.metrics import auc
 from tests.by_default import some
 from tests.conformance.families import CLASSES, CNN, LSTM, Transformer
-from tests.existing_steps.test_existing_steps import PROGRAMS, with_options
+from tests.existing_steps.test_existing_steps import load, source, with_options
 from tests.toys import TWO
 
 ROWS = 32
@@ -423,7 +421,7 @@ IN_PLACE_OF_MEANS = ("sum", "std", "jax.grad")  # no maximum: of rows that are a
 
 
 def run_existing(name: str, mutation: str | None) -> None:
-    text = (PROGRAMS / f"{name}_after.py").read_text()
+    text = source(name, "after")
     if mutation == "jax.grad":
         text, count = re.subn(r"jdist\.(nnx\.)?value_and_grad", "own_value_and_grad", text)
         assert count
@@ -432,11 +430,8 @@ def run_existing(name: str, mutation: str | None) -> None:
             r"(?<=jnp\.)mean\(|(?<=\.)mean\(\)", lambda m: m[0].replace("mean", mutation), text, count=1
         )
         assert count
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    exec(compile(text, name, "exec"), module.__dict__)
-    module.__dict__["jdist"] = with_options({"verify": "strict", "check_replicas": 0})
-    module.__dict__["own_value_and_grad"] = own_value_and_grad
+    verifying = with_options({"verify": "strict", "check_replicas": 0})
+    module = load(name, text, jdist=verifying, own_value_and_grad=own_value_and_grad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module.main(TWO)

@@ -1,6 +1,5 @@
-"""docs/clusters.md: its examples give what it shows, and it names what there is."""
+"""docs/clusters.md names what there is, and its messages and its script are as it shows them."""
 
-import doctest
 import re
 from pathlib import Path
 
@@ -22,15 +21,6 @@ READ = [
         path.read_text(encoding="utf-8"),
     )
 ]
-
-
-def test_the_examples_give_what_the_guide_shows():
-    blocks = re.findall(r"^```pycon\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
-    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "docs/clusters.md", None, 0)
-    failures: list[str] = []
-    result = doctest.DocTestRunner(verbose=False).run(test, out=failures.append)
-    assert (result.failed, "".join(failures)) == (0, "")
-    assert result.attempted == 7
 
 
 def test_it_has_a_section_for_each_file():

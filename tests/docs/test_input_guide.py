@@ -1,6 +1,5 @@
 """The examples of docs/input.md give what it says."""
 
-import doctest
 import importlib.util
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
+from tests.docs.test_guides import run
 
 GUIDE = Path(__file__).parents[2] / "docs" / "input.md"
 TEXT, FORMATS = GUIDE.read_text().split("## Formats\n")
@@ -25,23 +25,13 @@ NEEDS = {
 }
 
 
-def run(text, names):
-    """Runs the examples of a text; returns how many there are."""
-    blocks = re.findall(r"^```pycon\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == text.count("```") // 2, "every block is an example that runs"
-    test = doctest.DocTestParser().get_doctest("\n".join(blocks), names, "docs/input.md", None, 0)
-    failures: list[str] = []
-    result = doctest.DocTestRunner(verbose=False).run(test, out=failures.append)
-    assert (result.failed, "".join(failures)) == (0, "")
-    return result.attempted
-
-
 def test_the_examples_of_the_guide_give_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(TEXT, {}) > 20
+    assert run("input.md", TEXT, {}) > 20
 
 
-def test_every_format_is_tested():
+def test_every_block_is_an_example_and_every_format_is_tested():
+    assert GUIDE.read_text().count("```pycon") == GUIDE.read_text().count("```") // 2
     assert list(SECTIONS) == list(NEEDS)
 
 
@@ -54,4 +44,7 @@ def test_the_example_of_a_format_gives_what_it_shows(section, tmp_path, monkeypa
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed; `make test-loaders` runs the example of {section}")
     monkeypatch.chdir(tmp_path)
-    assert run(SECTIONS[section], {"np": np, "jdist": jdist, "strategy": jdist.mirrored(["cpu:0", "cpu:1"])}) > 3
+    assert (
+        run("input.md", SECTIONS[section], {"np": np, "jdist": jdist, "strategy": jdist.mirrored(["cpu:0", "cpu:1"])})
+        > 3
+    )

@@ -1,5 +1,6 @@
 """The strategies, steps and batches that tests use again and again."""
 
+import jax
 import numpy as np
 
 import jdist
@@ -32,6 +33,20 @@ BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": 
 def add(w, batch):
     """Adds the mean of x."""
     return w + jdist.all_reduce(batch["x"].mean()), {"x": batch["x"].mean()}
+
+
+def step_of(loss_fn, rate=0.1):
+    """A step down a loss of parameters and batch: by the optimiser of a TrainState, else by `rate` times the gradient."""
+
+    def step(state, batch):
+        has_optimizer = hasattr(state, "apply_gradients")
+        params = state.params if has_optimizer else state
+        loss, grads = jdist.value_and_grad(lambda params: loss_fn(params, batch))(params)
+        if has_optimizer:
+            return state.apply_gradients(grads=grads), {"loss": loss}
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), {"loss": loss}
+
+    return step
 
 
 def masked_batch(seed=0):

@@ -1,6 +1,7 @@
 """`lax.scan`, unrolled where XLA's CPU backend would run convolutions slowly inside a loop."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 import jdist
 from jdist.step.loops import scan
-from tests.toys import TWO
+from tests.toys import TWO, step_of
 
 ELSEWHERE = dataclasses.replace(jdist.default(), devices=(SimpleNamespace(platform="gpu"),))
 rng = np.random.default_rng(0)
@@ -46,13 +47,10 @@ def test_all_else_stays_a_loop():
     assert lowered(ELSEWHERE, convolve).count("stablehlo.while") == 1
 
 
+@functools.partial(step_of, rate=0.01)
 def step(w, batch):
-    def loss_fn(w):
-        out = jax.lax.conv(batch["x"], w, (1, 1), "VALID") if w.ndim == 4 else batch["x"] * w
-        return jdist.mean((out**2).sum((1, 2, 3)), batch.get("mask"))
-
-    loss, grad = jdist.value_and_grad(loss_fn)(w)
-    return w - 0.01 * grad, {"loss": loss}
+    out = jax.lax.conv(batch["x"], w, (1, 1), "VALID") if w.ndim == 4 else batch["x"] * w
+    return jdist.mean((out**2).sum((1, 2, 3)), batch.get("mask"))
 
 
 OPTIONS = [{"accumulate": 2}, {"steps_per_call": 2}, {"accumulate": 2, "steps_per_call": 2}]

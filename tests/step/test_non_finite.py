@@ -12,7 +12,7 @@ from jdist.errors import NonFiniteError
 from jdist.step import non_finite as guard
 from jdist.step.non_finite import decide
 from jdist.step.program_spec import FiniteFlags
-from tests.toys import TRANSFORMS, TWO
+from tests.toys import TRANSFORMS, TWO, step_of
 
 EVERY = {"default": jdist.default(), **TRANSFORMS}
 
@@ -207,9 +207,7 @@ def test_every_leaf_of_the_state_is_new_or_every_one_is_old(finite):
 def test_no_place_in_a_gradient_is_overlooked(place):
     """Eleven elements do not divide among the eight replicas, of which each looks at its own part."""
 
-    def step(w, batch):
-        loss, gradient = jdist.value_and_grad(lambda w: jnp.sqrt(w[place]) + jdist.mean(batch["x"]))(w)
-        return w - gradient, {"loss": loss}
+    step = step_of(lambda w, batch: jnp.sqrt(w[place]) + jdist.mean(batch["x"]), rate=1.0)
 
     run = jdist.distribute(step, jdist.mirrored(jax.devices("cpu")))
     run(np.zeros(11, np.float32), {"x": np.ones(8, np.float32)})
@@ -316,9 +314,7 @@ def test_printing_in_a_step_goes_on_printing(capfd):
 @pytest.mark.parametrize("limit", [1, 2, 3, 8])
 @pytest.mark.parametrize("calls", [1, 2, 3])
 def test_nothing_hides_a_nan(limit, calls):
-    def step(w, batch):
-        loss, grad = jdist.value_and_grad(lambda w: jnp.mean(batch["x"] * w))(w)
-        return w - grad, {"loss": loss}
+    step = step_of(lambda w, batch: jnp.mean(batch["x"] * w), rate=1.0)
 
     run = jdist.distribute(step, TWO, max_in_flight=limit)
     state = jnp.float32(1)

@@ -12,6 +12,7 @@ from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
 from jdist.strategies import cuda
 from tests.strategies.tpu_steps import batch_of
+from tests.toys import step_of
 
 needs_compiler = pytest.mark.skipif(
     cuda.installed_plugin() is None, reason="the GPU compiler is not installed here: pip install 'jdist[plan-gpu]'"
@@ -24,17 +25,13 @@ def create():
     return jdist.TrainState.create(params=params, tx=optax.adam(1e-3))
 
 
-def step(state, batch):
+@step_of
+def step(params, batch):
     """A chain of products: the gradient of each layer is there before that of the layer below it."""
-
-    def loss_fn(params):
-        x = batch["x"]
-        for i in range(LAYERS):
-            x = jnp.tanh(x @ params[f"layer_{i}"])
-        return jdist.mean(jnp.sum(x**2, axis=1), batch["mask"])
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ params[f"layer_{i}"])
+    return jdist.mean(jnp.sum(x**2, axis=1), batch["mask"])
 
 
 STATE = jax.eval_shape(create)

@@ -19,6 +19,7 @@ from jdist.errors import ReplicaDivergenceError, StepError, StrategyError
 from tests.by_default import some
 from tests.conformance.families import FAMILIES
 from tests.conformance.matrix import OPTIMIZERS, OPTIONS
+from tests.toys import step_of
 
 RULES = {
     "cnn_synced_batchnorm": [("Conv_0/kernel", (None, None, None, "model")), ("Dense_0/kernel", ("model",))],
@@ -242,12 +243,9 @@ class TestMetadata:
             params = model.init(jax.random.key(0), jnp.ones((1, WIDTH)))["params"]
             return jdist.TrainState.create(params=params, tx=optax.adam(1e-2))
 
-        def step(state, batch):
-            def loss_fn(params):
-                return jnp.mean((model.apply({"params": params}, batch["x"]) - jnp.sin(batch["x"])) ** 2)
-
-            loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-            return state.apply_gradients(grads=grads), {"loss": loss}
+        @step_of
+        def step(params, batch):
+            return jnp.mean((model.apply({"params": params}, batch["x"]) - jnp.sin(batch["x"])) ** 2)
 
         losses = []
         for strategy in (with_model_axis(model=4), jdist.sharded(jax.devices()[:1], mesh={"replica": 1, "model": 1})):

@@ -10,6 +10,7 @@ import pytest
 
 import jdist
 from tests.strategies.gpu_steps import needs_compiler
+from tests.toys import step_of
 
 pytestmark = needs_compiler
 LAYERS, WIDTH = 8, 4096
@@ -21,15 +22,12 @@ def create():
     return jdist.TrainState.create(params=[jnp.zeros((WIDTH, WIDTH))] * LAYERS, tx=optax.adam(1e-3))
 
 
-def train_step(state, batch):
-    def loss_fn(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
+@step_of
+def train_step(params, batch):
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
 
 
 def compiled(strategy, step=train_step, rows=8, **options):
@@ -75,15 +73,12 @@ def test_a_stack_of_layers_under_a_users_checkpoint():
     def create_stack():
         return jdist.TrainState.create(params=jnp.zeros((LAYERS, WIDTH, WIDTH)), tx=optax.adam(1e-3))
 
-    def step(state, batch):
-        def loss_fn(params):
-            def layer(x, w):
-                return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+    @step_of
+    def step(params, batch):
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
 
-            return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch["x"].astype(jnp.bfloat16), params)[0] ** 2)
-
-        loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss}
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch["x"].astype(jnp.bfloat16), params)[0] ** 2)
 
     strategy = jdist.sharded(topology="h100:8")
     batch = {"x": jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)}

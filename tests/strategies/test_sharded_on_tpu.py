@@ -14,6 +14,7 @@ from jdist.core.layout import Layout
 from jdist.plan.collectives import BETWEEN_SLICES, collectives
 from jdist.plan.hlo import parse
 from tests.strategies.tpu_steps import batch_of, check_donated, size_bytes
+from tests.toys import step_of
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: pip install 'jdist[plan-tpu]'"
@@ -29,15 +30,12 @@ def create():
     return jdist.TrainState.create(params=params, tx=optax.adam(1e-3))
 
 
-def train_step(state, batch):
-    def loss_fn(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jdist.mean((x**2).sum(-1), batch["mask"])
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
+@step_of
+def train_step(params, batch):
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jdist.mean((x**2).sum(-1), batch["mask"])
 
 
 def compiled(topology, shard):

@@ -7,6 +7,7 @@ import pytest
 
 import jdist
 from jdist.errors import BatchError
+from tests.toys import step_of
 
 MESHES = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")}
 EVERY = {**MESHES, "one_device": jdist.one_device("cpu:3"), "default": jdist.default()}
@@ -75,19 +76,6 @@ def test_per_replica_results_keep_the_order_of_the_replicas(name):
     assert first.value[:, 0].tolist() == X.reshape(n, -1)[:, 0].tolist()
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_steps_per_call(name):
-    def plus(state, batch):
-        return state + jdist.all_reduce(batch["x"].mean()), {"before": state, "x": batch["x"].mean()}
-
-    run = jdist.distribute(plus, EVERY[name], steps_per_call=3)
-    x = np.arange(24, dtype=np.float32).reshape(3, 8)
-    state, metrics = run(jnp.float32(1), {"x": x, "y": np.ones((3, 8, 2)), "z": np.ones((3, 8))})
-    assert float(state) == 1 + 3.5 + 11.5 + 19.5
-    assert metrics["x"].tolist() == [3.5, 11.5, 19.5]
-    assert metrics["before"].tolist() == [1, 4.5, 16]
-
-
 @pytest.mark.parametrize("name", MESHES)
 class TestBatchesThatDoNotFit:
     def run(self, name, batch, **options):
@@ -111,14 +99,6 @@ class TestBatchesThatDoNotFit:
         with pytest.raises(BatchError, match=r"\['x'\] has shape \(8,\).*after the axis of steps"):
             self.run(name, {"x": X}, steps_per_call=2)
 
-    def test_leaves_that_disagree(self, name):
-        with pytest.raises(BatchError, match=r"\['x'\] has 8, .*\['y'\] has 6"):
-            self.run(name, {"x": X, "y": X[:6]})
-
-    def test_a_scalar(self, name):
-        with pytest.raises(BatchError, match=r"\['temperature'\] has shape \(\).*replicated argument"):
-            self.run(name, {"x": X, "temperature": np.float32(2)} if name else {})
-
 
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
@@ -137,10 +117,7 @@ def test_default_checks_rows_as_well(batch, options, message):
 
 
 def hlo(strategy, **options):
-    def train(state, batch):
-        f = lambda p: jdist.mean((batch["x"] * p["w"] + p["b"]) ** 2)  # noqa: E731
-        loss, grads = jdist.value_and_grad(f)(state)
-        return jax.tree.map(lambda p, g: p - g, state, grads), {"loss": loss}
+    train = step_of(lambda p, batch: jdist.mean((batch["x"] * p["w"] + p["b"]) ** 2), rate=1.0)
 
     run = jdist.distribute(train, strategy, **options)
     state = {"w": jnp.float32(1), "b": jnp.float32(0)}
@@ -155,10 +132,3 @@ def test_loss_and_all_gradients_go_in_one_all_reduce(name):
     assert 1 <= text.count("stablehlo.all_reduce") <= 3
     assert "all_gather" not in text
     assert "all_reduce" not in hlo(EVERY["default"])
-
-
-def test_donation_is_asked_for_exactly_where_wanted():
-    for name in EVERY:
-        donated = ("tf.aliasing_output", "jax.buffer_donor")
-        assert any(word in hlo(EVERY[name]) for word in donated)
-        assert not any(word in hlo(EVERY[name], donate=False) for word in donated)

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jdist
-from jdist.errors import BatchError, BoundaryError
+from jdist.errors import BoundaryError
 from tests.toys import TRANSFORMS, TWO, masked_batch
 
 FOUR = jdist.mirrored([f"cpu:{i}" for i in range(4)])
@@ -408,12 +408,6 @@ class TestStateThatMicrobatchesWrite:
             lambda old, batch, loss: jnp.maximum(old, jdist.all_reduce(batch["y"].max(), "max")), -9.0
         )
         np.testing.assert_allclose(own, BATCH["y"].max())
-
-
-def test_rows_that_do_not_divide():
-    run = jdist.distribute(train, TWO, accumulate=3)
-    with pytest.raises(BatchError, match=r"16 rows does not divide by 6 \(2 replicas x accumulate=3\)"):
-        run(create(), BATCH)
 
 
 class TestMetricsThatAreNoMeans:

@@ -1,5 +1,7 @@
 """Steps of several states: `step(params, opt_state, batch) -> params, opt_state, loss`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,7 @@ def create():
     return params, TX.init(params)
 
 
+@functools.cache
 def by_hand():
     """The parameters and losses of the plain step, one device, no jdist around it."""
     (params, opt_state), losses = create(), []
@@ -71,14 +74,6 @@ class TestEveryStrategy:
         assert isinstance(run.last_state, tuple)
         assert all(a is b for a, b in zip(run.last_state, states, strict=True))
 
-    @pytest.mark.parametrize("options", [{"accumulate": 2}, {"non_finite": "skip"}, {"donate": False}], ids=str)
-    def test_with_options(self, strategy, options):
-        run = jdist.distribute(step, strategy, **SEVERAL, **options)
-        (params, _), losses = train(run, create())
-        expected_params, expected = by_hand()
-        near(losses, expected)
-        near(strategy.fetch(params), expected_params)
-
     def test_several_steps_per_call(self, strategy):
         run = jdist.distribute(step, strategy, **SEVERAL, steps_per_call=3, returns=("state", "state", "metrics"))
         stacked = [jax.tree.map(lambda *x: np.stack(x), *BATCHES[i : i + 3]) for i in (0, 3)]
@@ -86,6 +81,16 @@ class TestEveryStrategy:
         params, expected = by_hand()
         near(np.concatenate([np.asarray(x) for x in losses]), np.array(expected))
         near(strategy.fetch(states[0]), params)
+
+
+# tests/conformance has the options under every strategy.
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"non_finite": "skip"}, {"donate": False}], ids=str)
+def test_with_options(options):
+    run = jdist.distribute(step, TWO, **SEVERAL, **options)
+    (params, _), losses = train(run, create())
+    expected_params, expected = by_hand()
+    near(losses, expected)
+    near(TWO.fetch(params), expected_params)
 
 
 def test_with_a_loss_scale_which_the_first_state_carries():

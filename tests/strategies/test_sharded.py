@@ -1,6 +1,7 @@
 """A state in parts on the devices: the numbers are one device's, and no device holds more than its part."""
 
 import collections
+import functools
 import html
 import re
 
@@ -16,6 +17,7 @@ from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.core.sharded_leaf import ShardedLeaf
 from jdist.errors import NonFiniteError, ReplicaDivergenceError, StepError, StrategyError
 from tests.by_default import some
+from tests.toys import step_of
 
 ROWS = 120  # divides among 1, 2, 3, 5 and 8 replicas
 RNG = np.random.default_rng(0)
@@ -126,22 +128,6 @@ def test_every_optimiser_updates_parts_as_it_updates_whole_arrays(name, shard):
     want, expected, _ = run(jdist.one_device(), make=make)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=2e-5)
     assert_close(got, want, atol=3e-5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 5},
-        {"non_finite": "skip", "check_replicas": 1},
-        {"donate": False, "max_in_flight": 1},
-    ],
-    ids=str,
-)
-def test_options_of_a_step(options):
-    got, losses, _ = run(jdist.sharded(jax.devices()[:3], **EVERYTHING), **options)
-    want, expected, _ = run(jdist.one_device())
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
-    assert_close(got, want, atol=2e-6)
 
 
 def test_steps_that_read_parameters_outside_of_the_boundary():
@@ -332,15 +318,12 @@ def test_a_state_that_a_loss_computes_of_parameters_alone(accumulate):
 def test_every_process_would_gather_in_the_same_order():
     """A set's order follows from addresses in memory, which no two processes share."""
 
-    def step(state, batch):
-        def loss_fn(params):
-            x = batch["x"]
-            for w in params:
-                x = jnp.tanh(x @ w)
-            return jdist.mean((x**2).sum(-1), batch["mask"])
-
-        loss, grads = jdist.value_and_grad(loss_fn)(state)
-        return jax.tree.map(lambda p, g: p - g, state, grads), {"loss": loss}
+    @functools.partial(step_of, rate=1.0)
+    def step(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jdist.mean((x**2).sum(-1), batch["mask"])
 
     state = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 12
     batch = {"x": np.ones((24, 16), np.float32), "mask": np.ones(24, bool)}
@@ -473,15 +456,12 @@ class TestCollectives:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_the_backward_pass_gathers_again(self, dtype):
-        def step(state, batch):
-            def loss_fn(params):
-                x = batch["x"].astype(dtype)
-                for w in params:
-                    x = jnp.tanh(x @ w.astype(dtype))
-                return x.astype("float32").mean()
-
-            loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-            return state.apply_gradients(grads=grads), {"loss": loss}
+        @step_of
+        def step(params, batch):
+            x = batch["x"].astype(dtype)
+            for w in params:
+                x = jnp.tanh(x @ w.astype(dtype))
+            return x.astype("float32").mean()
 
         state = jdist.TrainState.create(params=[jnp.ones((64, 64))] * 6, tx=optax.sgd(0.1))
         strategy = jdist.sharded()
@@ -569,9 +549,7 @@ class TestChecks:
             run(strategy, step, check_replicas=1)
 
     def test_a_gradient_that_is_not_finite_is_named(self):
-        def step(state, batch):
-            loss, grads = jdist.value_and_grad(lambda p: jnp.log(-jnp.abs(p["flat"])).mean())(state.params)
-            return state.apply_gradients(grads=grads), {"loss": loss}
+        step = step_of(lambda p, batch: jnp.log(-jnp.abs(p["flat"])).mean())
 
         strategy = jdist.sharded(whole_below=24)
         with pytest.raises(NonFiniteError, match=r"the loss|\['flat'\]"):
@@ -648,16 +626,13 @@ def test_nothing_is_differentiated_by_the_batch(of_batch, in_scan):
     def create():
         return jdist.TrainState.create(params={"w": jnp.full((2, 6, 6), 0.1)}, tx=optax.sgd(0.1))
 
-    def step(state, batch):
-        def loss_fn(params):
-            def layer(x, w):
-                return x @ w + (of_batch(batch["x"]) if in_scan else 0), None
+    @step_of
+    def step(params, batch):
+        def layer(x, w):
+            return x @ w + (of_batch(batch["x"]) if in_scan else 0), None
 
-            x, _ = jax.lax.scan(layer, batch["x"], params["w"])
-            return jdist.mean((x + of_batch(batch["x"])).sum(-1) ** 2)
-
-        loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss}
+        x, _ = jax.lax.scan(layer, batch["x"], params["w"])
+        return jdist.mean((x + of_batch(batch["x"])).sum(-1) ** 2)
 
     batch = {"x": RNG.normal(size=(24, 6)).astype(np.float32)}
     results = []

@@ -15,12 +15,29 @@ CONFIG ?= configs/digits.yaml
 # Where `make pytest` keeps the GPU compiler, and what it tests with it.
 GPU       := build/plan-gpu
 GPU_TESTS := tests/strategies/test_gpu_topology.py tests/strategies/test_strategies_on_gpu.py tests/strategies/test_sharded_on_gpu.py tests/plan/test_gpu.py
+# What a change in any one room needs first: without processes and documentation.
+QUICK := tests/test_rooms.py tests/test_public_names.py tests/callbacks/test_callbacks.py tests/checkpoint/test_leaves.py \
+  tests/checkpoint/test_restore_part.py tests/cluster/test_spec.py tests/cluster/resolvers/test_tf_config.py \
+  tests/cluster/resolvers/test_slurm.py tests/cluster/watch/test_membership.py tests/cluster/watch/test_messages.py tests/core/test_context.py \
+  tests/core/test_host_reduce.py tests/core/test_per_replica.py tests/core/test_sharded_leaf.py tests/core/test_show.py \
+  tests/core/test_step_state.py tests/core/test_strategy.py tests/data/test_arrays.py tests/data/test_batching.py tests/data/test_position.py \
+  tests/data/test_shards.py tests/doctor/test_gpus.py tests/experiment/test_load.py tests/experiment/test_optimizer.py \
+  tests/experiment/test_parse.py tests/jaxpr tests/launcher/test_supervisor.py tests/launcher/test_exit_cause.py \
+  tests/launcher/test_options.py tests/launcher/test_environment.py tests/launchers/test_place.py tests/loop/test_evaluate.py tests/metrics \
+  tests/nnx tests/notebook/test_names.py tests/notebook/test_values.py tests/plan/test_collectives.py tests/plan/test_flops.py \
+  tests/plan/test_hlo.py tests/plan/test_roofline.py tests/plan/test_target.py tests/ps/program/test_partition.py \
+  tests/ps/protocol/test_scheduler.py tests/ps/protocol/test_wire.py tests/ps/server/test_shard_server.py tests/reduction/test_by_name.py \
+  tests/reduction/test_exact.py tests/reduction/test_packs.py tests/replica/test_collectives.py tests/replica/test_losses.py \
+  tests/report/test_part_clock.py tests/report/test_times_file.py tests/runs/test_contents.py tests/runs/test_grid.py \
+  tests/sharded_state/test_update.py tests/step/test_options.py tests/step/test_signature.py tests/step/test_outputs.py \
+  tests/step/test_tree_checks.py tests/step/test_replica_program.py tests/strategies/test_by_name.py tests/support/test_checks.py \
+  tests/support/test_html.py tests/support/test_versions.py tests/tasks/test_arrays.py tests/tasks/test_options.py tests/weights/test_axes.py
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest test-loaders test-jax conformance full remote soak soak-ps trackers ray bench gpu bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks quick pytest test-newest test-loaders test-jax conformance full remote soak soak-ps trackers ray bench gpu bench-peers clean
 
 run: $(CORE)
 	$(BIN)/jdist run $(CONFIG)
@@ -84,6 +101,9 @@ docs: setup
 # Runs the notebooks, and stores what their cells show.
 notebooks: setup
 	$(BIN)/python notebooks/store_outputs.py
+
+quick: setup
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not soak" $(QUICK)
 
 pytest: setup $(GPU)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"

@@ -101,6 +101,14 @@ def test_a_run_installs_what_it_needs_and_the_tests_the_rest(plan):
     assert lint.index("'.[examples]'") < lint.index("'.[dev]'")
 
 
+def test_the_quick_tests_reach_every_room(plan):
+    paths = [word for word in plan(there=HERE, target="quick").split() if word.startswith("tests/")]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    rooms = {path.parent.name for path in (ROOT / "jdist").glob("*/__init__.py")}
+    missing = rooms - {path.split("/")[1] for path in paths} - {"cli"}  # whose tests start the command
+    assert not missing, f"add a file of tests to QUICK in the Makefile for {', '.join(sorted(missing))}"
+
+
 def test_the_error_of_a_python_that_does_not_start_is_shown(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "pyproject.toml").touch()

@@ -1,7 +1,7 @@
-"""Programs such as users bring, whole and small, compute under every strategy what they compute on one device.
+"""Steps such as users bring compute under every strategy what they compute on one device.
 
-Each file of `programs/` is one: `main(strategy)` trains for some ten steps on real rows, of which the last batch of an epoch is
-short, and returns the state on the host, the losses, and what else is to be compared. All train by SGD of some kind, so
+Each file of `programs/` has one: `main(strategy)` trains for some ten steps on real rows, of which the last batch of an epoch
+is short, and returns the state on the host, the losses, and what else is to be compared. All train by SGD of some kind, so
 that parameters can be: eight devices sum in another order than one, and differ by rounding alone.
 """
 

@@ -1,13 +1,13 @@
 """Two towers and a contrastive loss (CLIP): every row of the global batch is a negative for every other, on any replica."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 
 import jdist
+from tests.examples.training import train
 
 ROWS = 240
 
@@ -55,10 +55,5 @@ def main(strategy):
     images = load_digits().data[:ROWS].astype("float32") / 16
     arrays = {"upper": images[:, :32], "lower": images[:, 32:]}
     dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=15, epochs=3)
-    state = strategy.init(create_state, jax.random.key(15))
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}
+    state, history = train(strategy, create_state, train_step, dataset, 15)
+    return {"state": state, "losses": history["loss"]}

@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
-
-ROWS = 240
+from tests.examples.training import digits, train
 
 
 class Classifier(nn.Module):
@@ -44,18 +42,9 @@ def train_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=2, epochs=2)
-    state = strategy.init(create_state, jax.random.key(2))
-    before = jax.tree.map(np.copy, strategy.fetch(state).params)
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    state = strategy.fetch(state)
+    before = jax.tree.map(np.copy, strategy.fetch(strategy.init(create_state, jax.random.key(2))).params)
+    state, history = train(strategy, create_state, train_step, digits(2), 2)
     jax.tree.map(np.testing.assert_array_equal, state.params["backbone"], before["backbone"])
     np.testing.assert_array_equal(state.params["head"]["bias"], before["head"]["bias"])
     assert np.any(state.params["head"]["kernel"] != before["head"]["kernel"])
-    return {"state": state, "losses": [float(loss) for loss in losses]}
+    return {"state": state, "losses": history["loss"]}

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import jdist
+from tests.examples.training import train
 
 ROWS, FEATURES = 120, 6
 
@@ -50,10 +51,5 @@ def main(strategy):
     rng = np.random.default_rng(7)
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     dataset = jdist.data.from_arrays({"x": x, "y": np.sin(x.sum(-1))}, global_batch=32, shuffle_seed=7, epochs=3)
-    state = strategy.init(create_state, jax.random.key(8))
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}
+    state, history = train(strategy, create_state, train_step, dataset, 8)
+    return {"state": state, "losses": history["loss"]}

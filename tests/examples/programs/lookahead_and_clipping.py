@@ -1,15 +1,12 @@
 """Lookahead round SGD behind a clipped gradient; the loss is taken at the fast parameters, the slow ones are evaluated."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
-
-ROWS = 240
+from tests.examples.training import digits, train
 
 model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
 tx = optax.lookahead(
@@ -32,14 +29,6 @@ def train_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=0, epochs=2)
-    state = strategy.init(create_state, jax.random.key(0))
-    step = jdist.distribute(train_step, strategy)
-    history = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        history.append(metrics)
-    assert max(float(m["norm"]) for m in history) > 0.5  # the clipping clips
-    return {"state": strategy.fetch(state), "losses": [float(m["loss"]) for m in history]}
+    state, history = train(strategy, create_state, train_step, digits(0), 0)
+    assert max(history["norm"]) > 0.5  # the clipping clips
+    return {"state": state, "losses": history["loss"]}

@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
-
-ROWS = 240
+from tests.examples.training import digits, train
 
 model = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(10)])
 
@@ -42,14 +40,6 @@ def train_step(states, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=9, epochs=2)
-    states = strategy.init(create_states, jax.random.key(10))
-    step = jdist.distribute(train_step, strategy)
-    history = []
-    for batch in strategy.distribute_dataset(dataset):
-        states, metrics = step(states, batch)
-        history.append(metrics)
-    assert all(float(m["of_teacher"]) == 0 for m in history)
-    return {"state": strategy.fetch(states), "losses": [float(m["loss"]) for m in history]}
+    states, history = train(strategy, create_states, train_step, digits(9), 10)
+    assert not any(history["of_teacher"])
+    return {"state": states, "losses": history["loss"]}

@@ -5,6 +5,7 @@ import optax
 from flax import nnx
 
 import jdist
+from tests.examples.training import train
 
 ROWS, FEATURES = 128, 6
 
@@ -45,10 +46,5 @@ def main(strategy):
     rng = np.random.default_rng(11)
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     dataset = jdist.data.from_arrays({"x": x, "y": np.tanh(x.sum(-1))}, global_batch=32, shuffle_seed=11, epochs=3)
-    state = strategy.init(lambda: nnx.state(create()))
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}
+    state, history = train(strategy, lambda key: nnx.state(create()), train_step, dataset, 0)
+    return {"state": state, "losses": history["loss"]}

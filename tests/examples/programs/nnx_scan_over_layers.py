@@ -3,11 +3,11 @@
 import jax
 import optax
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import jdist
+from tests.examples.training import digits
 
-ROWS, LAYERS, WIDTH = 240, 6, 16
+LAYERS, WIDTH = 6, 16
 
 
 class Block(nnx.Module):
@@ -56,12 +56,8 @@ def main(strategy):
         optimizer.update(model, grads)
         return {"loss": loss}
 
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
     losses = []
-    for batch in strategy.distribute_dataset(
-        jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=12, epochs=2)
-    ):
+    for batch in strategy.distribute_dataset(digits(12)):
         losses.append(train_step(model, optimizer, batch)["loss"])
     state = strategy.fetch(nnx.to_pure_dict(nnx.state((model, optimizer))))
     return {"state": jax.tree.leaves(state), "losses": [float(loss) for loss in losses]}

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import jdist
+from tests.examples.training import train
 
 ROWS, FEATURES = 120, 6
 
@@ -36,12 +37,6 @@ def main(strategy):
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     y = (x.sum(-1) + rng.normal(size=ROWS)).astype(np.float32)
     dataset = jdist.data.from_arrays({"x": x, "y": y}, global_batch=32, shuffle_seed=10, epochs=3)
-    state = strategy.init(create_state, jax.random.key(11))
-    step = jdist.distribute(train_step, strategy)
-    history = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        history.append(metrics)
-    scales = [float(m["scale"]) for m in history]
-    assert scales[-1] < 1  # it was on a plateau
-    return {"state": strategy.fetch(state), "losses": [float(m["loss"]) for m in history], "scales": scales}
+    state, history = train(strategy, create_state, train_step, dataset, 11)
+    assert history["scale"][-1] < 1  # it was on a plateau
+    return {"state": state, "losses": history["loss"], "scales": history["scale"]}

@@ -1,15 +1,14 @@
 """Twelve residual blocks as one, scanned over layers and recomputed in the backward pass (`nn.scan`, `nn.remat`)."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
+from tests.examples.training import digits, train
 
-ROWS, LAYERS = 240, 12
+LAYERS = 12
 
 
 class Block(nn.Module):
@@ -49,13 +48,5 @@ def train_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=5, epochs=2)
-    state = strategy.init(create_state, jax.random.key(6))
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}
+    state, history = train(strategy, create_state, train_step, digits(5), 6)
+    return {"state": state, "losses": history["loss"]}

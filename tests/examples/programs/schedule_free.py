@@ -5,11 +5,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
-
-ROWS = 240
+from tests.examples.training import digits
 
 model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
 tx = optax.contrib.schedule_free_sgd(0.5, warmup_steps=2, b1=0.9)
@@ -35,14 +33,11 @@ def eval_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=13, epochs=2)
     state = strategy.init(create_state, jax.random.key(13))
     step = jdist.distribute(train_step, strategy)
     evaluate = jdist.distribute(eval_step, strategy, returns="metrics")
     losses, evaluated = [], []
-    for batch in strategy.distribute_dataset(dataset):
+    for batch in strategy.distribute_dataset(digits(13)):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
         evaluated.append(evaluate(state, batch)["loss"])

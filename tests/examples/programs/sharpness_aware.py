@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
+from tests.examples.training import digits, train
 
-ROWS, RADIUS = 240, 0.1
+RADIUS = 0.1
 
 model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
 
@@ -31,13 +31,5 @@ def train_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=14, epochs=2)
-    state = strategy.init(create_state, jax.random.key(14))
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}
+    state, history = train(strategy, create_state, train_step, digits(14), 14)
+    return {"state": state, "losses": history["loss"]}

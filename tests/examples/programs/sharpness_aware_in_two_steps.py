@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from sklearn.datasets import load_digits
 
 import jdist
+from tests.examples.training import digits
 
-ROWS, RADIUS = 240, 0.1
+RADIUS = 0.1
 
 model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
 
@@ -40,13 +40,10 @@ def descent_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=14, epochs=2)
     state = strategy.init(create_state, jax.random.key(14))
     ascend, descend = (jdist.distribute(step, strategy) for step in (ascent_step, descent_step))
     losses = []
-    for batch in strategy.distribute_dataset(dataset):
+    for batch in strategy.distribute_dataset(digits(14)):
         state, metrics = ascend(state, batch)
         losses.append(metrics["loss"])
         state, _ = descend(state, batch)

@@ -8,6 +8,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import jdist
+from tests.examples.training import train
 
 ROWS, WORDS, LENGTH = 120, 24, 6
 
@@ -53,10 +54,5 @@ def main(strategy):
     tokens = rng.integers(0, WORDS, (ROWS, LENGTH))
     arrays = {"tokens": tokens, "label": rng.integers(0, 3, WORDS)[tokens[:, 0]]}
     dataset = jdist.data.from_arrays(arrays, global_batch=32, shuffle_seed=3, epochs=3)
-    state = strategy.init(create_state, jax.random.key(3))
-    step = jdist.distribute(train_step, strategy)
-    losses = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}
+    state, history = train(strategy, create_state, train_step, dataset, 3)
+    return {"state": state, "losses": history["loss"]}

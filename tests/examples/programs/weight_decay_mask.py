@@ -4,11 +4,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from sklearn.datasets import load_digits
 
 import jdist
-
-ROWS = 240
+from tests.examples.training import digits, train
 
 
 class CNN(nn.Module):
@@ -40,7 +38,7 @@ def create_state(key):
 
 def train_step(state, batch):
     def loss_fn(params):
-        logits = state.apply_fn({"params": params}, batch["image"])
+        logits = state.apply_fn({"params": params}, batch["image"].reshape(-1, 8, 8, 1))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return jdist.mean(losses, batch["mask"])
 
@@ -50,14 +48,5 @@ def train_step(state, batch):
 
 
 def main(strategy):
-    digits = load_digits()
-    arrays = {"image": digits.images[:ROWS, ..., None].astype("float32") / 16, "label": digits.target[:ROWS]}
-    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=1, epochs=2)
-    state = strategy.init(create_state, jax.random.key(1))
-    step = jdist.distribute(train_step, strategy)
-    history = []
-    for batch in strategy.distribute_dataset(dataset):
-        state, metrics = step(state, batch)
-        history.append(metrics)
-    rates = [float(m["learning_rate"]) for m in history]
-    return {"state": strategy.fetch(state), "losses": [float(m["loss"]) for m in history], "rates": rates}
+    state, history = train(strategy, create_state, train_step, digits(1), 1)
+    return {"state": state, "losses": history["loss"], "rates": history["learning_rate"]}

@@ -56,6 +56,16 @@ def masked_batch(seed=0):
     return {"x": x.astype(np.float32), "y": y.astype(np.float32), "mask": np.arange(16) < 10}
 
 
+def numbers(tree):
+    """Float64 arrays of a tree on the host, of keys their data."""
+
+    def number(x):
+        x = x if isinstance(x, jax.Array) else np.asarray(x)  # a parameter server's are still to come
+        return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(lambda x: np.asarray(number(x), np.float64), tree)
+
+
 def without_costs(rows):
     """Rows without what no two runs have the same."""
     return [{name: value for name, value in row.items() if name not in ("time_s", *COSTS)} for row in rows]

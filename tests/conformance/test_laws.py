@@ -3,6 +3,7 @@
 Each step below is run on four replicas, and on fewer with as many microbatches; and in the global view, against one device.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 import jdist
 from tests.by_default import some
-from tests.toys import masked_batch
+from tests.toys import masked_batch, numbers
 
 BATCH = masked_batch()
 STEPS = {}
@@ -38,6 +39,15 @@ def updated(state, grads, **more):
     return {**state, "params": params, "n": state["n"] + 1, **more}
 
 
+def step_of(loss_fn):
+    def function(state, batch):
+        loss, grads = jdist.value_and_grad(lambda params: loss_fn(params, batch))(state["params"])
+        return updated(state, grads), {"loss": loss}
+
+    function.__name__ = loss_fn.__name__
+    return step(function)
+
+
 def losses(params, batch):
     return (batch["x"] @ params["w"] - batch["y"]) ** 2
 
@@ -46,15 +56,11 @@ def masked(batch):
     return lambda params: jdist.mean(losses(params, batch), batch["mask"])
 
 
-@step
-def contrastive_over_gathered_rows(state, batch):
-    def loss_fn(params):
-        z = jnp.tanh(batch["x"] * params["w"])
-        labels = jdist.replica_id() * z.shape[0] + jnp.arange(z.shape[0])
-        return optax.softmax_cross_entropy_with_integer_labels(z @ jdist.all_gather(z).T, labels).mean()
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
-    return updated(state, grads), {"loss": loss}
+@step_of
+def contrastive_over_gathered_rows(params, batch):
+    z = jnp.tanh(batch["x"] * params["w"])
+    labels = jdist.replica_id() * z.shape[0] + jnp.arange(z.shape[0])
+    return optax.softmax_cross_entropy_with_integer_labels(z @ jdist.all_gather(z).T, labels).mean()
 
 
 @step
@@ -92,13 +98,9 @@ def divided_by_all_rows(state, batch):
     return updated(state, grads), {"loss": loss, "average": average, "penalty": penalty}
 
 
-@step
-def weighted_by_the_parameters(state, batch):
-    def loss_fn(params):
-        return jdist.mean(losses(params, batch), jnp.exp(batch["x"] @ params["w"]))
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
-    return updated(state, grads), {"loss": loss}
+@step_of
+def weighted_by_the_parameters(params, batch):
+    return jdist.mean(losses(params, batch), jnp.exp(batch["x"] @ params["w"]))
 
 
 @step
@@ -176,44 +178,28 @@ def trained_on_rows_moved_by_their_gradients(state, batch):
     }
 
 
-@step
-def penalised_by_the_gradients_of_rows(state, batch):
-    def loss_fn(params):
-        by_x = jdist.grad(of_rows(batch), argnums=1)(params, batch["x"])
-        return masked(batch)(params) + jdist.mean((by_x**2).sum(-1))
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
-    return updated(state, grads), {"loss": loss}
+@step_of
+def penalised_by_the_gradients_of_rows(params, batch):
+    by_x = jdist.grad(of_rows(batch), argnums=1)(params, batch["x"])
+    return masked(batch)(params) + jdist.mean((by_x**2).sum(-1))
 
 
-@step
-def penalised_by_the_gradient(state, batch):
-    def loss_fn(params):
-        return masked(batch)(params) + 0.1 * (jdist.grad(masked(batch))(params)["w"] ** 2).sum()
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
-    return updated(state, grads), {"loss": loss}
+@step_of
+def penalised_by_the_gradient(params, batch):
+    return masked(batch)(params) + 0.1 * (jdist.grad(masked(batch))(params)["w"] ** 2).sum()
 
 
-@step
-def looking_ahead_by_an_inner_gradient(state, batch):
-    def loss_fn(params):
-        ahead = jax.tree.map(lambda p, g: p - 0.1 * g, params, jdist.grad(masked(batch))(params))
-        return masked(batch)(ahead)
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
-    return updated(state, grads), {"loss": loss}
+@step_of
+def looking_ahead_by_an_inner_gradient(params, batch):
+    ahead = jax.tree.map(lambda p, g: p - 0.1 * g, params, jdist.grad(masked(batch))(params))
+    return masked(batch)(ahead)
 
 
-@step
-def with_a_variance_of_all_rows(state, batch):
-    def loss_fn(params):
-        z = jnp.tanh(batch["x"] @ params["w"])
-        variance = jdist.all_reduce(((z - jdist.all_reduce(z.mean())) ** 2).mean())
-        return masked(batch)(params) + 1 / (0.1 + variance)
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
-    return updated(state, grads), {"loss": loss}
+@step_of
+def with_a_variance_of_all_rows(params, batch):
+    z = jnp.tanh(batch["x"] @ params["w"])
+    variance = jdist.all_reduce(((z - jdist.all_reduce(z.mean())) ** 2).mean())
+    return masked(batch)(params) + 1 / (0.1 + variance)
 
 
 @step
@@ -327,19 +313,21 @@ def constants(state, batch):
 STEPS["constants"] = constants
 
 
-def numbers(tree):
-    def number(x):
-        x = x if isinstance(x, jax.Array) else np.asarray(x)  # a parameter server's are still to come
-        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    return jax.tree.map(lambda x: np.asarray(number(x), np.float64), tree)
-
-
 def result(function, strategy, accumulate=1, **options):
     run, state = jdist.distribute(function, strategy, accumulate=accumulate, **options), create()
     for _ in range(2):
         state, metrics = run(state, BATCH)
     return numbers(strategy.fetch(state)), numbers(metrics)
+
+
+@functools.cache
+def on_four(name):
+    return result(STEPS[name], jdist.mirrored(cpus(4)))
+
+
+@functools.cache
+def on_one_device(name):
+    return result(STEPS[name], jdist.one_device())
 
 
 def assert_same(found, expected):
@@ -349,6 +337,12 @@ def assert_same(found, expected):
 
 def cpus(n):
     return [f"cpu:{i}" for i in range(n)]
+
+
+def each_step(names=STEPS):
+    """All cases of a step go to one process of the tests', which computes what they are compared with once."""
+    params = [pytest.param(name, marks=pytest.mark.xdist_group(f"law_{name}")) for name in names]
+    return pytest.mark.parametrize("name", params)
 
 
 FEWER = {
@@ -362,24 +356,23 @@ FEWER = {
 
 
 @pytest.mark.parametrize("how", some(list(FEWER), ["two in shard_map", "central_storage"]))
-@pytest.mark.parametrize("name", STEPS)
+@each_step()
 def test_microbatches_are_replicas_in_time(name, how):
     strategy, accumulate = FEWER[how]()
-    expected = result(STEPS[name], jdist.mirrored(cpus(4)))
-    assert_same(result(STEPS[name], strategy, accumulate), expected)
+    assert_same(result(STEPS[name], strategy, accumulate), on_four(name))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", [name for name in STEPS if "of_rows" in name or "their_gradients" in name])
 def test_gradients_by_rows_where_parameters_are_in_parts(name, accumulate):
     strategy = jdist.sharded(cpus(2), whole_below=0, most_whole=1)
-    assert_same(result(STEPS[name], strategy, accumulate), result(STEPS[name], jdist.one_device()))
+    assert_same(result(STEPS[name], strategy, accumulate), on_one_device(name))
 
 
 @pytest.mark.parametrize("accumulate", some([1, 2], [1]))
-@pytest.mark.parametrize("name", STEPS)
+@each_step()
 def test_the_global_view_is_one_replica(name, accumulate):
-    expected = result(STEPS[name], jdist.one_device(), accumulate)
+    expected = result(STEPS[name], jdist.one_device(), accumulate) if accumulate > 1 else on_one_device(name)
     assert_same(result(STEPS[name], jdist.mirrored(cpus(4), transform="jit"), accumulate), expected)
 
 
@@ -387,9 +380,9 @@ def test_the_global_view_is_one_replica(name, accumulate):
 OWN = {"noise_of_each_replica", "counting_rows", "constants"}
 
 
-@pytest.mark.parametrize("name", sorted(set(STEPS) - OWN))
+@each_step(sorted(set(STEPS) - OWN))
 def test_four_replicas_are_one_on_the_whole_batch(name):
-    assert_same(result(STEPS[name], jdist.mirrored(cpus(4))), result(STEPS[name], jdist.one_device()))
+    assert_same(on_four(name), on_one_device(name))
 
 
 def test_the_maximum_that_travels_as_a_gradient_is_of_all_rows():

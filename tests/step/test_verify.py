@@ -18,6 +18,7 @@ from jax.experimental import io_callback
 import jdist
 from jdist import VerificationWarning
 from jdist.errors import StepError, VerificationError
+from tests import toys
 
 pytestmark = pytest.mark.xdist_group(__name__)  # several look at the same comparison
 
@@ -49,12 +50,7 @@ def sgd(params, grads):
     return jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
 
 
-def step_of(loss_fn):
-    def train_step(state, batch):
-        loss, grads = jdist.value_and_grad(loss_fn)(state, batch)
-        return sgd(state, grads), {"loss": loss}
-
-    return train_step
+step_of = functools.partial(toys.step_of, rate=LEARNING_RATE)
 
 
 def of_metric(metric):
@@ -671,19 +667,12 @@ class TestFit:
     def test_rows_that_a_later_batch_will_lack(self):
         """The first batch is full, and the last one of 90 rows is not: a replica divides by its own count then."""
 
+        @step_of
         def by_own_count(w, batch):
-            def loss_fn(w):
-                real = batch["mask"].astype(jnp.float32)
-                return (((batch["x"] @ w - batch["y"]) ** 2) * real).sum() / real.sum()
+            real = batch["mask"].astype(jnp.float32)
+            return (((batch["x"] @ w - batch["y"]) ** 2) * real).sum() / real.sum()
 
-            loss, grad = jdist.value_and_grad(loss_fn)(w)
-            return w - 0.1 * grad, {"loss": loss}
-
-        def by_mean(w, batch):
-            loss, grad = jdist.value_and_grad(lambda w: jdist.mean((batch["x"] @ w - batch["y"]) ** 2, batch["mask"]))(
-                w
-            )
-            return w - 0.1 * grad, {"loss": loss}
+        by_mean = step_of(lambda w, batch: jdist.mean((batch["x"] @ w - batch["y"]) ** 2, batch["mask"]))
 
         def fitted(step, num_rows):
             random = np.random.default_rng(0)
@@ -737,9 +726,7 @@ def test_a_result_whose_shape_follows_the_rows(num_rows, devices):
 def test_what_is_nan_in_both_is_not_compared():
     batch = {"x": np.full(16, np.nan, np.float32)}
 
-    def step(w, batch):
-        loss, grad = jdist.value_and_grad(lambda w: ((batch["x"] * w - 1) ** 2).mean())(w)
-        return w - 0.1 * grad, {"loss": loss}
+    step = step_of(lambda w, batch: ((batch["x"] * w - 1) ** 2).mean())
 
     found = jdist.verify(jdist.distribute(step, jdist.mirrored(), non_finite="apply"), np.float32(0), batch)
     assert (found.ok, found.num_compared) == (True, 0)

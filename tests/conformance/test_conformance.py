@@ -159,37 +159,41 @@ def test_metrics_are_those_of_scikit_learn(strategy: str, option: str):
         metric_steps.check(metric_steps.trained(made, OPTIONS[option]))
 
 
+def fit_evaluate_and_predict(made: jdist.Strategy) -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
+    state, history = jdist.fit(
+        loop_programs.train_step,
+        made.init(loop_programs.create_state),
+        loop_programs.DATA,
+        strategy=made,
+        epochs=2,
+        global_batch=16,
+        shuffle_seed=0,
+        eval_data=loop_programs.HELD_OUT,
+        eval_step=loop_programs.eval_step,
+        progress=False,
+        log_to=None,
+    )
+    data = {"strategy": made, "global_batch": 16}
+    rows = jdist.predict(loop_programs.predict_step, state, loop_programs.DATA, **data)
+    np.testing.assert_array_equal(rows["y"], loop_programs.DATA["y"])
+    evaluated = jdist.evaluate(loop_programs.eval_step, state, loop_programs.HELD_OUT, **data)["loss"]
+    assert evaluated == pytest.approx(history.evals[-1]["loss"], rel=1e-6)
+    means = [row["loss"] for row in history.epochs]
+    return means, [row["loss"] for row in history.evals], rows["predicted"], made.fetch(state).params["w"]
+
+
+@pytest.fixture(scope="module")
+def fitted_on_one_device() -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
+    return fit_evaluate_and_predict(jdist.one_device())
+
+
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(s, marks=marks(s, s, always=s not in ALGORITHMS or "server" in s)) for s in STRATEGIES],
 )
-def test_fit_evaluate_and_predict_are_those_of_one_device(strategy: str):
+def test_fit_evaluate_and_predict_are_those_of_one_device(strategy: str, fitted_on_one_device: Any):
     """Of a data set whose last batch is short: training, the means of each epoch, an evaluation, and predictions."""
-
-    def run(made: jdist.Strategy) -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
-        state, history = jdist.fit(
-            loop_programs.train_step,
-            made.init(loop_programs.create_state),
-            loop_programs.DATA,
-            strategy=made,
-            epochs=2,
-            global_batch=16,
-            shuffle_seed=0,
-            eval_data=loop_programs.HELD_OUT,
-            eval_step=loop_programs.eval_step,
-            progress=False,
-            log_to=None,
-        )
-        data = {"strategy": made, "global_batch": 16}
-        rows = jdist.predict(loop_programs.predict_step, state, loop_programs.DATA, **data)
-        np.testing.assert_array_equal(rows["y"], loop_programs.DATA["y"])
-        evaluated = jdist.evaluate(loop_programs.eval_step, state, loop_programs.HELD_OUT, **data)["loss"]
-        assert evaluated == pytest.approx(history.evals[-1]["loss"], rel=1e-6)
-        means = [row["loss"] for row in history.epochs]
-        return means, [row["loss"] for row in history.evals], rows["predicted"], made.fetch(state).params["w"]
-
     losses, params = COMPRESSED.get(strategy, (2e-5, 1e-5))
-    for got, want, atol in zip(
-        run(STRATEGIES[strategy]()), run(jdist.one_device()), (losses, losses, 10 * params, params), strict=True
-    ):
+    found, tolerances = fit_evaluate_and_predict(STRATEGIES[strategy]()), (losses, losses, 10 * params, params)
+    for got, want, atol in zip(found, fitted_on_one_device, tolerances, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=atol)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import jdist
 from jdist.errors import BoundaryError, JDistError
+from tests.toys import numbers
 
 rng = np.random.default_rng(3)
 BATCH = {
@@ -231,13 +232,6 @@ def make_step(seed):
         return {**state, "params": params, "running": running, "count": count, "last": last}, metrics
 
     return step
-
-
-def numbers(tree):
-    def number(x):
-        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    return jax.tree.map(lambda x: np.asarray(number(x), np.float64), tree)
 
 
 def result(seed, strategy, accumulate):

@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 
 import jdist
+from tests.toys import ON_ALL_DEVICES
 
 
 class Interrupted(Exception):
     pass
 
 
-STRATEGIES = [
-    jdist.default(),
-    jdist.one_device(),
-    *(jdist.mirrored(transform=t) for t in ("shard_map", "pmap", "jit")),
-]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{s.name}-{s.transform}")
+@pytest.mark.parametrize("strategy", ON_ALL_DEVICES[:-1], ids=lambda s: f"{s.name}-{s.transform}")
 def test_last_state_outlives_an_interrupt_at_any_moment(strategy):
 
     def step(state, batch):

@@ -7,10 +7,8 @@ import pytest
 
 import jdist
 from jdist.errors import BatchError
-from tests.toys import step_of
+from tests.toys import EVERY, TRANSFORMS, step_of
 
-MESHES = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")}
-EVERY = {**MESHES, "one_device": jdist.one_device("cpu:3"), "default": jdist.default()}
 EACH = {name: EVERY[name] for name in ("shard_map", "pmap", "one_device", "default")}
 X = np.arange(8, dtype=np.float32)
 
@@ -50,7 +48,7 @@ def test_pmap_with_four_leaves_in_all(s, b):
         return jax.tree.map(lambda w: w + jdist.all_reduce(batch["0"].mean()), state), {}
 
     state = {str(i): jnp.float32(1) for i in range(s)}
-    state, _ = jdist.distribute(plus, MESHES["pmap"])(state, {str(i): X for i in range(b)})
+    state, _ = jdist.distribute(plus, TRANSFORMS["pmap"])(state, {str(i): X for i in range(b)})
     assert float(state["0"]) == 4.5
 
 
@@ -76,10 +74,10 @@ def test_per_replica_results_keep_the_order_of_the_replicas(name):
     assert first.value[:, 0].tolist() == X.reshape(n, -1)[:, 0].tolist()
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", TRANSFORMS)
 class TestBatchesThatDoNotFit:
     def run(self, name, batch, **options):
-        step = jdist.distribute(lambda w, b: (w, {}), MESHES[name], **options)
+        step = jdist.distribute(lambda w, b: (w, {}), TRANSFORMS[name], **options)
         return step(1.0, batch)
 
     @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
@@ -128,7 +126,7 @@ def hlo(strategy, **options):
 def test_loss_and_all_gradients_go_in_one_all_reduce(name):
     # One psum of the tree: StableHLO writes one all_reduce, of several operands or one for each leaf side by side.
     # The guard against NaN may have one of its own, of a flag a leaf.
-    text = hlo(MESHES[name], non_finite="apply")
+    text = hlo(TRANSFORMS[name], non_finite="apply")
     assert 1 <= text.count("stablehlo.all_reduce") <= 3
     assert "all_gather" not in text
     assert "all_reduce" not in hlo(EVERY["default"])

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import jdist
 from jdist.errors import BoundaryError
-from tests.toys import TRANSFORMS, TWO, masked_batch
+from tests.toys import TRANSFORMS, TWO, masked_batch, numbers
 
 FOUR = jdist.mirrored([f"cpu:{i}" for i in range(4)])
 EVERY = {"default": jdist.default(), **TRANSFORMS}
@@ -54,13 +54,6 @@ def train(state, batch):
         "step": state.step,
     }
     return new, metrics
-
-
-def numbers(tree):
-    def number(x):
-        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    return jax.tree.map(lambda x: np.asarray(number(x)).astype(np.float64), tree)
 
 
 @pytest.fixture(scope="module")

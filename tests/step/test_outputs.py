@@ -8,7 +8,7 @@ import pytest
 import jdist
 from jdist.errors import StepError
 from jdist.step.outputs import Traced
-from tests.toys import TWO
+from tests.toys import EVERY, TWO
 
 X = {"x": np.arange(4, dtype=np.float32), "z": np.ones(4)}
 
@@ -90,14 +90,7 @@ class TestResults:
             jdist.distribute(lambda s, b: (s, jax.random.key(0)), TWO)(1.0, X)
 
 
-EVERY = [
-    jdist.default(),
-    jdist.one_device("cpu:2"),
-    *(jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")),
-]
-
-
-@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: f"{s.name}-{s.transform}")
+@pytest.mark.parametrize("strategy", EVERY.values(), ids=EVERY)
 class TestDtypes:
     """What is the same on every replica keeps its dtype; what is averaged is floating point; a count has no mean."""
 
@@ -152,7 +145,7 @@ class TestDtypes:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: f"{s.name}-{s.transform}")
+@pytest.mark.parametrize("strategy", EVERY.values(), ids=EVERY)
 def test_a_total_or_an_extreme_of_integers_stays_one(strategy, accumulate):
     big = 2**24 + 1  # float32 does not hold it
 
@@ -175,7 +168,9 @@ class TestTextAndObjects:
     @pytest.mark.parametrize(
         ("leaf", "kind"), [("abc", "str"), (object(), "object"), (len, "builtin"), (np.array(["a"]), "ndarray of <U1")]
     )
-    @pytest.mark.parametrize("strategy", [s for s in EVERY if s.transform != "jit"], ids=lambda s: f"{s.transform}")
+    @pytest.mark.parametrize(
+        "strategy", [s for s in EVERY.values() if s.transform != "jit"], ids=lambda s: f"{s.transform}"
+    )
     def test_among_the_results(self, role, leaf, kind, strategy):
         run = jdist.distribute(lambda w, b: (w, {"a": b["x"], "t": [leaf]}), strategy, returns=("state", role))
         with pytest.raises(StepError, match=rf"the result with role \"{role}\" has a leaf.*\['t'\]\[0\] is a {kind}"):
@@ -221,7 +216,7 @@ class TestOneValueAnExample:
     def test_what_is_meant_is_said_by_all_reduce(self):
         assert self.run(TWO, lambda x: jdist.all_reduce(x[:4], "mean")).tolist() == [2, 3, 4, 5]
 
-    @pytest.mark.parametrize("strategy", [s for s in EVERY if s.num_replicas == 1 or s.transform == "jit"])
+    @pytest.mark.parametrize("strategy", [s for s in EVERY.values() if s.num_replicas == 1 or s.transform == "jit"])
     def test_where_nothing_is_averaged_nothing_is_mixed(self, strategy):
         assert self.run(strategy, lambda x: x).tolist() == list(range(8))
 

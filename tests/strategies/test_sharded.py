@@ -118,14 +118,21 @@ OPTIMIZERS = {
 }
 
 
+def create_for(name):
+    return create(OPTIMIZERS[name], empty=name != "muon")  # which divides by the number of elements
+
+
+@functools.cache
+def on_one_device(name):
+    return run(jdist.one_device(), make=functools.partial(create_for, name))[:2]
+
+
 @pytest.mark.parametrize("shard", ["state", "optimizer"])
 @pytest.mark.parametrize("name", some(OPTIMIZERS, ["clipped", "lamb", "adafactor", "muon", "multi_steps"]))
 def test_every_optimiser_updates_parts_as_it_updates_whole_arrays(name, shard):
-    def make():
-        return create(OPTIMIZERS[name], empty=name != "muon")  # which divides by the number of elements
-
+    make = functools.partial(create_for, name)
     got, losses, _ = run(jdist.sharded(shard=shard, **EVERYTHING), make=make)
-    want, expected, _ = run(jdist.one_device(), make=make)
+    want, expected = on_one_device(name)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=2e-5)
     assert_close(got, want, atol=3e-5)
 
@@ -572,7 +579,9 @@ def strategy_of(name):
     return make[kind](devices, **options)
 
 
-PAIRS = [(f"sharded {n}", f"sharded {m}") for n in SIZES for m in SIZES] + [
+# From each number of devices to the next, and back.
+NEXT = list(zip(SIZES, [*SIZES[1:], SIZES[0]], strict=True))
+PAIRS = [(f"sharded {n}", f"sharded {m}") for n, m in [*NEXT, *((m, n) for n, m in NEXT), (5, 5)]] + [
     ("sharded 8", "mirrored 2"),
     ("mirrored 2", "sharded 5"),
     ("sharded 3", "central 4"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -162,7 +161,8 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
             f"{options.num_replicas}"
         )
     local_rows = layout.rows // options.share.count
-    mask = np.arange(local_rows) < num_real
+    mask = (np.arange(local_rows) < num_real).view(RowMask)
+    mask.jdist_real_rows = RealRows(part.sizes, local_rows)
     filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=options.copy), batch)
     if layout.is_dict:
         return {**filled, MASK: mask}
@@ -199,25 +199,24 @@ def _fill(leaf: np.ndarray, rows: int, *, copy: bool) -> np.ndarray:
     return filled
 
 
-# By the id of the mask, while it lives: a batch stays a plain tree, and keeps its mask when a user replaces other leaves.
-_real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
+class RealRows(NamedTuple):
+    """How many rows of a batch are real: a field of its mask, which takes it along into other trees."""
+
+    sizes: tuple[int, ...]  # by process; padding follows them
+    fed: int  # rows that each process feeds, padding included
 
 
-def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None = None) -> None:
-    """Remembers the number of real rows of each process (`sizes`); padding follows them."""
-    mask = mask_of(batch)
-    if mask is not None:
-        # `rows` counts the rows that each process feeds, padding included. No mask: no padding.
-        rows = len(mask) // len(sizes) if rows is None else rows
-        key = id(mask)
-        _real_rows[key] = weakref.ref(mask, lambda _: _real_rows.pop(key, None)), sizes, rows
+class RowMask(np.ndarray):
+    """A mask on the host with that field."""
+
+    jdist_real_rows: RealRows | None = None
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
-    """Carries the knowledge of a batch's real rows over to the batch that is made of it on the devices."""
-    if (known := _known(before)) is not None:
-        _, sizes, rows = known
-        remember_real_rows(after, sizes, rows)
+    """Gives the mask of a batch on the devices the field of the mask on the host that it was made of."""
+    marked, mask = _marked(before), mask_of(after)
+    if marked is not None and isinstance(mask, jax.Array | RowMask):
+        mask.jdist_real_rows = marked.jdist_real_rows  # type: ignore[union-attr]  # a `jax.Array` takes fields
 
 
 def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: batch) -> np.ndarray | None:
@@ -232,35 +231,30 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
 
 def filled_up(batch: PyTree) -> np.ndarray | None:
     """Finds the real rows of a batch that `distribute_dataset` made; None for any other, whatever its mask."""
-    if (known := _known(batch)) is None:
+    if (mask := _marked(batch)) is None:
         return None
-    _, sizes, rows = known
-    return np.concatenate([np.arange(rows) < size for size in sizes])
+    sizes, fed = mask.jdist_real_rows
+    return np.concatenate([np.arange(fed) < size for size in sizes])
 
 
 def has_padding(batch: PyTree) -> bool:
     """Whether `distribute_dataset` filled a batch up."""
-    known = _known(batch)
-    return known is not None and min(known[1]) < known[2]
+    mask = _marked(batch)
+    return mask is not None and min(mask.jdist_real_rows.sizes) < mask.jdist_real_rows.fed
 
 
 def full_mask_place(batch: PyTree) -> int | None:
     """Finds the number of the leaf that is the mask of `distribute_dataset`, if all rows are real."""
-    if (known := _known(batch)) is None:
-        return None
-    mask, _, _ = known
-    if not np.all(to_host(mask)):
+    mask = _marked(batch)
+    if mask is None or not np.all(to_host(mask)):
         return None
     return next(i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask)
 
 
-def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
-    """Finds the remembered mask in a batch, how many rows of each process are real, and how many each process feeds."""
-    for leaf in jax.tree.leaves(batch):
-        reference, sizes, rows = _real_rows.get(id(leaf), (None, (), 0))
-        if reference is not None and reference() is leaf:  # else an earlier array had that id
-            return leaf, sizes, rows
-    return None
+def _marked(batch: PyTree) -> Any:
+    """Finds the mask of `distribute_dataset` among the leaves of a batch, wherever the user has put it."""
+    marked = (leaf for leaf in jax.tree.leaves(batch) if getattr(leaf, "jdist_real_rows", None) is not None)
+    return next(marked, None)
 
 
 def mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:

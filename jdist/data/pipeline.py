@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from jdist.data.batching import (
     BatchLayout,
     DatasetOptions,
@@ -16,7 +14,6 @@ from jdist.data.batching import (
     hand_on_real_rows,
     padded_rows,
     plan_layout,
-    remember_real_rows,
     stack,
 )
 from jdist.data.leaves import check_fits, tree_spec
@@ -51,7 +48,7 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
     # consumer alive.
     options = layout.options
     group: list[PyTree] = []
-    position, sizes = Position(0), (0,)
+    position = Position(0)
     # `fit` copies before the source is asked again, which may refill the same memory.
     layouts = {(layout.tree, layout.full): layout}
     for numbered_part in numbered:
@@ -73,22 +70,23 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
         if fitted is None:
             continue
         group.append(fitted)
-        sizes = part.sizes
         if len(group) == options.steps_per_call:
-            yield position, _place(group, sizes, options)
+            yield position, _place(group, options)
             group = []
     if group:
-        yield position, _place(group, sizes, options)
+        yield position, _place(group, options)
 
 
-def _place(group: list[PyTree], sizes: tuple[int, ...], options: DatasetOptions) -> PyTree:
+def _place(group: list[PyTree], options: DatasetOptions) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
-    rows = jax.tree.leaves(group[0])[0].shape[0]
-    if options.place is not None and options.prefetch_to_device:
-        batch = options.place(batch)
-    if options.steps_per_call == 1:  # of several steps a call returns no rows, so nobody asks
-        remember_real_rows(batch, sizes, rows)
-    return batch
+    return put(batch, options.place) if options.place is not None and options.prefetch_to_device else batch
+
+
+def put(batch: PyTree, place: Callable[[PyTree], PyTree]) -> PyTree:
+    """Puts a batch where `place` does; its mask stays known as the one of jdist."""
+    placed = place(batch)
+    hand_on_real_rows(batch, placed)
+    return placed
 
 
 def skip_batches(numbered: Iterator[NumberedPart | None], count: int, kind: str) -> Iterator[NumberedPart | None]:
@@ -152,8 +150,7 @@ class DatasetIterator(Iterator[PyTree]):
         try:
             position, batch = next(self._batches)
             if self._hand_over is not None:
-                prepared, batch = batch, self._hand_over(batch)
-                hand_on_real_rows(prepared, batch)
+                batch = put(batch, self._hand_over)
         except StopIteration:
             if not self._done:  # else another thread has closed this pass meanwhile
                 self._done = True

@@ -1,14 +1,11 @@
 """The real rows of a batch: known with its mask, whatever the batch's own leaves are called or hold."""
 
-import gc
-
 import jax
 import numpy as np
 import pytest
 
-from jdist.data import batching as padding_module
 from jdist.data import distributed_dataset
-from jdist.data.batching import Masked, real_rows, remember_real_rows
+from jdist.data.batching import Masked, real_rows
 
 
 def batches(source, *, place=None, num_replicas=2, **options):
@@ -53,27 +50,4 @@ def test_in_a_batch_from_elsewhere_the_masks_place_counts_if_it_holds_a_bool_a_r
     "batch", [{"x": np.arange(2)}, {"mask": {"a": np.arange(2)}}, (np.arange(2), np.arange(2)), {}]
 )
 def test_without_a_mask_there_is_no_padding(batch):
-    remember_real_rows(batch, (1,))
     assert real_rows(batch) is None
-
-
-@pytest.mark.usefixtures("quick_collection")
-@pytest.mark.parametrize("make", [np.zeros, jax.numpy.zeros])
-def test_nothing_is_kept_of_batches_that_are_gone(make):
-    gc.collect()
-    before = len(padding_module._real_rows)
-    batch = {"mask": make(3, bool)}
-    remember_real_rows(batch, (2,))
-    assert len(padding_module._real_rows) == before + 1
-    assert real_rows(batch).tolist() == [True, True, False]
-    del batch
-    gc.collect()
-    assert len(padding_module._real_rows) == before
-
-
-def test_another_array_with_the_same_id_is_not_mistaken(monkeypatch):
-    batch, other = {"mask": np.ones(3, bool)}, {"mask": np.ones(3, bool)}
-    remember_real_rows(batch, (2,))
-    known = {id(other["mask"]): padding_module._real_rows[id(batch["mask"])]}
-    monkeypatch.setattr(padding_module, "_real_rows", known)
-    assert real_rows(other).tolist() == [True, True, True]

@@ -159,10 +159,11 @@ def adapters(args: argparse.Namespace) -> None:
     """Prints what each adapter adds to a library's own loop."""
     from pairs import alternate
 
-    from jdist.data import distributed_dataset
+    from jdist import InputOptions
+    from jdist.data import FeedOptions, distributed_dataset
 
     def through(source: Any) -> Callable[[], None]:
-        dataset = distributed_dataset(source, num_replicas=1, place=None, prefetch=0)
+        dataset = distributed_dataset(source, FeedOptions(num_replicas=1, input=InputOptions(prefetch=0)))
 
         def run() -> None:
             for _ in dataset:
@@ -187,10 +188,11 @@ def adapters(args: argparse.Namespace) -> None:
 
 def far(args: argparse.Namespace) -> None:
     """Prints how long it takes to a far batch, by the position that was saved there."""
-    from jdist.data import distributed_dataset
+    from jdist import InputOptions
+    from jdist.data import FeedOptions, distributed_dataset
 
     def fed(make: Callable[[], Any]) -> Any:
-        return distributed_dataset(make(), num_replicas=1, place=None, prefetch=0)
+        return distributed_dataset(make(), FeedOptions(num_replicas=1, input=InputOptions(prefetch=0)))
 
     def first_of(make: Callable[[], Any], state: Any) -> tuple[float, Any]:
         start = time.perf_counter()

@@ -396,7 +396,15 @@ class Strategy:
             BatchError: a batch does not fit the replicas, or its leaves disagree.
         """
         self.need_devices("distribute_dataset")
-        asked = FeedOptions(partial, with_mask, steps_per_call, batch_axis, input_options(options, prefetch), shapes)
+        asked = FeedOptions(
+            num_replicas=self.num_replicas,
+            partial=partial,
+            with_mask=with_mask,
+            steps_per_call=steps_per_call,
+            batch_axis=batch_axis,
+            shapes=shapes,
+            input=input_options(options, prefetch),
+        )
         return self.operations.feed_batches(self, dataset, asked)
 
     @without_own_frames
@@ -449,7 +457,14 @@ class Strategy:
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
         self.need_devices("distribute_datasets_from_function")
-        asked = FeedOptions(partial, with_mask, steps_per_call, batch_axis, input_options(options, None))
+        asked = FeedOptions(
+            num_replicas=self.num_replicas,
+            partial=partial,
+            with_mask=with_mask,
+            steps_per_call=steps_per_call,
+            batch_axis=batch_axis,
+            input=input_options(options, None),
+        )
         return self.operations.feed_pipelines(self, fn, asked)
 
     def need_devices(self, what: str) -> None:

@@ -10,6 +10,7 @@ May import: cluster, support, errors.
 from jdist.data.adapters.from_rows import from_rows
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
+from jdist.data.options import FeedOptions
 from jdist.data.sources.arrays import ArraySource, from_arrays
 from jdist.data.sources.files import FileSource, from_files
 from jdist.data.sources.protocol import RandomAccessSource
@@ -18,6 +19,7 @@ from jdist.data.sources.shards import shard
 __all__ = [
     "ArraySource",
     "DistributedDataset",
+    "FeedOptions",
     "FileSource",
     "RandomAccessSource",
     "distributed_dataset",

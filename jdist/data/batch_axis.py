@@ -6,23 +6,18 @@ for the step itself. XLA removes a pair of moves with nothing between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.data.adapters.recognize import adapted
 from jdist.data.batching import Masked
 from jdist.data.leaves import MASK, to_numpy
-from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import RandomAccessSource, Restartable, check_source
-from jdist.data.sources.rows import RowSource
-from jdist.data.sources.stateful import StatefulBatches, StatefulSource
-from jdist.errors import BatchError, DatasetError
+from jdist.data.options import FeedOptions
+from jdist.errors import BatchError
 from jdist.support.checks import as_int
 
 PyTree = Any
@@ -131,70 +126,8 @@ def _move_axis(x: Any, source: int, destination: int) -> Any:
     return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, source, destination)
 
 
-@dataclass(frozen=True)
-class TurnedSource:
-    """A random-access source each of whose batches goes through `turn`; see `RandomAccessSource`."""
-
-    source: RandomAccessSource
-    turn: Callable[[PyTree], PyTree]
-
-    @property
-    def num_steps(self) -> int | None:
-        return self.source.num_steps
-
-    @property
-    def global_batch(self) -> int:
-        return self.source.global_batch
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    def batch_at(self, step: int) -> PyTree:
-        """See `RandomAccessSource`."""
-        return self.turn(self.source.batch_at(step))
-
-
-class TurnedStates(StatefulSource):
-    """A source with states each of whose batches goes through `turn`."""
-
-    def __init__(self, source: StatefulSource, turn: Callable[[PyTree], PyTree]):
-        self._source = source
-        self._turn = turn
-        self.kind, self.num_steps, self.is_endless = source.kind, source.num_steps, source.is_endless
-        self.own_part, self.how_to_share = source.own_part, source.how_to_share
-
-    def open(self, epoch: int, state: Any) -> StatefulBatches:
-        return _TurnedBatches(self._source.open(epoch, state), self._turn)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._source.fingerprint
-
-    def to_plain(self, state: Any) -> Any:
-        return self._source.to_plain(state)
-
-    def from_plain(self, value: Any) -> Any:
-        return self._source.from_plain(value)
-
-
-class _TurnedBatches(StatefulBatches):
-    def __init__(self, batches: StatefulBatches, turn: Callable[[PyTree], PyTree]):
-        self._batches = batches
-        self._turn = turn
-
-    def __next__(self) -> PyTree:
-        return self._turn(next(self._batches))
-
-    def state(self) -> Any:
-        return self._batches.state()
-
-    def state_at_end(self) -> Any:
-        return self._batches.state_at_end()
-
-
 def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTree, PyTree]:
-    """Moves the rows of a turned source's batch back; returns the batch and its axes."""
+    """Moves the rows of a source's batch back to where it had them; returns the batch and its axes."""
     # Leaves are [rows, ...], or [steps, rows, ...] with `lead=1`; the axes include `lead`.
     one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
     axes = axes_of_leaves((one_step,), batch_axis)
@@ -203,24 +136,24 @@ def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTre
     return rows_in_place(batch, axes, lead=lead), jax.tree.unflatten(treedef, places)
 
 
-def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
-    """Moves the rows of a source's batches first; refuses a source that cuts rows itself."""
+def taker(batch_axis: BatchAxis) -> Callable[[PyTree], PyTree]:
+    """Makes the function that makes numpy arrays of a source's batch, with the rows first."""
     if is_first(batch_axis):
-        return source
-    source = adapted(source)
-    check_source(source)
-    if isinstance(source, ArraySource | FileSource | RowSource):
-        raise DatasetError(
-            f"`batch_axis` is {batch_axis!r}, but {source!r} takes rows from the first axis of its arrays. Leave `batch_axis` "
-            "out and swap the axes in the step, or pass an iterable of batches"
-        )
+        return to_numpy
 
-    def turn(batch: PyTree) -> PyTree:
+    def take(batch: PyTree) -> PyTree:
         batch = to_numpy(batch)
         return rows_first(batch, axes_of_leaves((batch,), batch_axis))
 
-    if isinstance(source, RandomAccessSource):
-        return TurnedSource(source, turn)
-    if isinstance(source, StatefulSource):
-        return TurnedStates(source, turn)
-    return map(turn, source) if isinstance(source, Iterator) else Restartable(lambda: map(turn, source))
+    return take
+
+
+def on_host(options: FeedOptions) -> FeedOptions:
+    """Has a feed's batches stay on the host, with their rows where the source has them."""
+    if is_first(options.batch_axis):
+        return options
+
+    def turn(batch: PyTree) -> PyTree:
+        return turn_back(batch, options.batch_axis, lead=int(options.steps_per_call > 1))[0]
+
+    return dataclasses.replace(options, place=turn, place_spec=turn)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdist.data.leaves import MASK, TreeSpec, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
-from jdist.data.process_shard import WHOLE, LocalRows, ProcessShard
+from jdist.data.leaves import MASK, TreeSpec, check_rows, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
+from jdist.data.options import FeedOptions
+from jdist.data.process_shard import LocalRows
 from jdist.errors import BatchError
 from jdist.support.arrays import to_host
 
 PyTree = Any
-Partial = Literal["pad", "drop", "error"]
-PARTIALS: tuple[str, ...] = get_args(Partial)
 
 
 class Masked(NamedTuple):
@@ -27,32 +26,16 @@ class Masked(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetOptions:
-    """Arguments of `distributed_dataset`, see there; and `copy`: the source may reuse or keep the memory of its batches."""
-
-    num_replicas: int
-    place: Callable[[PyTree], PyTree] | None = None
-    place_spec: Callable[[PyTree], PyTree] | None = None
-    partial: Partial = "pad"
-    with_mask: bool = False
-    steps_per_call: int = 1
-    shapes: int = 1
-    prefetch: int = 2
-    prefetch_to_device: bool = True
-    share: ProcessShard = WHOLE
-    copy: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """The shape of every batch of a dataset, by its first batch and the options."""
 
-    options: DatasetOptions
+    options: FeedOptions
     full: tuple[int, ...]  # rows of a full batch by process
     rows: int  # rows that the step receives; a multiple of `num_replicas`
     tree: TreeSpec  # the source's batches, without their rows
     # the mask becomes a leaf of the batch; else it is separate, or missing
     is_dict: bool
+    copy: bool = True  # the source may reuse or keep the memory of its batches
 
     @property
     def global_batch(self) -> int:
@@ -85,7 +68,7 @@ class Shapes:
         return rows
 
 
-def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -> BatchLayout:
+def plan_layout(batch: PyTree, full: tuple[int, ...], options: FeedOptions, *, copy: bool = True) -> BatchLayout:
     """Makes the layout of a dataset's batches; `full` has the rows of a full one by process."""
     batch = to_numpy(batch)
     is_dict = isinstance(batch, dict) and not options.with_mask
@@ -102,7 +85,7 @@ def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -
         )
     check_divisible(full, options)
     rows = padded_rows(full, num_replicas=options.num_replicas)
-    return BatchLayout(options=options, full=full, rows=rows, tree=tree_spec(batch), is_dict=is_dict)
+    return BatchLayout(options=options, full=full, rows=rows, tree=tree_spec(batch), is_dict=is_dict, copy=copy)
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
@@ -112,7 +95,7 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
     return -(-max(full) // each) * num_replicas
 
 
-def check_divisible(full: tuple[int, ...], options: DatasetOptions) -> None:
+def check_divisible(full: tuple[int, ...], options: FeedOptions) -> None:
     """Raises a `BatchError` for full batches that need padding where `partial` allows none; `full` are the rows by process."""
     if options.partial == "pad":
         return
@@ -140,11 +123,7 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
     if rows == 0:
         return None
     check_same(layout.tree, tree_spec(batch))
-    if rows > layout.global_batch:
-        raise BatchError(
-            f"a batch has {rows} rows, but a full batch has {layout.global_batch}; a larger one would "
-            "compile the step again. Let the source give its largest batch first, or split this one"
-        )
+    check_rows(rows, layout.global_batch, "a full batch")
     if rows < layout.global_batch and options.partial == "drop":
         return None
     if rows < layout.global_batch and options.partial == "error":
@@ -163,7 +142,7 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
     local_rows = layout.rows // options.share.count
     mask = (np.arange(local_rows) < num_real).view(RowMask)
     mask.jdist_real_rows = RealRows(part.sizes, local_rows)
-    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=options.copy), batch)
+    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=layout.copy), batch)
     if layout.is_dict:
         return {**filled, MASK: mask}
     return Masked(filled, mask) if options.with_mask else filled

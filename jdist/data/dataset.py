@@ -8,20 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jdist.data import batching
-from jdist.data.batching import BatchLayout, DatasetOptions
+from jdist.data.batching import BatchLayout
+from jdist.data.options import FeedOptions
 from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
+from jdist.data.position import Place, write_state
 from jdist.data.prefetch import Prefetcher, PushBack, StopRequest
-from jdist.data.process_shard import NumberedPart
-from jdist.data.progress import Progress
-from jdist.data.readers import GlobalReader, LocalReader
-from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.plain import PlainSource
-from jdist.data.sources.protocol import (
-    num_batches,
-    resumable,
-    write_state,
-)
-from jdist.data.sources.rows import RowSource
+from jdist.data.process_shard import Part
+from jdist.data.readers import GlobalReader
+from jdist.data.sources.protocol import kind_of
 from jdist.errors import DatasetError
 from jdist.support.html import table
 from jdist.support.leaf_table import tree_table
@@ -42,20 +36,17 @@ class DistributedDataset:
     `distributed_dataset` makes it.
     """
 
-    def __init__(
-        self, reader: GlobalReader | LocalReader, options: DatasetOptions, orders: dict[str, bool] | None = None
-    ):
+    def __init__(self, reader: GlobalReader, options: FeedOptions):
         self._reader = reader
         self._source = reader.source
         self._options = options
-        self._progress = Progress(reader)
-        self._orders = (
-            {} if orders is None else orders
-        )  # shuffled sources that came to an end; whether a repeat was told
+        self._place = self._begin = Place()  # of the consumer, and of the pass's beginning
+        self._finished = False
+        self._pass = 0  # number of the next pass of a source without positions
         self._skip = self._skipped = 0  # leading batches that the next pass and this one leave out
         self._layout: BatchLayout | None = None
         self._stop = StopRequest()  # of the pass that was opened last
-        self._peeked: Iterator[NumberedPart | None] | None = None  # opened for `element_spec`
+        self._peeked: Iterator[Part | None] | None = None  # opened for `element_spec`
         self._stream: PushBack[Numbered | None] | None = None  # of an iterator
         self._prefetcher: Prefetcher[Numbered] | None = None
         self._active: weakref.ref[DatasetIterator] | None = None
@@ -63,30 +54,24 @@ class DistributedDataset:
     @property
     def num_steps(self) -> int | None:
         """Batches of one pass; None: without end, or not known."""
-        known = self._reader.resumable or (self._reader.stateful if isinstance(self._reader, GlobalReader) else None)
-        return None if known is None else known.num_steps
+        return self._reader.num_steps if self.is_resumable else None
 
     @property
     def is_endless(self) -> bool:
         """Whether it is known that a pass does not end."""
-        if self._reader.stateful is not None:
-            return self._reader.stateful.is_endless
-        return self._reader.resumable is not None and self.num_steps is None
+        return self._reader.is_endless
 
     @property
     def is_resumable(self) -> bool:
         """Whether `state` and `restore` work: not of a plain iterable."""
-        return self._reader.resumable is not None or self._reader.stateful is not None
+        return self._reader.is_resumable
 
     @property
     def steps_per_pass(self) -> int | None:
         """Steps of a whole pass, of an iterable by its `len()`; None: not known."""
-        reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
-        if self._reader.resumable is not None:
-            # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
-            is_known = not drops or (reads_global and isinstance(self._source, ArraySource | RowSource))
-            return self._reader.resumable.num_steps if is_known else None
-        return num_batches(self._source) if reads_global and not drops else None
+        # Alone, a `RowsByNumber` counts the batches that are left, see `distributed_dataset`.
+        counts_left = self._reader.num_sources == 1 and getattr(self._source, "drop_short", False)
+        return self._reader.num_steps if self._options.partial != "drop" or counts_left else None
 
     def __len__(self) -> int:
         """Counts the global batches of a whole pass; with `steps_per_call` above 1, the stacks of them.
@@ -116,13 +101,13 @@ class DistributedDataset:
     @property
     def global_batch(self) -> int | None:
         """Rows of a full batch as the sources give it; None: a plain iterable, not read from yet."""
-        known = self._layout or self._reader.resumable
+        known = self._layout or self._reader.numbered
         return None if known is None else known.global_batch
 
     @property
     def position(self) -> int:
         """Steps that the consumer has received in this pass; prefetched ones do not count."""
-        return self._progress.step
+        return self._place.step
 
     @property
     @without_own_frames
@@ -133,7 +118,7 @@ class DistributedDataset:
         its own, all have to ask.
         """
         if self._layout is None:
-            if self._reader.resumable is not None:
+            if self._is_numbered:
                 self._learn(self._reader.peek(), start=0)
             else:
                 self._peeked = self._learn(self._parts(), start=self.position)
@@ -149,7 +134,7 @@ class DistributedDataset:
         Raises:
             DatasetError: the source is a plain iterable, or its state cannot be saved.
         """
-        return self._progress.write(None if self._layout is None else self._layout.full)
+        return self._reader.write(self._place, None if self._layout is None else self._layout.full)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved position; costs the same at every step. Ends an iteration that is under way.
@@ -160,9 +145,10 @@ class DistributedDataset:
         Raises:
             DatasetError: the source is a plain iterable, or the position belongs to another one.
         """
-        self._progress.read(state)
+        self._place = self._reader.read(state)
+        self._begin = self._place if self._place.step == 0 else Place(epoch=self._place.epoch)
+        self._finished, self._peeked = False, None
         self._end_active("the dataset was restored to another position")
-        self._peeked = None
 
     def go_to(self, step: int) -> None:
         """Goes to a step of the pass, from 0; as `restore`.
@@ -170,17 +156,18 @@ class DistributedDataset:
         Raises:
             DatasetError: the source does not make batches by their numbers.
         """
-        self.restore(write_state(self._reader.resumable or resumable(self._source), step))
+        if self._reader.numbered is None:
+            raise DatasetError(f"a {self._kind} only goes forward: its batches have no numbers to go to")
+        self.restore(write_state(self._reader.numbered, step))
 
     def rewind(self) -> None:
         """Goes to the beginning: the next loop gets every row; of an iterator, the rest."""
-        if self._reader.resumable is not None and self.position:
-            self.go_to(0)
-        elif self._reader.stateful is not None and (self.position or self._progress.finished):
+        if self.is_resumable and self.position:
             self._end_active("the dataset was rewound")
-            self._progress.rewind()
-        elif self._progress.finished:
-            self._progress.to_begin()
+        if self._finished:
+            self._next_pass()
+        elif self.is_resumable:
+            self._place = self._begin
 
     def skip(self, count: int, *, number: int = 0) -> None:
         """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`.
@@ -188,8 +175,8 @@ class DistributedDataset:
         `number` is that of the pass, for libraries whose order depends on it.
         """
         self._skip = count
-        if number and isinstance(self._source, PlainSource):  # else what was looked at is the beginning of that pass
-            self._peeked, self._source.next_pass = None, number
+        if number:  # else what was looked at is the beginning of that pass
+            self._peeked, self._pass = None, number
 
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""
@@ -203,16 +190,17 @@ class DistributedDataset:
                 f"the {self._kind} still works on the batch that the last loop waited for; it can only go "
                 "on where that ends. Iterate again once it has returned"
             )
-        self._progress.next_pass()
+        if self._finished:
+            self._next_pass()
         self._tell_of_repeated_order()
         batches = self._open()
-        if self._options.prefetch:
-            is_stream, depth = batches is self._stream, self._options.prefetch
+        if self._options.input.prefetch:
+            is_stream, depth = batches is self._stream, self._options.input.prefetch
             self._prefetcher = Prefetcher(batches, depth=depth, keep_unused=is_stream, stop=self._stop)
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
-            hand_over=None if self._options.prefetch_to_device else self._options.place,
-            handed=self._progress.handed,
+            hand_over=None if self._options.input.prefetch_to_device else self._options.place,
+            handed=self._handed,
             came_to_end=self._came_to_end,
             close=self.close,
         )
@@ -260,49 +248,58 @@ class DistributedDataset:
     def _open(self) -> Iterator[Numbered | None]:
         """Opens the prepared batches from the position on."""
         start = self.position
-        if self._reader.resumable is not None:
-            numbered = self._parts()
-        elif self._stream is not None and not self._stream.ended:
+        if self._stream is not None and not self._stream.ended:
             self._stop.asked, self._skipped = False, 0
             return self._stream
-        else:
-            if self._reader.stateful is None:
-                start = 0
-                self._progress.to_begin()
-            numbered, self._peeked = self._peeked or self._parts(), None
-        if self._layout is None:
-            numbered = self._learn(numbered, start=start)
         if not self.is_resumable:
-            self._progress.to_begin(self._skip)
+            start, self._place = 0, Place(step=self._skip)
+        parts, self._peeked = self._peeked or self._parts(), None
+        if self._layout is None:
+            parts = self._learn(parts, start=start)
+        if not self.is_resumable:
             self._skipped, self._skip = self._skip, 0
             if self._skipped:
-                numbered = skip_batches(numbered, self._skipped, self._kind)
+                parts = skip_batches(parts, self._skipped, self._kind)
         if self._layout is None:  # resumed at the end: there was no batch to learn it from
             return iter(())
-        prepared = prepare(numbered, self._layout)
-        if not isinstance(self._source, Iterator):
+        prepared = prepare(parts, self._layout)
+        if not self._reader.is_stream:
             return prepared
         self._stream = PushBack(prepared)
         return self._stream
 
-    def _parts(self) -> Iterator[NumberedPart | None]:
-        self._stop = StopRequest()
-        return self._reader.parts(self._progress.place, self._stop, ahead=self._options.prefetch > 0)
+    def _parts(self) -> Iterator[Part | None]:
+        self._stop, place = StopRequest(), self._place
+        if not self.is_resumable:
+            place, self._pass = Place(epoch=self._pass), self._pass + 1
+        return self._reader.parts(place, self._stop, ahead=self._options.input.prefetch > 0)
+
+    def _handed(self, place: Place) -> None:
+        self._place = place
+
+    def _next_pass(self) -> None:
+        """Goes to the beginning of the next pass."""
+        self._place = self._begin = Place(epoch=self._place.epoch + 1, state=self._reader.state_at_end)
+        self._finished = False
+
+    @property
+    def _is_numbered(self) -> bool:
+        return self._reader.numbered is not None
 
     @property
     def _kind(self) -> str:
-        return getattr(self._source, "kind", type(self._source).__name__)
+        return kind_of(self._source)
 
     @property
     def _kind_of_source(self) -> str:
-        return "plain iterable" if self._reader.stateful is None else self._kind
+        return self._kind if self.is_resumable else "plain iterable"
 
-    def _learn(self, numbered: Iterator[NumberedPart | None], *, start: int) -> Iterator[NumberedPart | None]:
+    def _learn(self, parts: Iterator[Part | None], *, start: int) -> Iterator[Part | None]:
         """Learns the layout from the first batch; returns the batches with that one still in front."""
-        learned = learn_layout(numbered, full=lambda: self._reader.full, options=self._options)
+        learned = learn_layout(parts, self._reader, self._options)
         if learned is not None:
-            self._layout, numbered = learned
-            return numbered
+            self._layout, parts = learned
+            return parts
         if start > 0:
             return iter(())
         raise DatasetError(
@@ -327,16 +324,15 @@ class DistributedDataset:
     @property
     def _order(self) -> str | None:
         """The text that names the order of the rows in a pass from the beginning; None: no seed of jdist's shuffles them."""
-        draws_anew = self._reader.stateful is not None and self._progress.place.epoch > 0
-        if getattr(self._source, "shuffle_seed", None) is None or draws_anew:
-            return None
-        return getattr(self._source, "fingerprint", None)
+        draws_again = not self._is_numbered and self._place.epoch > 0
+        is_shuffled = getattr(self._source, "shuffle_seed", None) is not None
+        return self._source.fingerprint if is_shuffled and not draws_again else None
 
     def _tell_of_repeated_order(self) -> None:
         order = self._order
-        if order is None or self.position or self._orders.get(order, True):
+        if order is None or self.position or self._options.orders.get(order, True):
             return
-        self._orders[order] = True
+        self._options.orders[order] = True
         _LOG.warning(
             "the rows come in the same order as in an earlier pass: shuffle_seed=%s orders epoch 0 again. For a new order in "
             "each epoch give `epochs=n` (None: without end) to the source, and distribute it once.",
@@ -344,14 +340,14 @@ class DistributedDataset:
         )
 
     def _came_to_end(self, count: int) -> None:
-        self._progress.finished = True
+        self._finished = True
         if (order := self._order) is not None:
-            self._orders.setdefault(order, False)
+            self._options.orders.setdefault(order, False)
         if count or self._skipped:
             return
-        if isinstance(self._source, Iterator):
+        if self._reader.is_stream:
             raise DatasetError(
-                f"the {type(self._source).__name__} is exhausted: an earlier loop used it up (or an error ended it), and an "
+                f"the {self._kind} is exhausted: an earlier loop used it up (or an error ended it), and an "
                 "iterator cannot start again. Pass something that gives a new iterator each time (a list, a loader, an object "
                 "with `__iter__`), or `jdist.data.from_arrays(..., epochs=...)`"
             )

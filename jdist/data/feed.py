@@ -1,114 +1,166 @@
-"""The way from a source to the dataset that feeds replicas: checks, the readers of this process, options."""
+"""The way from a source to the dataset that feeds replicas: checks, and the reader of this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from jdist.data.adapters.recognize import adapted
-from jdist.data.batching import PARTIALS, DatasetOptions, Partial, check_divisible
+from jdist.data.batch_axis import is_first
+from jdist.data.batching import check_divisible
 from jdist.data.dataset import DistributedDataset
-from jdist.data.lockstep import Peers
-from jdist.data.process_shard import WHOLE, ProcessShard
-from jdist.data.readers import GlobalReader, make_reader
-from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import RandomAccessSource, check_source, whole_number
-from jdist.data.sources.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
-from jdist.data.sources.rows import RowSource
-from jdist.data.sources.shards import Policy
-from jdist.errors import DatasetError
-from jdist.support.suggest import did_you_mean
+from jdist.data.lockstep import Peers, check_alike
+from jdist.data.options import FeedOptions, Policy
+from jdist.data.process_shard import ProcessShard
+from jdist.data.readers import GlobalReader, LocalReader, Source
+from jdist.data.sources.files import FileSource
+from jdist.data.sources.protocol import RandomAccessSource, check_source, fields, kind_of
+from jdist.data.sources.rows import BatchSource, RowsByNumber
+from jdist.data.sources.sequential import IterableSource, SequentialSource
+from jdist.data.sources.shards import by_file, has_files_for
+from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
 
 
-def distributed_dataset(
-    source: Iterable[PyTree] | RandomAccessSource,
-    *,
-    num_replicas: int,
-    place: Callable[[PyTree], PyTree] | None,
-    place_spec: Callable[[PyTree], PyTree] | None = None,
-    partial: Partial = "pad",
-    with_mask: bool = False,
-    steps_per_call: int = 1,
-    shapes: int = 1,
-    prefetch: int = 2,
-    prefetch_to_device: bool = True,
-    share: ProcessShard = WHOLE,
-    autoshard: Policy = "auto",
-    peers: Peers | None = None,
-    orders: dict[str, bool] | None = None,
-) -> DistributedDataset:
+def distributed_dataset(source: Iterable[PyTree] | RandomAccessSource, options: FeedOptions) -> DistributedDataset:
     """Feeds the batches of a source to replicas; `strategy.distribute_dataset` calls this.
 
     Args:
         source: an iterable of numpy pytrees with leaves [rows, ...], one global batch each; or a random-access source.
-        num_replicas: how many replicas share the rows of a global batch.
-        place: puts a host batch with leaves [rows, ...] ([steps, rows, ...] with `steps_per_call` above 1) on the devices;
-            called from the prefetch thread (see `prefetch_to_device`), where a consumer's `with
-            jax.default_device(...)` or the like does not reach. None leaves batches on the host.
-        place_spec: maps the tree of `element_spec`, for example to add shardings. None leaves it.
-        partial: what to do with a batch that has fewer rows than the first: "pad" fills it up and masks the filling,
-            "drop" leaves it out, "error" refuses it. "pad" also rounds the global batch up to a multiple of
-            `num_replicas`; the others require that it divides.
-        with_mask: yield `(batch, mask)`; else a dict gains a `mask` leaf, and other trees have no mask.
-        steps_per_call: stack this many batches on a new leading axis. The rest at the end comes as a smaller stack, which
-            compiles a step once more.
-        shapes: how many shapes the batches may have, see `Strategy.distribute_dataset`.
-        prefetch: how many (stacks of) batches a background thread makes ahead; 0: none, and no thread.
-        prefetch_to_device: whether that thread calls `place`; False: the consumer's does, when it takes a batch.
-        share: which rows of each global batch this process makes; `place` gets these alone.
-        autoshard: how several processes share the source, see `jdist.InputOptions`.
-        peers: by which several processes agree on what each has; None: they all read the same.
-        orders: of the shuffled sources that were read to their end under the same strategy, so that a repeat is told.
+        options: for how many replicas, and how.
 
     Raises:
-        DatasetError: the source is empty or not a source, an option is out of range, or the processes' sources do
-            not go together.
+        DatasetError: the source is empty or not a source, or the processes' sources do not go together.
         BatchError: the global batch of a random-access source does not divide where `partial` requires it.
 
     Example:
         >>> import numpy as np
-        >>> from jdist.data import distributed_dataset, from_arrays
+        >>> from jdist.data import FeedOptions, distributed_dataset, from_arrays
         >>> source = from_arrays({"x": np.arange(3)}, global_batch=2)
-        >>> [b["mask"].tolist() for b in distributed_dataset(source, num_replicas=2, place=None)]
+        >>> [b["mask"].tolist() for b in distributed_dataset(source, FeedOptions(num_replicas=2))]
         [[True, True], [True, False]]
     """
-    if partial not in PARTIALS:
-        hint = did_you_mean(partial, PARTIALS)
-        raise DatasetError(f"`partial` must be one of {', '.join(PARTIALS)}, but it is {partial!r}.{hint}")
-    whole_number(num_replicas, name="num_replicas", least=1)
-    whole_number(steps_per_call, name="steps_per_call", least=1)
-    whole_number(prefetch, name="prefetch", least=0)
-    if whole_number(shapes, name="shapes", least=1) > 1 < steps_per_call:
-        raise DatasetError(
-            f"`shapes` is {shapes} and `steps_per_call` is {steps_per_call}: the batches of one call are stacked, so they need "
-            "one shape. Leave one of them at 1"
-        )
     source = adapted(source)
     check_source(source)
-    reader = make_reader(
-        source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers, shapes=shapes
-    )
-    if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource | RowSource):
-        # So that its steps count, and number, the batches that are left.
-        reader = GlobalReader(reader.source.without_short(), share, num_replicas, shapes=reader.shapes)
-    options = DatasetOptions(
-        num_replicas=num_replicas,
-        place=place,
-        place_spec=place_spec,
-        partial=partial,
-        with_mask=with_mask,
-        steps_per_call=steps_per_call,
-        shapes=shapes,
-        prefetch=prefetch,
-        prefetch_to_device=prefetch_to_device,
-        share=share,
-        copy=not (
-            isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches)
-            or getattr(source, "is_fresh", False)
-        ),
-    )
-    if reader.resumable is not None and reader.full is not None:
+    if not is_first(options.batch_axis) and isinstance(source, RowsByNumber | FileSource):
+        raise DatasetError(
+            f"`batch_axis` is {options.batch_axis!r}, but {source!r} takes rows from the first axis of its arrays. Leave "
+            "`batch_axis` out and swap the axes in the step, or pass an iterable of batches"
+        )
+    if not isinstance(source, RandomAccessSource | SequentialSource):
+        source = IterableSource(source)
+    reader = _reader(source, options)
+    if reader.numbered is not None and reader.full is not None:
         check_divisible(reader.full, options)
-    return DistributedDataset(reader, options, orders)
+    return DistributedDataset(reader, options)
+
+
+def _reader(source: Source, options: FeedOptions) -> GlobalReader:
+    """Makes this process's reader of a source."""
+    share, peers, autoshard = options.share, options.peers, options.input.autoshard
+    if share.count > 1 and peers is None and autoshard in ("file", "off"):
+        raise DatasetError(
+            f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
+            "know how to reach them. Make it with `jdist.multi_worker()`"
+        )
+    if share.count == 1 or peers is None:
+        return _global_reader(source, dataclasses.replace(options, peers=None))
+
+    def take() -> tuple[Policy, Source]:
+        policy = _policy(source, share, autoshard)
+        return policy, _local_files(source, share) if policy == "file" else source
+
+    (policy, local), descriptions = peers.together("the source", take, lambda taken: _describe(source, taken[0], peers))
+    check_alike(
+        [each["alike"] for each in descriptions],
+        "the sources of the processes",
+        'Every process has to make the same; one that has a part of its own is fed by `autoshard="off"`',
+    )
+    if policy == "data":
+        _say_what_is_read(source, share)
+        return _global_reader(source, options)
+    if options.shapes > 1:
+        raise DatasetError(
+            f"`shapes` is {options.shapes}, but autoshard={policy!r} gives each process batches of its own, whose shapes may "
+            'differ in one step. Let all processes make the same batches, `jdist.InputOptions(autoshard="data")`'
+        )
+    return LocalReader(local, options, peers, descriptions)
+
+
+def _global_reader(source: Source, options: FeedOptions) -> GlobalReader:
+    if options.partial == "drop" and isinstance(source, RowsByNumber):
+        source = source.without_short()  # so that its steps count, and number, the batches that are left
+    return GlobalReader(source, options)
+
+
+def _policy(source: Source, share: ProcessShard, autoshard: Policy) -> Policy:
+    """Decides how processes share a source; refuses one that is split in another way."""
+    part = getattr(source, "own_part", None)
+    if part is None or part == (0, 1):
+        return ("file" if has_files_for(source, share.count) else "data") if autoshard == "auto" else autoshard
+    here = f"process {share.index} of {share.count}"
+    if autoshard in ("file", "data"):
+        raise DatasetError(
+            f"`autoshard` is {autoshard!r}, by which the processes share one source, but the {kind_of(source)} gives this "
+            f"process part {part[0]} of {part[1]} alone. Leave `autoshard` out, or let the {kind_of(source)} give all data"
+        )
+    if autoshard == "auto" and part != (share.index, share.count):
+        raise DatasetError(
+            f"the {kind_of(source)} gives part {part[0]} of {part[1]} to this process, which is {here}, so rows would be left "
+            'out or count twice. Give it the process\'s own number, or if that is meant `InputOptions(autoshard="off")`'
+        )
+    return "off"
+
+
+def _say_what_is_read(source: Source, share: ProcessShard) -> None:
+    """Tells once that each process reads the data of all, where another library could give it its own."""
+    how = getattr(source, "how_to_share", "") or None
+    if isinstance(source, BatchSource):
+        how = "batch it last, after all that is done to rows, and without a `batch_fn`: then a process reads its rows alone"
+    elif how is not None:
+        how = f"let it give each process its part, by {how}"
+    if how is not None and share.index == 0:
+        warnings.warn(
+            f"each of the {share.count} processes reads all batches of the {kind_of(source)}, and keeps its rows. To read "
+            f"less, {how}.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _local_files(source: Source, share: ProcessShard) -> FileSource:
+    source = by_file(source, share.count, share.index, option="autoshard")
+    below = source.global_batch // share.count * share.count
+    if below != source.global_batch:
+        nearest = f"{below} or {below + share.count}" if below else f"{share.count}"
+        raise BatchError(
+            f"a global batch of {source.global_batch} rows does not divide by {share.count} processes, of which each makes "
+            f'its own rows by autoshard="file"; use a global batch of {nearest}, or autoshard="data"'
+        )
+    return dataclasses.replace(source, global_batch=source.global_batch // share.count)
+
+
+def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]:
+    """Describes a source for the other processes: facts that must be the same on all, and those of this one."""
+    random_access = not isinstance(source, SequentialSource)
+    kind = "random-access" if random_access else "iterable" if source.advice else "one with states"
+    alike = {"the kind of source": kind, "`autoshard`": autoshard}
+    if isinstance(source, FileSource) and autoshard != "off":
+        names = "\n".join(os.path.basename(os.fspath(path)) for path in source.paths)
+        alike["the number of files"] = f"{len(source.paths):,}"
+        alike["the hash of the files' names"] = hashlib.sha256(os.fsencode(names)).hexdigest()[:16]
+        alike |= fields(source.fingerprint)
+    elif autoshard == "data" and kind != "iterable":
+        alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
+    description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
+    if random_access and autoshard == "off":
+        description["full"] = int(source.global_batch)  # JSON knows no numbers of numpy
+        description["steps"] = None if source.num_steps is None else int(source.num_steps)
+        description["fingerprint"] = peers.bounded(source.fingerprint)
+    return description

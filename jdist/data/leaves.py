@@ -200,22 +200,27 @@ def check_same(first: TreeSpec, now: TreeSpec) -> None:
     )
 
 
+def check_rows(rows: int, most: int, full: str) -> None:
+    """Raises a `BatchError` for a batch of more rows than those of `full`, such as "a full batch"."""
+    if rows > most:
+        raise BatchError(
+            f"a batch has {rows} rows, but {full} has {most}; a larger one would compile the step again. Let the source give "
+            "its largest batch first, or split this one"
+        )
+
+
 def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path) or "(the batch itself)"
 
 
 def join(batches: Sequence[PyTree]) -> PyTree:
     """Joins the rows of similar batches, without shared memory; refuses batches that differ."""
-    spec = tree_spec(batches[0])
+    first = tree_spec(batches[0])
     for number, batch in enumerate(batches):
         count_rows(batch)
-        if tree_spec(batch) != spec:
-            first, other = (
-                ", ".join(f"{path} {leaf}" for path, leaf in leaves_by_path(each).items())
-                for each in (batches[0], batch)
-            )
+        if (spec := tree_spec(batch)) != first:
             raise BatchError(
-                f"batches whose rows are to be joined differ: the first has {first}, number {number} (from 0) has {other}. "
-                "All need one structure, one dtype a leaf and one shape a row"
+                f"batches whose rows are to be joined differ: in number {number} (from 0) {differences(first, spec)}. All need "
+                "one structure, one dtype a leaf and one shape a row"
             )
     return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)

@@ -18,13 +18,15 @@ import numpy as np
 from jdist.cluster import exit_status
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.stacks import exchanging
-from jdist.data.leaves import TreeSpec, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
+from jdist.data.leaves import TreeSpec, check_rows, check_same, count_rows, leaves_by_path, tree_spec
+from jdist.data.position import Place
 from jdist.data.prefetch import StopRequest
-from jdist.data.process_shard import LocalRows, ProcessShard
-from jdist.errors import BatchError, ClusterTimeoutError, DatasetError, PeerFailedError
+from jdist.data.process_shard import LocalRows, Part, ProcessShard
+from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
 
 PyTree = Any
 T = TypeVar("T")
+Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 # For a live process: its source may be slow, or its loop pause. A dead one is noticed long before.
 WAIT_S = 1800.0
 RECHECK_S = 0.2  # between looks at the `StopRequest`: the garbage collector cannot wake a thread
@@ -148,12 +150,12 @@ def _difference(first: str, other: str, process: int) -> str:
     return f"{name} is {before.get(name, missing)} on process 0, and {now.get(name, missing)} on process {process}"
 
 
-def parts_in_step(local: LocalBatches, channel: Channel, *, start: int) -> Iterator[tuple[int, LocalRows] | None]:
-    """Yields this process's parts of global batches, with the position after each."""
+def parts_in_step(local: LocalBatches, channel: Channel) -> Iterator[Part | None]:
+    """Yields this process's parts of global batches, with the place behind each."""
     # A process whose batches have ended continues with empty parts until all have ended. None comes
-    # if the wait for the other processes was stopped; the next item continues the wait. `start`,
-    # the number of the first batch, is the same on all.
-    full = ()
+    # if the wait for the other processes was stopped; the next item continues the wait. The number
+    # of the first batch is the same on all.
+    full, start = (), local.place.step
     for step in itertools.count(start):
         _, message, failure = _attempt(local.next_rows, lambda rows: {"rows": rows, "end": local.ended})
         if step == start:
@@ -165,10 +167,11 @@ def parts_in_step(local: LocalBatches, channel: Channel, *, start: int) -> Itera
             return
         if step == start:
             full = _check_first(messages)
-        yield step + 1, LocalRows(local.rows_to_feed(), tuple(each["rows"] for each in messages), full)
+        place = local.place._replace(step=step + 1)
+        yield place, LocalRows(local.rows_to_feed(), tuple(each["rows"] for each in messages), full)
 
 
-def batches_in_step(batches: Iterator[PyTree], channel: Channel) -> Iterator[PyTree | None]:
+def batches_in_step(batches: Iterator[Numbered], channel: Channel) -> Iterator[Numbered | None]:
     """Yields global batches that every process makes in full, once rows, leaves and end agree."""
     # Otherwise one process would wait in a step for another whose loop is over, or whose array has
     # another shape. For None see `parts_in_step`.
@@ -176,7 +179,7 @@ def batches_in_step(batches: Iterator[PyTree], channel: Channel) -> Iterator[PyT
     for number in itertools.count():
         batch, message, failure = _attempt(
             lambda: next(batches, None),
-            lambda batch: {"is": bounded(json.dumps(_outline(batch))), "end": batch is None},
+            lambda each: {"is": bounded(json.dumps(_outline(each and each[1]))), "end": each is None},
         )
         what = f"making batch {number} (from 0)"
         while (messages := channel.exchange(f"step {number}", message, failure, what)) is None:
@@ -206,14 +209,24 @@ class LocalBatches:
     # the first was made. `last` is the source's last batch, which fills up if the source ended
     # before the first step.
 
-    def __init__(self, batches: Iterator[PyTree], *, full: Callable[[], int | None], last: Callable[[], PyTree | None]):
+    def __init__(
+        self,
+        batches: Iterator[Numbered],
+        start: Place,
+        *,
+        full: Callable[[], int | None],
+        last: Callable[[], PyTree | None],
+        state_at_end: Callable[[], Any],
+    ):
         self._batches = batches
         self._full_rows = full
         self._last = last
+        self._state_at_end = state_at_end
         self._batch: PyTree | None = None
         self._filler: PyTree | None = None  # the last real row
         self._first: TreeSpec | None = None
         self._full = 0  # not known yet
+        self.place = start  # behind the batch that came last, but for its number
         self.ended = False
 
     def next_rows(self) -> int:
@@ -221,21 +234,18 @@ class LocalBatches:
         if self.ended:
             return 0
         try:
-            batch = to_numpy(next(self._batches))
+            self.place, batch = next(self._batches)
         except StopIteration:
             self._batch, self.ended = None, True
+            self.place = self.place._replace(state=self._state_at_end(), ended=True)
             if self._filler is None and (last := self._last()) is not None:
-                self._filler = _last_row(to_numpy(last))
+                self._filler = _last_row(last)
             return 0
         spec, rows = tree_spec(batch), count_rows(batch)
         if self._first is None:
             self._first, self._full = spec, self._full_rows() or rows
         check_same(self._first, spec)
-        if rows > self._full:
-            raise BatchError(
-                f"a batch has {rows} rows, but a full batch of this process has {self._full}; a larger one would "
-                "compile the step again. Let the source give its largest batch first, or split this one"
-            )
+        check_rows(rows, self._full, "a full batch of this process")
         self._batch = batch
         self._filler = _last_row(batch) if rows else self._filler
         return rows

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jdist.data.batching import Partial
-from jdist.data.sources.protocol import whole_number
-from jdist.data.sources.shards import Policy
+from jdist.data.process_shard import WHOLE, ProcessShard
 from jdist.errors import BatchError, DatasetError
+from jdist.support import checks
 
+if TYPE_CHECKING:
+    from jdist.data.lockstep import Peers
+
+PyTree = Any
+Partial = Literal["pad", "drop", "error"]
+Policy = Literal["auto", "file", "data", "off"]
 Replication = Literal["per_worker", "per_replica"]
 
 
@@ -48,14 +54,10 @@ class InputOptions:
     autoshard: Policy = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefetch", whole_number(self.prefetch, name="prefetch", least=0))
-        if not isinstance(self.prefetch_to_device, bool):
-            raise DatasetError(f"`prefetch_to_device` must be True or False, but it is {self.prefetch_to_device!r}")
-        for name, allowed in (("replication", get_args(Replication)), ("autoshard", get_args(Policy))):
-            value = getattr(self, name)
-            if value not in allowed:
-                *most, last = map(repr, allowed)
-                raise DatasetError(f"`{name}` must be {', '.join(most)} or {last}, but it is {value!r}")
+        object.__setattr__(self, "prefetch", checks.whole_number("prefetch", self.prefetch, DatasetError, least=0))
+        checks.flag("prefetch_to_device", self.prefetch_to_device, DatasetError)
+        checks.choice("replication", self.replication, get_args(Replication), DatasetError)
+        checks.choice("autoshard", self.autoshard, get_args(Policy), DatasetError)
 
 
 def input_options(options: InputOptions | None, prefetch: int | None) -> InputOptions:
@@ -72,20 +74,55 @@ def input_options(options: InputOptions | None, prefetch: int | None) -> InputOp
     return options
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FeedOptions:
-    """Arguments of a strategy's `distribute_dataset`; see there."""
+    """Options of the way from a source to the replicas; a strategy's `distribute_dataset` makes them of its arguments.
 
-    partial: Partial
-    with_mask: bool
-    steps_per_call: int
-    batch_axis: Any
-    input: InputOptions
+    Attributes:
+        num_replicas: how many replicas share the rows of a global batch.
+        place: puts a host batch with leaves [rows, ...] ([steps, rows, ...] with `steps_per_call` above 1) on the devices;
+            called from the prefetch thread (see `jdist.InputOptions`), where a consumer's `with
+            jax.default_device(...)` or the like does not reach. None leaves batches on the host.
+        place_spec: maps the tree of `element_spec`, for example to add shardings. None leaves it.
+        partial: what to do with a batch that has fewer rows than the first: "pad" fills it up and masks the filling,
+            "drop" leaves it out, "error" refuses it. "pad" also rounds the global batch up to a multiple of
+            `num_replicas`; the others require that it divides.
+        with_mask: yield `(batch, mask)`; else a dict gains a `mask` leaf, and other trees have no mask.
+        steps_per_call: stack this many batches on a new leading axis. The rest at the end comes as a smaller stack, which
+            compiles a step once more.
+        batch_axis: the axis of the rows in the source's batches, or a tree of them; `place` gets rows first.
+        shapes: how many shapes the batches may have, see `Strategy.distribute_dataset`.
+        input: how batches are made ahead, and how several processes share the source.
+        share: which rows of each global batch this process makes; `place` gets these alone.
+        peers: by which several processes agree on what each has; None: they all read the same.
+        orders: the shuffled sources that were read to their end under the same strategy, so that a repeat is reported.
+
+    Raises:
+        DatasetError: a value is not allowed.
+    """
+
+    num_replicas: int
+    place: Callable[[PyTree], PyTree] | None = None
+    place_spec: Callable[[PyTree], PyTree] | None = None
+    partial: Partial = "pad"
+    with_mask: bool = False
+    steps_per_call: int = 1
+    batch_axis: Any = 0
     shapes: int = 1
+    input: InputOptions = InputOptions()
+    share: ProcessShard = WHOLE
+    peers: Peers | None = None
+    orders: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("steps_per_call", "shapes"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name=name, least=1))
+        checks.choice("partial", self.partial, get_args(Partial), DatasetError)
+        for name in ("num_replicas", "steps_per_call", "shapes"):
+            object.__setattr__(self, name, checks.whole_number(name, getattr(self, name), DatasetError))
+        if self.shapes > 1 < self.steps_per_call:
+            raise DatasetError(
+                f"`shapes` is {self.shapes} and `steps_per_call` is {self.steps_per_call}: the batches of one call are "
+                "stacked, so they need one shape. Leave one of them at 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +151,9 @@ class InputContext:
     num_replicas_in_sync: int
 
     def __post_init__(self) -> None:
-        pipelines = whole_number(self.num_input_pipelines, name="num_input_pipelines", least=1)
-        whole_number(self.num_replicas_in_sync, name="num_replicas_in_sync", least=1)
-        if whole_number(self.input_pipeline_id, name="input_pipeline_id", least=0) >= pipelines:
-            raise DatasetError(
-                f"`input_pipeline_id` is {self.input_pipeline_id}, but there are {pipelines} input pipelines, "
-                f"counted from 0; use 0 to {pipelines - 1}"
-            )
+        checks.whole_number("num_replicas_in_sync", self.num_replicas_in_sync, DatasetError)
+        pipelines = checks.whole_number("num_input_pipelines", self.num_input_pipelines, DatasetError)
+        checks.whole_number("input_pipeline_id", self.input_pipeline_id, DatasetError, least=0, most=pipelines - 1)
 
     if not TYPE_CHECKING:
 
@@ -136,7 +169,7 @@ class InputContext:
             DatasetError: `global_batch` is no whole number, 1 or more.
             BatchError: it does not divide.
         """
-        rows = whole_number(global_batch, name="global_batch", least=1)
+        rows = checks.whole_number("global_batch", global_batch, DatasetError)
         n = self.num_replicas_in_sync
         below = rows // n * n
         if below == rows:

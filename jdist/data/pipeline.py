@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from jdist.data.batching import (
     BatchLayout,
-    DatasetOptions,
     fit,
     hand_on_real_rows,
     padded_rows,
@@ -17,69 +16,71 @@ from jdist.data.batching import (
     stack,
 )
 from jdist.data.leaves import check_fits, tree_spec
+from jdist.data.options import FeedOptions
+from jdist.data.position import Place
 from jdist.data.prefetch import Prefetcher
-from jdist.data.process_shard import NumberedPart
-from jdist.data.sources.stateful import Position
+from jdist.data.process_shard import Part
+from jdist.data.readers import GlobalReader
 from jdist.errors import BatchError, DatasetError
 from jdist.support.tracebacks import hide_own_frames
 
 PyTree = Any
-Numbered = tuple[Position, PyTree]  # the position after a batch, and the batch
+Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 
 
 def learn_layout(
-    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: DatasetOptions
-) -> tuple[BatchLayout, Iterator[NumberedPart | None]] | None:
+    parts: Iterator[Part | None], reader: GlobalReader, options: FeedOptions
+) -> tuple[BatchLayout, Iterator[Part | None]] | None:
     """Learns the layout from the first batch with rows; returns it with the batches from that one on, None without one."""
-    for position, part in filter(None, numbered):
+    for place, part in filter(None, parts):
         if (rows := sum(part.sizes)) > 0:
             # Some sources know their full batch from the first one on.
-            known = part.full or full()
+            known = part.full or reader.full
             by_process = known or options.share.sizes(rows, padded_rows((rows,), num_replicas=options.num_replicas))
-            layout = plan_layout(part.batch, by_process, options)
-            return layout, itertools.chain([(position, part)], numbered)
+            layout = plan_layout(part.batch, by_process, options, copy=not getattr(reader.source, "is_fresh", False))
+            return layout, itertools.chain([(place, part)], parts)
     return None
 
 
-def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Iterator[Numbered | None]:
-    """Fits, stacks and places batches; yields each with the position after it."""
+def prepare(parts: Iterator[Part | None], layout: BatchLayout) -> Iterator[Numbered | None]:
+    """Fits, stacks and places batches; yields each with the place behind it."""
     # None comes where a wait for other processes was stopped; the next item continues. The
     # generator holds no reference to its consumer, so a thread that runs it does not keep the
     # consumer alive.
     options = layout.options
     group: list[PyTree] = []
-    position = Position(0)
+    place = Place()
     # `fit` copies before the source is asked again, which may refill the same memory.
     layouts = {(layout.tree, layout.full): layout}
-    for numbered_part in numbered:
-        if numbered_part is None:
+    for each in parts:
+        if each is None:
             yield None
             continue
-        position, part = numbered_part
+        place, part = each
         try:
             if options.shapes > 1:
                 shape = tree_spec(part.batch), part.full
                 if shape not in layouts:
-                    layouts[shape] = plan_layout(part.batch, part.full, options)
+                    layouts[shape] = plan_layout(part.batch, part.full, options, copy=layout.copy)
                 layout = layouts[shape]
             fitted = fit(layout, part)
             check_fits(fitted)
         except BatchError as error:
-            error.add_note(f"in batch {position.step - 1:,} (from 0) of the pass")
+            error.add_note(f"in batch {place.step - 1:,} (from 0) of the pass")
             raise
         if fitted is None:
             continue
         group.append(fitted)
         if len(group) == options.steps_per_call:
-            yield position, _place(group, options)
+            yield place, _placed(group, options)
             group = []
     if group:
-        yield position, _place(group, options)
+        yield place, _placed(group, options)
 
 
-def _place(group: list[PyTree], options: DatasetOptions) -> PyTree:
+def _placed(group: list[PyTree], options: FeedOptions) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
-    return put(batch, options.place) if options.place is not None and options.prefetch_to_device else batch
+    return put(batch, options.place) if options.place is not None and options.input.prefetch_to_device else batch
 
 
 def put(batch: PyTree, place: Callable[[PyTree], PyTree]) -> PyTree:
@@ -89,19 +90,16 @@ def put(batch: PyTree, place: Callable[[PyTree], PyTree]) -> PyTree:
     return placed
 
 
-def skip_batches(numbered: Iterator[NumberedPart | None], count: int, kind: str) -> Iterator[NumberedPart | None]:
+def skip_batches(parts: Iterator[Part | None], count: int, kind: str) -> Iterator[Part | None]:
     """Leaves out the first batches of a plain iterable."""
-    position = Position(0)
-    for numbered_part in numbered:
-        if numbered_part is None:
-            yield None
-            continue
-        position, _ = numbered_part
-        if position.step > count:
-            yield numbered_part
-    if position.step < count:
+    place = Place()
+    for each in parts:
+        place = place if each is None else each[0]
+        if each is None or place.step > count:
+            yield each
+    if place.step < count:
         raise DatasetError(
-            f"the {kind} ended after {position.step:,} batches, but {count:,} of this pass were trained on before. To go on, "
+            f"the {kind} ended after {place.step:,} batches, but {count:,} of this pass were trained on before. To go on, "
             "it has to give the same batches in the same order as then; or begin anew, in another folder."
         )
 
@@ -111,12 +109,12 @@ class DatasetIterator(Iterator[PyTree]):
 
     def __init__(
         self,
-        batches: Iterator[Numbered],  # prepared, with the position after each
+        batches: Iterator[Numbered],  # prepared, with the place behind each
         *,
         # maps each batch when the consumer takes it
         hand_over: Callable[[PyTree], PyTree] | None = None,
-        # gets the position after each batch that the consumer receives
-        handed: Callable[[Position], None],
+        # gets the place behind each batch that the consumer receives
+        handed: Callable[[Place], None],
         came_to_end: Callable[[int], None],  # gets the number of batches handed out, at the end
         close: Callable[[], None],  # called by `close` while the pass is running
     ):
@@ -148,7 +146,7 @@ class DatasetIterator(Iterator[PyTree]):
         if self._done:
             raise StopIteration
         try:
-            position, batch = next(self._batches)
+            place, batch = next(self._batches)
             if self._hand_over is not None:
                 batch = put(batch, self._hand_over)
         except StopIteration:
@@ -165,7 +163,7 @@ class DatasetIterator(Iterator[PyTree]):
                 hide_own_frames(exc)
             raise
         self._count += 1
-        self._handed(position)
+        self._handed(place)
         return batch
 
     def close(self) -> None:

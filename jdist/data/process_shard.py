@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import RandomAccessSource
-from jdist.data.sources.rows import RowSource
-from jdist.data.sources.stateful import Position
+from jdist.data.leaves import count_rows
+from jdist.data.position import Place
+from jdist.data.sources.protocol import RandomAccessSource, kind_of
+from jdist.data.sources.rows import RowsByNumber
 from jdist.errors import BatchError
 
 PyTree = Any
+Take = Callable[[PyTree], PyTree]  # makes numpy arrays of a source's batch, rows first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,11 @@ class LocalRows(NamedTuple):
     full: tuple[int, ...] = ()
 
 
-NumberedPart = tuple[Position, LocalRows]  # the position after a batch, and this process's rows of it
+Part = tuple[Place, LocalRows]  # the place behind a batch, and this process's rows of it
 
 
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
-    """Takes this process's part of a global batch that is padded to `rows` over all processes."""
-    batch = to_numpy(batch)
+    """Takes this process's part of a global batch of numpy arrays that is padded to `rows` over all processes."""
     num_rows = count_rows(batch)
     sizes = share.sizes(num_rows, rows)
     if share.count == 1 or num_rows == 0:
@@ -61,14 +61,14 @@ def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
     return LocalRows(jax.tree.map(lambda leaf: leaf[selected], batch), sizes)
 
 
-def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int) -> LocalRows:
+def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int, take: Take) -> LocalRows:
     """Reads this process's part of batch number `step`, and of arrays and rows nothing else; see `part_of`."""
-    if share.count == 1 or not isinstance(source, ArraySource | RowSource):
+    if share.count == 1 or not isinstance(source, RowsByNumber):
         batch = source.batch_at(step)
         try:
-            return part_of(batch, share, rows)
+            return part_of(take(batch), share, rows)
         except BatchError as error:
-            error.add_note(f"in batch {step:,} (from 0) of a {getattr(source, 'kind', type(source).__name__)}")
+            error.add_note(f"in batch {step:,} (from 0) of a {kind_of(source)}")
             raise
     num_rows = source.rows_of(step)
     return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows, rows))

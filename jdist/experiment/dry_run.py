@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jdist.core.strategy import Strategy
 from jdist.data.feed import distributed_dataset
+from jdist.data.options import FeedOptions, InputOptions
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config
@@ -148,7 +149,7 @@ def state_shapes(config: Config, parts: Parts) -> tuple[PyTree, list[PyTree]]:
 
 def batch_shapes(parts: Parts, source: Any, *, steps_per_call: int = 1) -> PyTree:
     """Finds the shapes of the global batch of one call, padding and mask included; makes one batch of the source for it."""
-    dataset = distributed_dataset(
-        source, num_replicas=parts.strategy.num_replicas, place=None, steps_per_call=steps_per_call, prefetch=0
+    options = FeedOptions(
+        num_replicas=parts.strategy.num_replicas, steps_per_call=steps_per_call, input=InputOptions(prefetch=0)
     )
-    return dataset.element_spec
+    return distributed_dataset(source, options).element_spec

@@ -40,7 +40,7 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
         "processes": parts.strategy.cluster.num_processes,
         **variables(os.environ),
         "task source": digest(task_sources(make)),
-        **{name: getattr(adapted(source), "fingerprint", "unknown") for name, source in sources.items()},
+        **{name: getattr(adapted(source), "fingerprint", "") or "unknown" for name, source in sources.items()},
     }
 
 

@@ -16,10 +16,9 @@ import optax
 from jdist.core.precision import precision
 from jdist.core.strategy import Strategy
 from jdist.data.adapters.recognize import adapted
-from jdist.data.sources.plain import PlainSource
-from jdist.data.sources.protocol import RandomAccessSource, num_batches, resumable
+from jdist.data.sources.protocol import RandomAccessSource
 from jdist.data.sources.rows import RowSource
-from jdist.data.sources.stateful import StatefulSource
+from jdist.data.sources.sequential import SequentialSource, resumable
 from jdist.errors import ConfigError, DeviceError, StrategyError
 from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
@@ -96,7 +95,7 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
     length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:
         one_epoch = _training_data(task, train, 1)
-        rows, epoch_steps = _rows(one_epoch), num_batches(one_epoch)
+        rows, epoch_steps = _rows(one_epoch), one_epoch.num_steps
         if steps is None and epoch_steps is None:
             known = isinstance(one_epoch, RandomAccessSource)
             problems.append(
@@ -201,7 +200,7 @@ def _check_numbers(
 def _training_data(task: Task, train: TrainSection, epochs: int | None) -> Any:
     """Asks a task for its training data; refuses data that cannot be resumed or iterated again."""
     source = adapted(task.train_data(train.global_batch, train.seed, epochs))
-    return source if isinstance(source, StatefulSource | PlainSource) else resumable(source)
+    return source if isinstance(source, SequentialSource) else resumable(source)
 
 
 def _rows(source: Any) -> int | None:

@@ -21,7 +21,8 @@ from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.runtime import together
 from jdist.cluster.stop import preemption
-from jdist.data.sources.protocol import RandomAccessSource, write_state
+from jdist.data.position import write_state
+from jdist.data.sources.protocol import RandomAccessSource
 from jdist.errors import NonFiniteError
 from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config

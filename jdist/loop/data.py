@@ -16,10 +16,10 @@ from jdist.core.strategy import Strategy
 from jdist.data import from_arrays, from_rows
 from jdist.data.adapters.recognize import adapted, is_known
 from jdist.data.dataset import DistributedDataset
-from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import RandomAccessSource, whole_number
-from jdist.data.sources.rows import BatchSource, RowSource
+from jdist.data.sources.protocol import RandomAccessSource
+from jdist.data.sources.rows import Epochs, RowsByNumber, RowSource
 from jdist.errors import DatasetError
+from jdist.support import checks
 
 if TYPE_CHECKING:  # brings gRPC
     from jdist.ps.coordinator.datasets import WorkerDataset
@@ -119,9 +119,9 @@ def open_feed(
     else:
         _check_is_data(data)
         data = _taken(data, kind, global_batch, shuffle_seed)
-        if isinstance(data, ArraySource | RowSource | BatchSource) and data.steps_per_epoch is not None:
+        if isinstance(data, Epochs) and data.steps_per_epoch is not None:
             data = _with_epochs(data, epochs, steps)
-    if isinstance(data, ArraySource | RowSource | BatchSource) and data.steps_per_epoch is not None:
+    if isinstance(data, Epochs) and data.steps_per_epoch is not None:
         batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
         return Feed(
             batches=batches,
@@ -182,9 +182,9 @@ def _taken(data: Any, kind: str, global_batch: int | None, shuffle_seed: int | N
 def check_filled(data: Any, global_batch: int | None) -> None:
     """Refuses batches of more than twice the rows that there are: they would be mostly padding."""
     if global_batch is not None:
-        global_batch = whole_number(global_batch, name="global_batch", least=1)
+        global_batch = checks.whole_number("global_batch", global_batch, DatasetError)
         data = adapted(data, global_batch)
-    if isinstance(data, ArraySource | RowSource):
+    if isinstance(data, RowsByNumber):
         rows, batch = data.num_rows, data.global_batch
     elif is_arrays(data) and global_batch is not None:
         rows, batch = max((np.shape(leaf) or (0,))[0] for leaf in jax.tree.leaves(data)), global_batch
@@ -228,9 +228,9 @@ def _check_is_data(data: Any) -> None:
         )
 
 
-def _has_to_fill_up(source: ArraySource | RowSource | BatchSource, strategy: Strategy, steps: int | None) -> bool:
+def _has_to_fill_up(source: Epochs, strategy: Strategy, steps: int | None) -> bool:
     """Whether a batch has to be filled up before `steps` are made, as far as that is known."""
-    if isinstance(source, BatchSource):
+    if not isinstance(source, RowsByNumber):
         return False
     if source.global_batch % strategy.num_replicas:
         return True
@@ -251,9 +251,7 @@ def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) ->
         )
 
 
-def _with_epochs(
-    source: ArraySource | RowSource | BatchSource, epochs: int | None, steps: int | None
-) -> ArraySource | RowSource | BatchSource:
+def _with_epochs(source: Epochs, epochs: int | None, steps: int | None) -> Epochs:
     """Sets a source's epochs: each draws a new order, which a second pass over the source would not do."""
     if epochs is not None and source.epochs not in (None, 1):
         raise DatasetError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -19,7 +20,7 @@ from jdist.core.remote import RemoteTree, fetched
 from jdist.core.state_picture import StatePicture
 from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
+from jdist.data.batch_axis import check_axes, is_first, on_host
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.options import FeedOptions
@@ -289,24 +290,12 @@ def _strategy(job: Session) -> Strategy:
             )
         return state.show()
 
+    rounds = job.options.rounds
+    num_replicas = (1 if rounds is None else rounds.size) * job.on_worker.num_replicas
+
     def feed(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:
-        batch_axis, lead, rounds = options.batch_axis, int(options.steps_per_call > 1), job.options.rounds
-        check_axes(batch_axis, DatasetError)
-
-        def turn(batch: PyTree) -> PyTree:
-            return turn_back(batch, batch_axis, lead=lead)[0]
-
-        return distributed_dataset(
-            turn_source(source, batch_axis),
-            num_replicas=(1 if rounds is None else rounds.size) * job.on_worker.num_replicas,
-            place=None if is_first(batch_axis) else turn,
-            place_spec=None if is_first(batch_axis) else turn,
-            partial=options.partial,
-            with_mask=options.with_mask,
-            steps_per_call=options.steps_per_call,
-            shapes=options.shapes,
-            prefetch=options.input.prefetch,
-        )
+        check_axes(options.batch_axis, DatasetError)
+        return distributed_dataset(source, on_host(dataclasses.replace(options, num_replicas=num_replicas)))
 
     def feed_on_workers(strategy: Strategy, fn: Callable[..., Any], options: FeedOptions) -> WorkerDataset:
         if options.steps_per_call != 1:

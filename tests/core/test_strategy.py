@@ -74,7 +74,7 @@ def test_methods_call_the_operations_with_the_strategy_first():
     assert strategy.distribute_dataset("data", partial="drop") == "feed_batches"
     options = jdist.InputOptions(prefetch=7)
     assert strategy.distribute_datasets_from_function("fn", options) == "feed_pipelines"
-    given = {"with_mask": False, "steps_per_call": 1, "batch_axis": 0}
+    given = {"num_replicas": 1, "with_mask": False, "steps_per_call": 1, "batch_axis": 0}
     batches = FeedOptions(partial="drop", input=jdist.InputOptions(), **given)
     pipelines = FeedOptions(partial="pad", input=options, **given)
     assert calls == [

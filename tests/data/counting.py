@@ -2,11 +2,18 @@
 
 import numpy as np
 
-from jdist.data import distributed_dataset
+import jdist
+from jdist import data
 
 
-def feed(source, *, num_replicas=2, place=None, **options):
-    return distributed_dataset(source, num_replicas=num_replicas, place=place, **options)
+def distributed_dataset(source, **options):
+    """Feeds a source with options of `FeedOptions` and of `InputOptions`."""
+    own = {name: options.pop(name) for name in ("prefetch", "prefetch_to_device", "autoshard") if name in options}
+    return data.distributed_dataset(source, data.FeedOptions(**options, input=jdist.InputOptions(**own)))
+
+
+def feed(source, *, num_replicas=2, **options):
+    return distributed_dataset(source, num_replicas=num_replicas, **options)
 
 
 def values(dataset):

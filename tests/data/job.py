@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jdist.data import distributed_dataset
 from jdist.data.lockstep import Peers
 from jdist.data.process_shard import ProcessShard
 from tests.cluster.processes_in_one import Network, run
+from tests.data.counting import distributed_dataset
 
 
 class Job:

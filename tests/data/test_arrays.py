@@ -116,12 +116,12 @@ def test_steps_out_of_range_are_refused(step):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": 0}, "`global_batch` must be a whole number, 1 or more, but it is 0"),
-        ({"global_batch": 2.0}, "`global_batch` .* it is 2.0"),
-        ({"global_batch": True}, "`global_batch` .* it is True"),
-        ({"global_batch": 2, "epochs": 0}, "`epochs` .* it is 0"),
-        ({"global_batch": 2, "shuffle_seed": -1}, "`shuffle_seed` .* 0 or more, but it is -1"),
-        ({"global_batch": 2, "shuffle_seed": True}, "`shuffle_seed` .* it is True"),
+        ({"global_batch": 0}, "`global_batch` is 0; it must be a whole number, 1 or more"),
+        ({"global_batch": 2.0}, "`global_batch` is 2.0; it must be"),
+        ({"global_batch": True}, "`global_batch` is True; it must be"),
+        ({"global_batch": 2, "epochs": 0}, "`epochs` is 0; it must be"),
+        ({"global_batch": 2, "shuffle_seed": -1}, "`shuffle_seed` is -1; .* 0 or more"),
+        ({"global_batch": 2, "shuffle_seed": True}, "`shuffle_seed` is True; it must be"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -135,7 +135,7 @@ def test_numpy_integers_are_taken():
 
 
 def test_empty_arrays_are_refused():
-    with pytest.raises(DatasetError, match="the dataset is empty: its arrays have 0 rows"):
+    with pytest.raises(DatasetError, match="the dataset is empty: the ArraySource has 0 rows"):
         from_arrays({"x": np.zeros((0, 3))}, global_batch=2)
 
 
@@ -195,5 +195,7 @@ def test_without_short_batches():
 
 
 def test_without_short_batches_nothing_may_be_left():
-    with pytest.raises(DatasetError, match=r"its 5 rows are fewer than the global batch of 6.*at most 5"):
+    with pytest.raises(
+        DatasetError, match=r"the 5 rows of the ArraySource are fewer than the global batch of 6.*at most 5"
+    ):
         from_arrays(np.arange(5), global_batch=6).without_short()

@@ -15,19 +15,20 @@ from jax.experimental import sparse
 
 import jdist
 from jdist.data import batching
-from jdist.data.batching import DatasetOptions, element_spec, plan_layout
+from jdist.data.batching import element_spec, plan_layout
 from jdist.data.leaves import count_rows, to_numpy
+from jdist.data.options import FeedOptions
 from jdist.data.process_shard import WHOLE, part_of
 from jdist.errors import BatchError
 
 
 def layout_of(batch, *, global_batch=None, num_replicas=2, partial: Any = "pad", with_mask=False):
     full = (count_rows(to_numpy(batch)) if global_batch is None else global_batch,)
-    return plan_layout(batch, full, DatasetOptions(num_replicas=num_replicas, partial=partial, with_mask=with_mask))
+    return plan_layout(batch, full, FeedOptions(num_replicas=num_replicas, partial=partial, with_mask=with_mask))
 
 
 def fit(layout, batch, *, copy) -> Any:
-    return batching.fit(with_options(layout, copy=copy), part_of(batch, WHOLE, layout.rows))
+    return batching.fit(dataclasses.replace(layout, copy=copy), part_of(to_numpy(batch), WHOLE, layout.rows))
 
 
 def with_options(layout, **options):

@@ -181,7 +181,7 @@ def test_empty_random_access_sources_are_refused_at_construction():
 
 
 def test_dropping_everything_is_refused():
-    with pytest.raises(DatasetError, match="5 rows are fewer than the global batch of 6"):
+    with pytest.raises(DatasetError, match="5 rows of the ArraySource are fewer than the global batch of 6"):
         feed(from_arrays({"x": np.arange(5)}, global_batch=6), partial="drop")
     with pytest.raises(DatasetError, match="'drop' left out every batch as short of 2 rows"):
         list(feed(Counting(num_steps=2, short_at=(0, 1)), partial="drop"))
@@ -217,10 +217,10 @@ def test_things_that_are_no_sources_are_refused(source, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partial": "padd"}, "one of pad, drop, error, but it is 'padd'. Did you mean 'pad'"),
-        ({"prefetch": -1}, "`prefetch` .* 0 or more, but it is -1"),
-        ({"steps_per_call": 0}, "`steps_per_call` .* 1 or more, but it is 0"),
-        ({"num_replicas": 0}, "`num_replicas` .* 1 or more, but it is 0"),
+        ({"partial": "padd"}, "`partial` is 'padd'; .* 'pad', 'drop', 'error'. Did you mean 'pad'"),
+        ({"prefetch": -1}, "`prefetch` is -1; .* 0 or more"),
+        ({"steps_per_call": 0}, "`steps_per_call` is 0; .* 1 or more"),
+        ({"num_replicas": 0}, "`num_replicas` is 0; .* 1 or more"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jdist.data import from_files, shard
-from jdist.data.sources.file_position import FilePosition
+from jdist.data.sources.file_window import FilePosition, file_position
 from jdist.errors import BatchError, DatasetError
 from tests.data.counting import feed, real_rows
 from tests.data.job import Job
@@ -40,13 +40,11 @@ def values(batches):
 
 def run(source, position=None):
     """Yields the batches of a pass, each with the position behind it."""
-    batches = source.open(0, position)
-    for batch in batches:
-        yield batch, batches.state()
+    return source.open(0, position)
 
 
 def saved(position):
-    return FilePosition.from_json(json.loads(json.dumps(position.to_json())))
+    return file_position(json.loads(json.dumps(position._asdict())))
 
 
 sources = st.fixed_dictionaries(
@@ -158,11 +156,11 @@ def test_the_files_of_a_position_must_be_as_long_as_they_were():
 
 @pytest.mark.parametrize(
     "broken",
-    [None, {}, {"epoch": 0}, {**FilePosition().to_json(), "file": -1}, {**FilePosition().to_json(), "counts": 3}],
+    [None, {}, {"epoch": 0}, {**FilePosition()._asdict(), "file": -1}, {**FilePosition()._asdict(), "counts": 3}],
 )
 def test_what_is_no_position_is_refused(broken):
     with pytest.raises(DatasetError, match="this is no saved position in files"):
-        FilePosition.from_json(broken)
+        file_position(broken)
 
 
 # --- of a dataset, in one process and in several ---
@@ -354,7 +352,7 @@ def test_a_reader_that_refills_its_memory_while_it_is_in_use_is_refused(options)
 def test_a_window_without_a_seed_is_refused():
     with pytest.raises(DatasetError, match="`shuffle_window` is 3, but nothing is shuffled without a `shuffle_seed`"):
         Files([1]).source(1, shuffle_window=3)
-    with pytest.raises(DatasetError, match="`shuffle_window` must be a whole number, 1 or more, but it is 0"):
+    with pytest.raises(DatasetError, match="`shuffle_window` is 0; it must be a whole number, 1 or more"):
         Files([1]).source(1, shuffle_seed=0, shuffle_window=0)
-    with pytest.raises(DatasetError, match="`workers` must be a whole number, 1 or more, but it is 0"):
+    with pytest.raises(DatasetError, match="`workers` is 0; it must be a whole number, 1 or more"):
         Files([1]).source(1, workers=0)

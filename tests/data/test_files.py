@@ -99,9 +99,9 @@ def test_paths_that_are_none_are_refused(paths, message):
 def test_options_out_of_range_are_refused():
     with pytest.raises(DatasetError, match="`read` must be a function from a path to arrays, but it is a str"):
         from_files(["a"], "np.load", global_batch=1)  # pyright: ignore[reportArgumentType] - that is the test
-    with pytest.raises(DatasetError, match=r"`global_batch` .* 1 or more, but it is 0"):
+    with pytest.raises(DatasetError, match=r"`global_batch` is 0; .* 1 or more"):
         from_files(["a"], np.load, global_batch=0)
-    with pytest.raises(DatasetError, match=r"`epochs` .* 1 or more, but it is 0"):
+    with pytest.raises(DatasetError, match=r"`epochs` is 0; .* 1 or more"):
         from_files(["a"], np.load, global_batch=1, epochs=0)
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.data import distributed_dataset, from_arrays, from_rows
+from jdist.data import from_arrays, from_rows
 from jdist.data.sources.index_order import rows_at
 from jdist.errors import DatasetError
-from tests.data.counting import feed
+from tests.data.counting import distributed_dataset, feed
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
@@ -97,7 +97,7 @@ def shuffled_rows(count):
 def test_memory_does_not_grow_with_the_rows(make):
     def peak(count):
         tracemalloc.start()
-        dataset = distributed_dataset(make(count), num_replicas=1, place=None)
+        dataset = distributed_dataset(make(count), num_replicas=1)
         for step in (0, 2 * count // 64):  # of the first epoch and of the third
             dataset.go_to(step)
             batches = iter(dataset)
@@ -127,9 +127,7 @@ def test_a_position_of_the_other_order_is_refused_by_name():
 
 def test_options_that_make_no_sense_are_refused():
     wrong: Any = "indices"
-    with pytest.raises(
-        DatasetError, match=r"`shuffle` must be one of permutation, index, but it is 'indices'\. Did you"
-    ):
+    with pytest.raises(DatasetError, match=r"`shuffle` is 'indices'; it must be 'permutation' or 'index'\. Did you"):
         from_arrays(np.arange(2), global_batch=1, shuffle_seed=0, shuffle=wrong)
     with pytest.raises(DatasetError, match='shuffle="index" needs a `shuffle_seed`'):
         from_arrays(np.arange(2), global_batch=1, shuffle="index")

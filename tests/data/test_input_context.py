@@ -22,18 +22,18 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do
         context().per_replica_batch(3)
     with pytest.raises(BatchError, match=r"1 rows does not divide by 8 replicas.*global batch of 8,"):
         context(replicas=8).per_replica_batch(1)
-    with pytest.raises(DatasetError, match="`global_batch` must be a whole number, 1 or more, but it is 0"):
+    with pytest.raises(DatasetError, match="`global_batch` is 0; it must be a whole number, 1 or more"):
         context().per_replica_batch(0)
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((0, 0, 1), "`num_input_pipelines` .* 1 or more, but it is 0"),
-        ((2, 2, 2), "`input_pipeline_id` is 2, but there are 2 input pipelines, counted from 0; use 0 to 1"),
-        ((2, -1, 2), "`input_pipeline_id` .* 0 or more, but it is -1"),
-        ((1, 0, 0), "`num_replicas_in_sync` .* 1 or more, but it is 0"),
-        ((1, 0, 1.5), "`num_replicas_in_sync` .* but it is 1.5"),
+        ((0, 0, 1), "`num_input_pipelines` is 0; .* 1 or more"),
+        ((2, 2, 2), "`input_pipeline_id` is 2; it must be a whole number from 0 to 1"),
+        ((2, -1, 2), "`input_pipeline_id` is -1; .* from 0 to"),
+        ((1, 0, 0), "`num_replicas_in_sync` is 0; .* 1 or more"),
+        ((1, 0, 1.5), "`num_replicas_in_sync` is 1.5; it must be"),
     ],
 )
 def test_numbers_out_of_range_are_refused(numbers, message):

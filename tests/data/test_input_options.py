@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.data import distributed_dataset, from_arrays
+from jdist.data import from_arrays
 from jdist.errors import DatasetError
+from tests.data.counting import distributed_dataset
 from tests.toys import TWO
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch": -1}, "`prefetch` .* 0 or more, but it is -1"),
-        ({"prefetch_to_device": "yes"}, "`prefetch_to_device` must be True or False, but it is 'yes'"),
-        ({"replication": "per_host"}, "`replication` must be 'per_worker' or 'per_replica', but it is 'per_host'"),
-        ({"autoshard": "rows"}, "`autoshard` must be 'auto', 'file', 'data' or 'off', but it is 'rows'"),
+        ({"prefetch": -1}, "`prefetch` is -1; it must be a whole number, 0 or more"),
+        ({"prefetch_to_device": "yes"}, "`prefetch_to_device` is 'yes'; it must be True or False"),
+        ({"replication": "per_host"}, "`replication` is 'per_host'; it must be 'per_worker' or 'per_replica'"),
+        ({"autoshard": "rows"}, "`autoshard` is 'rows'; it must be one of 'auto', 'file', 'data', 'off'"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):

@@ -19,7 +19,7 @@ def test_rows_follow_each_other_in_new_memory():
     "other", [{"x": np.zeros(2, np.float32)}, {"y": np.arange(2)}, {"x": np.zeros((2, 1), int)}, np.arange(2)]
 )
 def test_batches_that_differ_in_more_than_their_rows_are_refused(other):
-    with pytest.raises(BatchError, match=r"differ: the first has \['x'\] int64\[rows\], number 1 \(from 0\) has"):
+    with pytest.raises(BatchError, match=r"differ: in number 1 \(from 0\) .*\['x'\] (was|is missing)"):
         join([{"x": np.arange(2)}, other])
 
 

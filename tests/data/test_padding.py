@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from jdist.data import distributed_dataset
 from jdist.data.batching import Masked, real_rows
+from tests.data.counting import distributed_dataset
 
 
-def batches(source, *, place=None, num_replicas=2, **options):
-    return list(distributed_dataset(source, num_replicas=num_replicas, place=place, **options))
+def batches(source, *, num_replicas=2, **options):
+    return list(distributed_dataset(source, num_replicas=num_replicas, **options))
 
 
 @pytest.mark.parametrize("place", [None, jax.device_put])

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdist.data import distributed_dataset, from_arrays
+from jdist.data import from_arrays
 from jdist.data.prefetch import THREAD_NAME, Prefetcher, PushBack, StopRequest
 from jdist.errors import DatasetError
+from tests.data.counting import distributed_dataset
 
 DEADLINE_S = 20
 
@@ -40,7 +41,7 @@ def assert_threads_end():
 
 def endless(**options):
     source = from_arrays({"x": np.arange(8)}, global_batch=4, epochs=None)
-    return distributed_dataset(source, num_replicas=2, place=None, **options)
+    return distributed_dataset(source, num_replicas=2, **options)
 
 
 def test_items_come_in_order_and_then_the_end():
@@ -93,7 +94,7 @@ def test_the_error_of_the_source_comes_after_its_items_with_type_and_traceback()
         yield {"x": np.arange(2)}
         raise OwnError("disk on fire")
 
-    iterator = iter(distributed_dataset(failing_source(), num_replicas=2, place=None))
+    iterator = iter(distributed_dataset(failing_source(), num_replicas=2))
     next(iterator)
     next(iterator)
     with pytest.raises(OwnError, match="disk on fire") as caught:
@@ -172,7 +173,7 @@ def test_no_thread_is_left_after_an_exception_in_the_loop():
 
 
 def test_no_thread_is_left_after_the_end():
-    list(distributed_dataset(from_arrays({"x": np.arange(8)}, global_batch=4), num_replicas=2, place=None))
+    list(distributed_dataset(from_arrays({"x": np.arange(8)}, global_batch=4), num_replicas=2))
     assert_threads_end()
 
 
@@ -251,7 +252,7 @@ def blocking_source(release):
 
 def test_closing_does_not_wait_for_a_source_that_blocks():
     release = threading.Event()
-    dataset = distributed_dataset(blocking_source(release), num_replicas=2, place=None)
+    dataset = distributed_dataset(blocking_source(release), num_replicas=2)
     iterator = iter(dataset)
     next(iterator)
     (thread,) = prefetch_threads()
@@ -334,9 +335,9 @@ def test_push_back_gives_items_out_again_then_the_error_then_its_own():
 def test_a_process_that_exits_in_the_middle_of_a_loop_exits_cleanly():
     program = (
         "import jax, numpy as np\n"
-        "from jdist.data import distributed_dataset, from_arrays\n"
+        "from jdist.data import FeedOptions, distributed_dataset, from_arrays\n"
         "source = from_arrays({'x': np.zeros((64, 1024))}, global_batch=64, epochs=None)\n"
-        "dataset = distributed_dataset(source, num_replicas=1, place=jax.device_put)\n"
+        "dataset = distributed_dataset(source, FeedOptions(num_replicas=1, place=jax.device_put))\n"
         "iterator = iter(dataset)\n"
         "next(iterator)\n"
     )

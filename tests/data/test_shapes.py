@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.data import distributed_dataset
 from jdist.errors import BatchError, DatasetError
+from tests.data.counting import distributed_dataset
 from tests.data.job import Job
 from tests.data.test_processes import outcome
 
@@ -51,7 +51,7 @@ def test_every_row_comes_once_in_at_most_so_many_shapes_also_of_a_run_that_goes_
     batches = make(sizes)
 
     def dataset() -> Any:
-        return distributed_dataset(kind(batches), num_replicas=replicas, place=None, shapes=len(sizes) + 1, prefetch=0)
+        return distributed_dataset(kind(batches), num_replicas=replicas, shapes=len(sizes) + 1, prefetch=0)
 
     whole = list(dataset())
     for batch, expected in zip(whole, batches, strict=True):
@@ -87,7 +87,7 @@ def test_the_global_batch_is_the_same_whatever_the_number_of_processes(sizes, ki
 
 def test_a_short_batch_keeps_to_an_earlier_layout_that_holds_it():
     dataset = distributed_dataset(
-        make([(8, 2, True), (4, 4, True), (7, 2, True), (3, 4, True)]), num_replicas=2, place=None, shapes=2
+        make([(8, 2, True), (4, 4, True), (7, 2, True), (3, 4, True)]), num_replicas=2, shapes=2
     )
     assert [batch["x"].shape for batch in dataset] == [(8, 2), (4, 4), (8, 2), (4, 4)]
 
@@ -95,11 +95,11 @@ def test_a_short_batch_keeps_to_an_earlier_layout_that_holds_it():
 def test_what_is_refused():
     batches = make([(4, 2, True), (4, 4, True), (6, 2, True)])
     with pytest.raises(BatchError, match=r"batch 2 \(from 0\), 6 rows of .*one shape more than `shapes=2`"):
-        list(distributed_dataset(batches, num_replicas=2, place=None, shapes=2))
+        list(distributed_dataset(batches, num_replicas=2, shapes=2))
     with pytest.raises(BatchError, match=r"\['x'\] was .*\[rows, 2\] and is .*\[rows, 4\].*shapes=n"):
-        list(distributed_dataset(batches, num_replicas=2, place=None))
+        list(distributed_dataset(batches, num_replicas=2))
     with pytest.raises(DatasetError, match=r"`shapes` is 2 and `steps_per_call` is 3"):
-        distributed_dataset(batches, num_replicas=2, place=None, shapes=2, steps_per_call=3)
+        distributed_dataset(batches, num_replicas=2, shapes=2, steps_per_call=3)
     for part in Job(2).batches([batches] * 2, autoshard="off", prefetch=0, shapes=2):
         assert isinstance(part, DatasetError)
         assert "batches of its own" in str(part)

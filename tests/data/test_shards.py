@@ -211,11 +211,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ((0, 0), "`num_shards` .* 1 or more, but it is 0"),
-            ((2, 2), "`index` is 2, but there are 2 shards, counted from 0; use 0 to 1"),
-            ((2, -1), "`index` .* 0 or more, but it is -1"),
-            ((2, 0, "FILE"), "one of auto, file, data, off, but it is 'FILE'. Did you mean 'file'"),
-            ((2, 0, 3), "one of auto, file, data, off, but it is 3"),
+            ((0, 0), "`num_shards` is 0; .* 1 or more"),
+            ((2, 2), "`index` is 2; it must be a whole number from 0 to 1"),
+            ((2, -1), "`index` is -1; .* from 0 to"),
+            ((2, 0, "FILE"), "`policy` is 'FILE'; .* 'auto', 'file', 'data', 'off'. Did you mean 'file'"),
+            ((2, 0, 3), "`policy` is 3; it must be one of 'auto', 'file', 'data', 'off'"),
         ],
     )
     def test_arguments_out_of_range(self, arguments, message):

@@ -282,9 +282,7 @@ class TestEpochs:
         "make", [lambda rows: rows, lambda rows: pytest.importorskip("grain").MapDataset.source([rows])]
     )
     def test_a_global_batch_that_is_no_number_of_rows_is_refused(self, make, wrong):
-        with pytest.raises(
-            DatasetError, match=f"`global_batch` must be a whole number, 1 or more, but it is {wrong!r}"
-        ):
+        with pytest.raises(DatasetError, match=f"`global_batch` is {wrong!r}; it must be a whole number, 1 or more"):
             jdist.fit(train_step, create_state(), make(DATA), global_batch=wrong, **QUIET)
 
     def test_what_the_user_has_distributed_is_taken_as_it_is_and_so_is_what_is_evaluated(self):

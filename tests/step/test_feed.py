@@ -90,7 +90,7 @@ class TestOptions:
         assert on_each_replica(dataset) == [[[0, 1], [2, 3]]]
 
     def test_a_depth_out_of_range_is_refused(self):
-        with pytest.raises(DatasetError, match="`prefetch` must be a whole number, 0 or more, but it is -1"):
+        with pytest.raises(DatasetError, match="`prefetch` is -1; it must be a whole number, 0 or more"):
             TWO.distribute_dataset([np.arange(4)], prefetch=-1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,18 +13,17 @@ import numpy as np
 from absl import flags  # comes with Grain
 
 from jdist.data.adapters.grain_files import batch_text, nodes, row_text
-from jdist.data.adapters.identity import content_hash
-from jdist.data.adapters.plain import from_plain, to_plain
-from jdist.data.adapters.refusals import refuse_rows, refuse_unlike_rows
+from jdist.data.adapters.recognize import refuse_rows
+from jdist.data.sources.elements import Elements, content_hash
 from jdist.data.sources.rows import BatchSource, RowSource
-from jdist.data.sources.stateful import StatefulBatches, StatefulSource
+from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.errors import DatasetError
 
 PyTree = Any
 _WORKERS = 4  # threads that read batches; Grain's own default is 16, which hold 500 batches
 
 
-class GrainElements:
+class GrainElements(Elements):
     """The elements of a `grain.MapDataset`; a random one changes them in each epoch."""
 
     # `stack` joins a list of elements to a batch; None: the elements are batches. `is_fresh`:
@@ -34,20 +33,17 @@ class GrainElements:
 
     def __init__(self, dataset: Any, stack: Callable[[list[Any]], PyTree] | None, *, is_fresh: bool):
         self._dataset = dataset
-        self._stack = stack
+        self._stack_rows = stack
         self.is_fresh = is_fresh
-        self._identity: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def element(self, number: int, epoch: int) -> PyTree:
-        index = epoch * len(self) + int(number)
-        try:
-            element = self._dataset[index]
-        except Exception as error:
-            error.add_note(f"while reading {row_text(self._dataset, index, number, epoch)}")
-            raise
+    def name(self, number: int, epoch: int) -> str:
+        return row_text(self._dataset, epoch * len(self) + number, number, epoch)
+
+    def _read(self, number: int, epoch: int) -> PyTree:
+        element = self._dataset[epoch * len(self) + number]
         if element is None:
             raise DatasetError(
                 f"element {number:,} of the grain MapDataset is None: a filter has left it out, so its rows cannot be counted "
@@ -55,23 +51,14 @@ class GrainElements:
             )
         return element
 
-    def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
-        assert self._stack is not None, "the elements are rows"
-        rows = [self.element(number, epoch) for number in numbers]
-        try:
-            batch = self._stack(rows)
-        except ValueError:
-            names = [row_text(self._dataset, epoch * len(self) + int(n), n, epoch) for n in numbers]
-            refuse_unlike_rows(rows, names, self.kind)
-            raise
+    def _stack(self, rows: list[PyTree]) -> PyTree:
+        assert self._stack_rows is not None, "the elements are rows"
+        batch = self._stack_rows(rows)
         return jax.tree.map(np.array, batch) if len(rows) == 1 else batch  # else a view of the row
 
-    def identity(self) -> Mapping[str, str]:
-        if not self._identity:
-            sources = [node for node in nodes(self._dataset) if not getattr(node, "parents", ())]
-            self._identity["pipeline"] = _pipeline_hash(self._dataset)
-            self._identity["content"] = content_hash(sources)
-        return self._identity
+    def _identify(self) -> dict[str, str]:
+        sources = [node for node in nodes(self._dataset) if not getattr(node, "parents", ())]
+        return {"pipeline": _pipeline_hash(self._dataset), "content": content_hash(sources)}
 
 
 def map_dataset(dataset: Any, global_batch: int | None) -> RowSource | BatchSource:
@@ -110,7 +97,7 @@ def _pipeline_hash(dataset: Any) -> str:
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", json.dumps(steps)).encode()).hexdigest()[:12]
 
 
-class GrainSource(StatefulSource):
+class GrainSource(SequentialSource):
     """Batches of what Grain iterates over: its iterators have `get_state` and `set_state`."""
 
     how_to_share = (
@@ -132,13 +119,13 @@ class GrainSource(StatefulSource):
         self.own_part = own_part
         self._dataset = dataset  # of which the batches are made; None: not known
 
-    def open(self, epoch: int, state: Any) -> StatefulBatches:
+    def open(self, epoch: int, state: Any) -> Batches:
         if not flags.FLAGS.is_parsed():  # by absl's `app.run`; Grain's workers ask for their defaults
             flags.FLAGS.mark_as_parsed()
         iterator = self._make()
         if state is not None:
             iterator.set_state(state)
-        return _GrainBatches(iterator)
+        return ((batch, self._state(iterator)) for batch in iterator)
 
     @property
     def fingerprint(self) -> str:
@@ -147,44 +134,23 @@ class GrainSource(StatefulSource):
     def describe_batch(self, number: int, error: Exception) -> str | None:
         return None if self._dataset is None else batch_text(self._dataset, number, error)
 
-    def to_plain(self, state: Any) -> Any:
-        return to_plain(state, self.kind)
-
-    def from_plain(self, value: Any) -> Any:
-        return from_plain(value)
-
-
-class _GrainBatches(StatefulBatches):
-    def __init__(self, iterator: Any):
-        self.iterator = iterator
-
-    def __next__(self) -> PyTree:
-        return next(self.iterator)
-
-    def state(self) -> Any:
-        return self.iterator.get_state()
+    def _state(self, iterator: Any) -> Any:
+        return iterator.get_state()
 
 
 class DataLoaderSource(GrainSource):
-    """Batches of a `grain.DataLoader`; its state is kept as values, and written on saving."""
+    """Batches of a `grain.DataLoader`; its state is kept as values, and written when a pass is opened."""
 
     # Its iterators write their state as JSON, which would be most of the adapter's cost.
 
-    def open(self, epoch: int, state: Any) -> StatefulBatches:
-        batches = super().open(epoch, None if state is None else _written(state))
-        assert isinstance(batches, _GrainBatches)
-        return _LoaderBatches(batches.iterator)
+    def open(self, epoch: int, state: Any) -> Batches:
+        return super().open(epoch, _written(state))
 
-    def to_plain(self, state: Any) -> Any:
-        return super().to_plain(_written(state))
-
-
-class _LoaderBatches(_GrainBatches):
-    def state(self) -> Any:
-        inner: Any = getattr(self.iterator, "_iterator", None)
+    def _state(self, iterator: Any) -> Any:
+        inner: Any = getattr(iterator, "_iterator", None)
         # Of another version of Grain, or with a FlatMap, the state is written otherwise.
         is_known = type(inner).__name__ == "_DataLoaderStateDatasetIterator"
-        return inner.get_state() if is_known else self.iterator.get_state()
+        return inner.get_state() if is_known else iterator.get_state()
 
 
 def _written(state: Any) -> Any:

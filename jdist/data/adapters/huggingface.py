@@ -8,17 +8,18 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jdist.data.adapters.refusals import refuse_rows, refuse_unlike_rows
+from jdist.data.adapters.recognize import refuse_rows
 from jdist.data.adapters.state_dict import StateDictSource
-from jdist.data.sources.plain import PlainSource
+from jdist.data.sources.elements import Elements
 from jdist.data.sources.rows import BatchSource, RowSource
+from jdist.data.sources.sequential import PlainSource
 from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
 _TABLES = (None, "pandas", "polars", "arrow")  # formats whose rows are no arrays
 
 
-class HuggingFaceElements:
+class HuggingFaceElements(Elements):
     """The rows of a `datasets.Dataset`; those of one that was batched are batches."""
 
     kind = "Hugging Face Dataset"
@@ -28,41 +29,36 @@ class HuggingFaceElements:
         self._dataset = _as_arrays(dataset, dataset.format["type"])
         # What a function makes of the columns is not known.
         self._integers = [] if dataset.format["type"] == "custom" else _columns_of_integers(dataset)
-        self._identity: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def element(self, number: int, epoch: int) -> PyTree:
-        try:
-            row = self._dataset[int(number)]
-            _refuse_nulls(row, self._integers, lambda value: f"value {value}")
-            return row
-        except Exception as error:
-            error.add_note(f"while reading row {int(number):,} (from 0) of the dataset{self._files()}")
-            raise
+    def name(self, number: int, epoch: int) -> str:
+        return f"row {number:,} (from 0) of the dataset{self._files()}"
+
+    def _read(self, number: int, epoch: int) -> PyTree:
+        row = self._dataset[number]
+        _refuse_nulls(row, self._integers, lambda value: f"value {value}")
+        return row
 
     def read(self, numbers: np.ndarray, epoch: int) -> PyTree:
-        names = [f"row {number:,} (from 0)" for number in numbers.tolist()]
+        """Reads rows by one call of the library; see `Elements.read`."""
         try:
             batch = self._dataset[numbers.tolist()]
         except Exception:
             rows = [self.element(number, epoch) for number in numbers]  # the one that fails is named
-            refuse_unlike_rows(rows, names, self.kind)
+            self.refuse_unlike(rows, numbers, epoch)
             raise
-        _refuse_nulls(batch, self._integers, names.__getitem__)
+        _refuse_nulls(batch, self._integers, lambda row: f"row {numbers[row]:,} (from 0)")
         return batch
 
-    def identity(self) -> Mapping[str, str]:
-        if not self._identity:
-            table = self._dataset.with_format("arrow", columns=self._dataset.format["columns"])
-            content = hashlib.sha256()
-            for number in sorted({0, len(table) - 1}):
-                content.update(repr(table[number].to_pydict()).encode())
-            names = repr(sorted(self._dataset.format["columns"]))
-            self._identity["columns"] = hashlib.sha256(names.encode()).hexdigest()[:12]
-            self._identity["content"] = content.hexdigest()[:12]
-        return self._identity
+    def _identify(self) -> dict[str, str]:
+        table = self._dataset.with_format("arrow", columns=self._dataset.format["columns"])
+        content = hashlib.sha256()
+        for number in sorted({0, len(table) - 1}):
+            content.update(repr(table[number].to_pydict()).encode())
+        names = repr(sorted(self._dataset.format["columns"]))
+        return {"columns": hashlib.sha256(names.encode()).hexdigest()[:12], "content": content.hexdigest()[:12]}
 
     def _files(self) -> str:
         files = [file["filename"] for file in self._dataset.cache_files]

@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from jdist.data.sources.protocol import whole_number
+from jdist.errors import DatasetError
+from jdist.support import checks
 
 # By the package and the name of a class: the function that adapts it, `(dataset, global_batch) -> source`.
 _ADAPTERS = {
@@ -32,7 +33,9 @@ def adapted(source: Any, global_batch: int | None = None) -> Any:
     adapt = _adapter(source)
     if adapt is None:
         return source
-    return adapt(source, None if global_batch is None else whole_number(global_batch, name="global_batch", least=1))
+    return adapt(
+        source, None if global_batch is None else checks.whole_number("global_batch", global_batch, DatasetError)
+    )
 
 
 def is_known(source: Any) -> bool:
@@ -53,3 +56,12 @@ def _adapter(source: Any) -> Callable[[Any, int | None], Any] | None:
 def _imported(name: str) -> Callable[[Any, int | None], Any]:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(f"jdist.data.adapters.{module}"), function)
+
+
+def refuse_rows(kind: str, global_batch: int | None) -> None:
+    """Raises a `DatasetError` for a `global_batch` of a dataset that has batches of its own."""
+    if global_batch is not None:
+        raise DatasetError(
+            f"`global_batch` is {global_batch}, but `data` is a {kind}, which has batches of its own. Leave `global_batch` "
+            "out: it makes batches of a dataset of rows, without a loader and without `.batch`."
+        )

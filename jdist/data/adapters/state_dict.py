@@ -6,14 +6,13 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from jdist.data.adapters.plain import from_plain, to_plain
-from jdist.data.adapters.refusals import refuse_rows
-from jdist.data.sources.stateful import StatefulBatches, StatefulSource
+from jdist.data.adapters.recognize import refuse_rows
+from jdist.data.sources.sequential import Batches, SequentialSource
 
 PyTree = Any
 
 
-class StateDictSource(StatefulSource):
+class StateDictSource(SequentialSource):
     """Batches of a loader with `state_dict` and `load_state_dict`, for one consumer at a time."""
 
     how_to_share = "a part of the data for each `strategy.cluster.process_index`"
@@ -32,10 +31,10 @@ class StateDictSource(StatefulSource):
         if callable(set_epoch := getattr(self.loader, "set_epoch", None)):
             set_epoch(epoch)
 
-    def open(self, epoch: int, state: Any) -> StatefulBatches:
+    def open(self, epoch: int, state: Any) -> Batches:
         self.set_epoch(epoch)
         self.loader.load_state_dict(copy.deepcopy(self._initial if state is None else state))
-        return _StateDictBatches(self, self.iterate())
+        return ((batch, copy.deepcopy(self.loader.state_dict())) for batch in self.iterate())
 
     def iterate(self) -> Iterator[PyTree]:
         """Begins a pass where the loader's state is."""
@@ -44,24 +43,6 @@ class StateDictSource(StatefulSource):
     @property
     def fingerprint(self) -> str:
         return f"kind={self.kind.replace(' ', '_')} batches={self.num_steps}"
-
-    def to_plain(self, state: Any) -> Any:
-        return to_plain(state, self.kind)
-
-    def from_plain(self, value: Any) -> Any:
-        return from_plain(value)
-
-
-class _StateDictBatches(StatefulBatches):
-    def __init__(self, source: StateDictSource, batches: Iterator[PyTree]):
-        self._source = source
-        self._batches = batches
-
-    def __next__(self) -> PyTree:
-        return next(self._batches)
-
-    def state(self) -> Any:
-        return copy.deepcopy(self._source.loader.state_dict())
 
 
 def state_dict_source(loader: Any, global_batch: int | None) -> StateDictSource:

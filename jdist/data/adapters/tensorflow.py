@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdist.data.adapters.refusals import refuse_rows
-from jdist.data.sources.plain import PlainSource
+from jdist.data.adapters.recognize import refuse_rows
+from jdist.data.sources.sequential import PlainSource
 
 
 def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
@@ -21,7 +21,7 @@ def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
         advice="the iterator of a `tf.data.Dataset` is saved by TensorFlow's own checkpoints alone. A grain MapDataset, or "
         "`jdist.data.from_rows(...)`, has a position",
         how_to_share="`dataset.shard(num_processes, process_index)`",
-        length=count if count >= 0 else None,  # below: without end, or not known
+        num_steps=count if count >= 0 else None,  # below: without end, or not known
     )
 
 

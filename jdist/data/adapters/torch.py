@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from jdist.data.adapters.refusals import refuse_rows, unlike_row
+from jdist.data.adapters.recognize import refuse_rows
 from jdist.data.adapters.state_dict import StateDictSource
-from jdist.data.sources.plain import PlainSource
-from jdist.data.sources.stateful import StatefulBatches
+from jdist.data.sources.elements import unlike_row
+from jdist.data.sources.sequential import Batches, PlainSource
 from jdist.errors import DatasetError
 
 PyTree = Any
@@ -51,7 +51,7 @@ class StatefulLoaderSource(StateDictSource):
     def set_epoch(self, epoch: int) -> None:
         _set_epoch(self.loader, epoch)
 
-    def open(self, epoch: int, state: Any) -> StatefulBatches:
+    def open(self, epoch: int, state: Any) -> Batches:
         self.set_epoch(epoch)
         if state is None:
             state = {"loader": {}, "generator": self._generator_at_first}  # {}: from the beginning
@@ -64,36 +64,26 @@ class StatefulLoaderSource(StateDictSource):
         batches = iter(self.loader)  # draws the order
         if not is_new and not self._draws_anew:
             self._set_generator(state["generator"])
-        return _LoaderBatches(self, batches, begin)
+        return self._with_states(batches, begin)
+
+    def _with_states(self, batches: Iterator[PyTree], begin: Any) -> Batches:
+        """Yields batches with their states; `begin` is the generator's when the pass began."""
+        for batch in batches:
+            yield batch, self._state(begin)
+        at_end = self._state(begin)
+        return at_end if self.loader.num_workers or self.keeps_dataset else at_end | {"loader": {}}
+
+    def _state(self, begin: Any) -> dict[str, Any]:
+        state = self.loader.state_dict()
+        return {
+            "loader": copy.deepcopy(state) if self.keeps_dataset else state,
+            "generator": self.generator_state(),
+            "begin": begin,
+        }
 
     def _set_generator(self, state: Any) -> None:
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
-
-
-class _LoaderBatches(StatefulBatches):
-    def __init__(self, source: StatefulLoaderSource, batches: Iterator[PyTree], begin: Any):
-        self._source = source
-        self._batches = batches
-        self._begin = begin  # state of the generator when the pass began
-
-    def __next__(self) -> PyTree:
-        return next(self._batches)
-
-    def state(self) -> Any:
-        source = self._source
-        state = source.loader.state_dict()
-        return {
-            "loader": copy.deepcopy(state) if source.keeps_dataset else state,
-            "generator": source.generator_state(),
-            "begin": self._begin,
-        }
-
-    def state_at_end(self) -> Any:
-        state = self.state()
-        if self._source.loader.num_workers == 0 and not self._source.keeps_dataset:
-            state["loader"] = {}
-        return state
 
 
 def stateful_data_loader(loader: Any, global_batch: int | None) -> StatefulLoaderSource:
@@ -116,7 +106,7 @@ def data_loader(loader: Any, global_batch: int | None) -> PlainSource:
         advice="a DataLoader of PyTorch has no state. `torchdata.stateful_dataloader.StatefulDataLoader`, with the same "
         "arguments, has a position",
         how_to_share=_HOW_TO_SHARE,
-        length=_length(loader),
+        num_steps=_length(loader),
         own_part=_own_part(loader),
         describe_row=_row_text,
     )

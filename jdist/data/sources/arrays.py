@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.sources.index_order import rows_at
-from jdist.data.sources.protocol import check_step, steps_from, whole_number
+from jdist.data.sources.rows import RowsByNumber, rows_options
 from jdist.errors import DatasetError
-from jdist.support.suggest import did_you_mean
+from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
@@ -60,22 +58,14 @@ def from_arrays(
         >>> [batch.tolist() for batch in from_arrays(np.arange(5), global_batch=2)]
         [[0, 1], [2, 3], [4]]
     """
-    if shuffle not in get_args(Shuffle):
-        hint = did_you_mean(str(shuffle), get_args(Shuffle))
-        raise DatasetError(f"`shuffle` must be one of {', '.join(get_args(Shuffle))}, but it is {shuffle!r}.{hint}")
+    checks.choice("shuffle", shuffle, get_args(Shuffle), DatasetError)
     if shuffle == "index" and shuffle_seed is None:
         raise DatasetError('shuffle="index" needs a `shuffle_seed`: without one the rows keep their own order')
-    return ArraySource(
-        arrays=to_numpy(arrays),
-        global_batch=whole_number(global_batch, name="global_batch", least=1),
-        shuffle_seed=None if shuffle_seed is None else whole_number(shuffle_seed, name="shuffle_seed", least=0),
-        shuffle=shuffle,
-        epochs=None if epochs is None else whole_number(epochs, name="epochs", least=1),
-    )
+    return ArraySource(arrays=to_numpy(arrays), shuffle=shuffle, **rows_options(global_batch, shuffle_seed, epochs))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ArraySource:
+class ArraySource(RowsByNumber):
     """Batches from arrays, each made from its number alone; see `from_arrays`, which builds one.
 
     Attributes:
@@ -88,72 +78,25 @@ class ArraySource:
         shard: `(num_shards, index)` if the arrays are the rows of one shard, see `jdist.data.shard`; None: all rows.
     """
 
+    is_fresh: ClassVar[bool] = True  # batches share no memory with the source
+
     arrays: PyTree = field(repr=False)
-    global_batch: int
-    shuffle_seed: int | None
-    epochs: int | None
     shuffle: Shuffle = "permutation"
-    drop_short: bool = False
     shard: tuple[int, int] | None = None
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # of the newest epoch
-
-    def __post_init__(self) -> None:
-        if self.num_rows == 0:
-            raise DatasetError("the dataset is empty: its arrays have 0 rows; check the file or filter they came from")
-        if self.steps_per_epoch == 0:
-            raise DatasetError(
-                f"nothing is left of the dataset: its {self.num_rows} rows are fewer than the global batch "
-                f'of {self.global_batch}, and partial="drop" leaves short batches out. Use a global batch '
-                f'of at most {self.num_rows}, or partial="pad"'
-            )
 
     @functools.cached_property
     def num_rows(self) -> int:
         """Rows of the arrays, which is rows of one epoch."""
         return count_rows(self.arrays)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches of one epoch."""
-        full = self.num_rows // self.global_batch
-        return full if self.drop_short else -(-self.num_rows // self.global_batch)
-
-    @property
-    def num_steps(self) -> int | None:
-        """Batches of all epochs; None: without end."""
-        return None if self.epochs is None else self.epochs * self.steps_per_epoch
-
-    def rows_of(self, step: int) -> int:
-        """Counts the rows of batch number `step`."""
-        within = step % self.steps_per_epoch
-        return min(self.global_batch, self.num_rows - within * self.global_batch)
-
-    def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
-        """Makes a batch, a pytree of arrays [rows, ...] that share no memory with the source.
-
-        Args:
-            step: its number, from 0, counted over all epochs.
-            part: which of its rows; all of them: `global_batch`, or fewer at the end of an epoch.
-
-        Raises:
-            DatasetError: there is no such step.
-
-        Example:
-            >>> import numpy as np
-            >>> from jdist.data import from_arrays
-            >>> from_arrays(np.arange(5), global_batch=2, epochs=None).batch_at(3_000_000)
-            array([0, 1])
-        """
-        check_step(step, self.num_steps)
-        epoch, within = divmod(step, self.steps_per_epoch)
-        start = within * self.global_batch
-        stop = start + self.rows_of(step)
+    def _read(self, epoch: int, places: slice, part: slice | np.ndarray) -> PyTree:
         if self.shuffle_seed is None:
-            return jax.tree.map(lambda leaf: np.array(leaf[start:stop][part], order="C"), self.arrays)
+            return jax.tree.map(lambda leaf: np.array(leaf[places][part], order="C"), self.arrays)
         if self.shuffle == "index":
-            rows = rows_at(np.arange(start, stop)[part], self.num_rows, self.shuffle_seed, epoch)
+            rows = rows_at(np.arange(places.start, places.stop)[part], self.num_rows, self.shuffle_seed, epoch)
         else:
-            rows = self._order(self.shuffle_seed, epoch)[start:stop][part]
+            rows = self._order(self.shuffle_seed, epoch)[places][part]
         return jax.tree.map(lambda leaf: _take(leaf, rows), self.arrays)
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
@@ -166,16 +109,8 @@ class ArraySource:
             self._orders[epoch] = order
         return order
 
-    def __iter__(self) -> Iterator[PyTree]:
-        return map(self.batch_at, steps_from(self, 0))
-
-    @property
-    def fingerprint(self) -> str:
-        """Which data in which order: sizes, seed, hashes of the shapes and of a sample of the content.
-
-        The sample is the first and the last 4 KB of each leaf, so the price does not grow with the data;
-        changes in the middle go unnoticed.
-        """
+    def _identity(self) -> dict[str, str]:
+        # A sample, so that the price does not grow with the data: changes in the middle go unnoticed.
         leaves = jax.tree_util.tree_flatten_with_path(self.arrays)[0]
         shapes = [(jax.tree_util.keystr(path), leaf.shape[1:], str(leaf.dtype)) for path, leaf in leaves]
         content = hashlib.sha256()
@@ -183,24 +118,16 @@ class ArraySource:
             count = max(1, _SAMPLED_BYTES // max(1, leaf[:1].nbytes))
             content.update(leaf[:count].tobytes()[:_SAMPLED_BYTES])
             content.update(leaf[-count:].tobytes()[-_SAMPLED_BYTES:])
-        parts = {
-            "rows": self.num_rows,
-            "global_batch": self.global_batch,
-            "shuffle_seed": self.shuffle_seed,
-            "short_batches": "dropped" if self.drop_short else "kept",
+        identity: dict[str, str] = {
             "leaves": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
             "content": content.hexdigest()[:12],
         }
         if self.shuffle != "permutation":
-            parts["shuffle"] = self.shuffle  # not of "permutation": positions that were saved before there was another
+            identity["shuffle"] = self.shuffle
         if self.shard is not None:
             num_shards, index = self.shard
-            parts["shard"] = f"{index}/{num_shards}"
-        return " ".join(f"{key}={value}" for key, value in parts.items())
-
-    def without_short(self) -> ArraySource:
-        """Makes the same source without the short last batch of each epoch."""
-        return dataclasses.replace(self, drop_short=True)
+            identity["shard"] = f"{index}/{num_shards}"
+        return identity
 
 
 def _take(leaf: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Files that are in memory together, and their rows in the files' order or a random one."""
+"""Files that are in memory together, their rows in the files' order or a random one, and positions among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,32 @@ import numpy as np
 
 from jdist.data.leaves import TreeSpec, count_rows, differences, tree_spec
 from jdist.errors import BatchError, DatasetError
+from jdist.support.checks import as_int
 
 PyTree = Any
+
+
+class FilePosition(NamedTuple):
+    """The next row of a source of files."""
+
+    epoch: int = 0
+    file: int = 0  # number of the first file of the window, in the epoch's order
+    row: int = 0  # rows of the window that were handed out
+    rows: int = 0  # rows of the epoch before the window
+    seen: int = 0  # the same, including other shards' rows
+    counts: tuple[int, ...] = ()  # rows of each file of the window; empty if it was not read
+
+
+def file_position(saved: Any) -> FilePosition:
+    """Reads a position of a JSON dict of its fields."""
+    fields = dict(saved) if isinstance(saved, Mapping) else {}
+    counts = fields.pop("counts", None)
+    numbers = [*fields.values(), *(counts if isinstance(counts, list | tuple) else [None])]
+    if set(fields) | {"counts"} != set(FilePosition._fields) or any(
+        as_int(number, least=0) is None for number in numbers
+    ):
+        raise DatasetError(f"this is no saved position in files: {saved!r}")
+    return FilePosition(**fields, counts=tuple(counts))
 
 
 class LoadedFile(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import os
@@ -14,12 +13,12 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, join, to_numpy
-from jdist.data.sources.file_position import FilePosition
-from jdist.data.sources.file_window import FileCheck, FileWindow, LoadedFile, check_counts
-from jdist.data.sources.protocol import whole_number
-from jdist.data.sources.stateful import StatefulBatches, StatefulSource
+from jdist.data.sources.file_window import FileCheck, FilePosition, FileWindow, LoadedFile, check_counts, file_position
+from jdist.data.sources.rows import rows_options
+from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.data.workers import ordered_map
 from jdist.errors import DatasetError
+from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
@@ -96,18 +95,16 @@ def from_files(
     return FileSource(
         paths=paths,
         read=read,
-        global_batch=whole_number(global_batch, name="global_batch", least=1),
-        epochs=None if epochs is None else whole_number(epochs, name="epochs", least=1),
-        shuffle_seed=None if shuffle_seed is None else whole_number(shuffle_seed, name="shuffle_seed", least=0),
         shuffle_window=SHUFFLE_WINDOW
         if shuffle_window is None
-        else whole_number(shuffle_window, name="shuffle_window", least=1),
-        workers=whole_number(workers, name="workers", least=1),
+        else checks.whole_number("shuffle_window", shuffle_window, DatasetError),
+        workers=checks.whole_number("workers", workers, DatasetError),
+        **rows_options(global_batch, shuffle_seed, epochs),
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FileSource(StatefulSource):
+class FileSource(SequentialSource):
     """Batches of the rows of files; see `from_files`, which builds one.
 
     Pass number n is epochs `n * epochs` to `(n + 1) * epochs - 1`, so each pass has orders of its own.
@@ -139,24 +136,28 @@ class FileSource(StatefulSource):
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_endless", self.epochs is None)
 
-    def open(self, epoch: int, state: Any) -> FileBatches:
-        """See `StatefulSource.open`; here `epoch` is the number of the pass, and `state` a `FilePosition`."""
+    def open(self, epoch: int, state: Any) -> Batches:
+        """See `SequentialSource.open`; here `epoch` is the number of the pass, and `state` a `FilePosition`."""
         begin = 0 if self.epochs is None else epoch * self.epochs
         end = None if self.epochs is None else begin + self.epochs
-        if state is None:
-            return FileBatches(self.batches(FilePosition(begin), end), FilePosition(begin))
-        if state.epoch < begin or (end is not None and state.epoch > end):
+        start = FilePosition(begin) if state is None else state
+        if start.epoch < begin or (end is not None and start.epoch > end):
             raise DatasetError(
-                f"the saved position is in epoch {state.epoch}, but pass {epoch} of a source of {self.epochs} epochs goes from "
+                f"the saved position is in epoch {start.epoch}, but pass {epoch} of a source of {self.epochs} epochs goes from "
                 f"{begin} to {end}. Give as many `epochs` as when it was saved, or in the first pass more"
             )
-        return FileBatches(self.batches(state, end), state)
+        return self.batches(start, end)
 
     def to_plain(self, state: FilePosition) -> dict[str, Any]:
-        return state.to_json()
+        return state._asdict()
 
     def from_plain(self, value: Any) -> FilePosition:
-        return FilePosition.from_json(value)
+        return file_position(value)
+
+    @property
+    def full_batch(self) -> int:
+        """See `SequentialSource.full_batch`."""
+        return self.global_batch
 
     @property
     def window(self) -> int:
@@ -179,7 +180,7 @@ class FileSource(StatefulSource):
             parts["shard"] = f"{self.first}/{self.every}"
         return " ".join(f"{key}={value}" for key, value in parts.items())
 
-    def batches(self, start: FilePosition, end: int | None) -> Iterator[tuple[PyTree, FilePosition]]:
+    def batches(self, start: FilePosition, end: int | None) -> Batches:
         """Reads the batches from a position on; yields each with the position behind it.
 
         Args:
@@ -242,7 +243,7 @@ class FileSource(StatefulSource):
     ) -> Iterator[tuple[FilePosition, FileWindow]]:
         """Reads the windows of an epoch, each with the position of its first row."""
         order = self._order(start.epoch).tolist()
-        at, counts = dataclasses.replace(start, row=0, counts=()), start.counts
+        at, counts = start._replace(row=0, counts=()), start.counts
         held: list[LoadedFile] = []
         while at.file < len(order):
             # While other threads read, what they refill by mistake is found only if it is still there.
@@ -272,7 +273,7 @@ class FileSource(StatefulSource):
     def _behind(self, at: FilePosition, row: int, window: FileWindow) -> FilePosition:
         """Returns the position behind the first `row` rows of the window at a position."""
         if row < window.num_rows:
-            return dataclasses.replace(at, row=row, counts=window.counts)
+            return at._replace(row=row, counts=window.counts)
         if at.file + self.window >= len(self.paths):
             return FilePosition(at.epoch + 1)
         rows, seen = at.rows + window.num_rows, at.seen + sum(window.counts)
@@ -293,18 +294,3 @@ class FileSource(StatefulSource):
 
 def _epochs(first: int, end: int | None) -> Iterable[int]:
     return itertools.count(first) if end is None else range(first, end)
-
-
-class FileBatches(StatefulBatches):
-    """One pass over a `FileSource`, and the position in it."""
-
-    def __init__(self, batches: Iterator[tuple[PyTree, FilePosition]], position: FilePosition):
-        self._batches = batches
-        self._position = position
-
-    def __next__(self) -> PyTree:
-        batch, self._position = next(self._batches)
-        return batch
-
-    def state(self) -> FilePosition:
-        return self._position

@@ -10,18 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.data.leaves import count_rows, join, to_numpy
+from jdist.data.adapters.recognize import adapted
+from jdist.data.leaves import check_rows, count_rows, join, to_numpy
 from jdist.data.options import InputContext
+from jdist.data.process_shard import Take
 from jdist.data.sources.protocol import RandomAccessSource, check_source, check_step, steps_from
-from jdist.errors import BatchError, DatasetError
+from jdist.data.sources.sequential import Batches, SequentialSource
+from jdist.errors import DatasetError
 
 PyTree = Any
 
 
 def from_function(
-    fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int
+    fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int, take: Take = to_numpy
 ) -> RandomAccessReplicaBatches | ReplicaBatches:
-    """Calls a dataset function once a pipeline, and joins per-replica batches to global ones."""
+    """Calls a dataset function once a pipeline, and joins per-replica batches to global ones, with the rows first."""
     # `contexts` has one for each pipeline that feeds replicas of this process; their number divides
     # `num_replicas`, the replicas that they feed. Pipeline 0 feeds the first replicas, and so on.
     # The result has random access if all pipelines have. Source:
@@ -33,7 +36,7 @@ def from_function(
         )
     pipelines = []
     for context in contexts:
-        source = fn(context)
+        source = adapted(fn(context))
         try:
             check_source(source)
         except DatasetError as error:
@@ -42,17 +45,19 @@ def from_function(
     turns = num_replicas // len(contexts)
     random_access = [source for source in pipelines if isinstance(source, RandomAccessSource)]
     if len(random_access) == len(pipelines):
-        return RandomAccessReplicaBatches(random_access, turns)
-    once = any(isinstance(source, Iterator) for source in pipelines)
-    return (ReplicaBatchesOnce if once else ReplicaBatches)(pipelines, turns)
+        return RandomAccessReplicaBatches(random_access, turns, take)
+    return ReplicaBatches(pipelines, turns, take)
 
 
 class RandomAccessReplicaBatches:
     """Global batches of random-access pipelines, each of which feeds `turns` replicas; see `RandomAccessSource`."""
 
-    def __init__(self, pipelines: Sequence[RandomAccessSource], turns: int):
+    is_fresh = True
+
+    def __init__(self, pipelines: Sequence[RandomAccessSource], turns: int, take: Take):
         self._pipelines = tuple(pipelines)
         self._turns = turns
+        self._take = take
 
     @property
     def num_steps(self) -> int | None:
@@ -75,7 +80,7 @@ class RandomAccessReplicaBatches:
         """Makes the global batch number `step`, from 0."""
         check_step(step, self.num_steps)
         elements = [
-            _copied(source.batch_at(number))
+            _copied(self._take(source.batch_at(number)))
             for source in self._pipelines
             for number in range(step * self._turns, (step + 1) * self._turns)
             if source.num_steps is None or number < source.num_steps
@@ -83,58 +88,55 @@ class RandomAccessReplicaBatches:
         return join(elements)
 
 
-class ReplicaBatches(Iterable[PyTree]):
+class ReplicaBatches(SequentialSource):
     """Global batches of pipelines that only go forward, each of which feeds `turns` replicas."""
 
-    def __init__(self, pipelines: Sequence[Iterable[PyTree] | RandomAccessSource], turns: int):
+    kind = "ReplicaBatches"
+    advice = (
+        "a pipeline of the dataset function only goes forward, so resuming would mean reading everything again up to there. "
+        "Let it return `jdist.data.from_arrays(...)`, or a source object with `num_steps`, `global_batch`, `fingerprint` and "
+        "`batch_at(step)`"
+    )
+    is_fresh = True
+
+    def __init__(self, pipelines: Sequence[Iterable[PyTree] | RandomAccessSource], turns: int, take: Take):
         self._pipelines = tuple(pipelines)
         self._turns = turns
+        self._take = take
         self._rows: int | None = None
+        self.is_stream = any(isinstance(source, Iterator) for source in pipelines)
 
     @property
-    def global_batch(self) -> int | None:
+    def full_batch(self) -> int | None:
         """Rows of a full batch; None before the first element with rows was read."""
         return None if self._rows is None else self._rows * self._turns * len(self._pipelines)
 
-    def __iter__(self) -> Iterator[PyTree]:
+    def open(self, epoch: int, state: Any) -> Batches:
+        return self._stream if self.is_stream else self._joined()
+
+    @functools.cached_property
+    def _stream(self) -> Batches:
+        return self._joined()
+
+    def _joined(self) -> Batches:
         iterators = [
             map(source.batch_at, steps_from(source, 0)) if isinstance(source, RandomAccessSource) else iter(source)
             for source in self._pipelines
         ]
-        while True:
-            elements = [
-                self._check(element) for iterator in iterators for element in itertools.islice(iterator, self._turns)
-            ]
-            if not elements:
-                return
-            yield join(elements)
+        while elements := [
+            self._check(element) for iterator in iterators for element in itertools.islice(iterator, self._turns)
+        ]:
+            yield join(elements), None
 
     def _check(self, element: PyTree) -> PyTree:
-        element = _copied(element)
+        element = _copied(self._take(element))
         rows = count_rows(element)
         self._rows = self._rows or rows or None
-        if self._rows is not None and rows > self._rows:
-            raise BatchError(
-                f"a per-replica batch has {rows} rows, but the first had {self._rows}; a larger one would compile the "
-                "step again. Let the source give its largest batch first, or split this one"
-            )
+        if self._rows is not None:
+            check_rows(rows, self._rows, "the first per-replica batch")
         return element
-
-
-class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
-    """`ReplicaBatches` of which a pipeline is an iterator, which cannot start again."""
-
-    @functools.cached_property
-    def _batches(self) -> Iterator[PyTree]:
-        return super().__iter__()
-
-    def __iter__(self) -> Iterator[PyTree]:
-        return self
-
-    def __next__(self) -> PyTree:
-        return next(self._batches)
 
 
 def _copied(element: PyTree) -> PyTree:
     # The source may refill the same memory with the next replica's batch.
-    return jax.tree.map(lambda leaf: np.array(leaf, order="C"), to_numpy(element))
+    return jax.tree.map(lambda leaf: np.array(leaf, order="C"), element)

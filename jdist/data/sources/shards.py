@@ -6,26 +6,24 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 
 from jdist.data.adapters.recognize import adapted
+from jdist.data.options import Policy
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import (
     RandomAccessSource,
-    Restartable,
     check_source,
     check_step,
     steps_from,
-    whole_number,
 )
 from jdist.errors import DatasetError
-from jdist.support.suggest import did_you_mean
+from jdist.support import checks
 
 PyTree = Any
-Policy = Literal["auto", "file", "data", "off"]
 
 
 def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> Any:
@@ -57,15 +55,9 @@ def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> 
 
     Source: `tf.data.experimental.AutoShardPolicy`.
     """
-    if policy not in get_args(Policy):
-        hint = did_you_mean(policy, get_args(Policy))
-        raise DatasetError(f"`policy` must be one of {', '.join(get_args(Policy))}, but it is {policy!r}.{hint}")
-    num_shards = whole_number(num_shards, name="num_shards", least=1)
-    index = whole_number(index, name="index", least=0)
-    if index >= num_shards:
-        raise DatasetError(
-            f"`index` is {index}, but there are {num_shards} shards, counted from 0; use 0 to {num_shards - 1}"
-        )
+    checks.choice("policy", policy, get_args(Policy), DatasetError)
+    num_shards = checks.whole_number("num_shards", num_shards, DatasetError)
+    index = checks.whole_number("index", index, DatasetError, least=0, most=num_shards - 1)
     source = adapted(source)
     check_source(source)
     if policy == "off":
@@ -118,7 +110,7 @@ def _by_data(source: Any, num_shards: int, index: int) -> Any:
         return RandomAccessShard(source, num_shards, index)
     if isinstance(source, Iterator):
         return itertools.islice(source, index, None, num_shards)
-    return Restartable(lambda: itertools.islice(source, index, None, num_shards))
+    return IterableShard(source, num_shards, index)
 
 
 def _check_some_left(count: int, what: str, num_shards: int, index: int) -> None:
@@ -127,6 +119,18 @@ def _check_some_left(count: int, what: str, num_shards: int, index: int) -> None
             f"nothing is left for shard {index} of {num_shards}: the source has {count} {what}; use at most {count} "
             'shards, or policy="off" (everyone has all)'
         )
+
+
+@dataclass(frozen=True)
+class IterableShard(Iterable[PyTree]):
+    """Every `num_shards`-th element of an iterable, from number `index` on."""
+
+    source: Iterable[PyTree]
+    num_shards: int
+    index: int
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return itertools.islice(self.source, self.index, None, self.num_shards)
 
 
 @dataclass(frozen=True)

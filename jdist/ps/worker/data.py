@@ -18,7 +18,7 @@ import numpy as np
 
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
-from jdist.data.options import InputContext
+from jdist.data.options import FeedOptions, InputContext, InputOptions
 from jdist.errors import DatasetError, WireError
 from jdist.ps.transport.interface import Header, Method, integers
 
@@ -97,19 +97,18 @@ def _maker(header: Header, script: str | None, num_replicas: int) -> Callable[[i
     if not isinstance(name, str) or not isinstance(options, dict):
         raise WireError("a dataset needs a `name` and `options`")
     function = function_named(name, script)
+    feed = FeedOptions(
+        num_replicas=num_replicas,
+        partial=options["partial"],
+        with_mask=bool(options["with_mask"]),
+        input=InputOptions(prefetch=options["prefetch"]),
+    )
 
     def make(pipeline: int) -> DistributedDataset:
         source: Iterable[Any] = function(
             InputContext(num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=pipelines)
         )
-        return distributed_dataset(
-            source,
-            num_replicas=num_replicas,
-            place=None,
-            partial=options["partial"],
-            with_mask=bool(options["with_mask"]),
-            prefetch=options["prefetch"],
-        )
+        return distributed_dataset(source, feed)
 
     return make
 

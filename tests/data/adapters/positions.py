@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 
-from jdist.data import distributed_dataset
+from tests.data.counting import distributed_dataset
 
 
 def fed(source, **options):
-    return distributed_dataset(source, num_replicas=1, place=None, **options)
+    return distributed_dataset(source, num_replicas=1, **options)
 
 
 def rows(dataset):

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from jdist.data import distributed_dataset, from_arrays, from_rows, shard
+from jdist.data import from_arrays, from_rows, shard
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError
 from tests.data.adapters.positions import Counted, check_position, fed, flat, rows
+from tests.data.counting import distributed_dataset
 
 SEED = {"shuffle_seed": 3}
 
@@ -44,7 +45,7 @@ def test_each_of_several_processes_reads_its_own_rows_alone(partial):
         assert source.fingerprint  # reads two rows, once
         counted.reads.clear()
         share = ProcessShard(index=index, count=2)
-        for batch in distributed_dataset(source, num_replicas=4, place=None, share=share, prefetch=0, partial=partial):
+        for batch in distributed_dataset(source, num_replicas=4, share=share, prefetch=0, partial=partial):
             own = batch["y"][batch["mask"]].tolist()
             assert set(counted.reads) == {*own, *batch["y"].tolist()}
             assert set(own) <= {*range(4 * index, 4 * index + 4), *range(8 + 4 * index, 14)}
@@ -59,7 +60,7 @@ def test_a_position_fits_another_number_of_processes(count, processes):
     for index in range(processes):
         share = ProcessShard(index=index, count=processes)
         source = from_rows(Counted(30), global_batch=8, **SEED)
-        dataset = distributed_dataset(source, num_replicas=count, place=None, share=share)
+        dataset = distributed_dataset(source, num_replicas=count, share=share)
         dataset.restore(saved.state())
         parts.append(rows(dataset))
     assert [flat(step) for step in zip(*parts, strict=True)] == rows(saved)
@@ -154,9 +155,9 @@ def test_what_a_device_cannot_hold_is_named_with_its_batch():
     ("data", "options", "message"),
     [
         ([], {}, "the dataset is empty: the list has 0 rows"),
-        ([1], {"global_batch": 0}, "`global_batch` must be a whole number"),
-        ([1], {"workers": 0}, "`workers` must be"),
-        ([1], {"shuffle_seed": -1}, "`shuffle_seed` must be"),
+        ([1], {"global_batch": 0}, "`global_batch` is 0; it must be a whole number"),
+        ([1], {"workers": 0}, "`workers` is 0; it must be"),
+        ([1], {"shuffle_seed": -1}, "`shuffle_seed` is -1; it must be"),
         (iter([1]), {}, "a list_iterator has no rows that can be read by their numbers"),
         (7, {}, "a int has no rows"),
     ],

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.data import distributed_dataset, from_rows
+from jdist.data import from_rows
+from jdist.data.adapters.grain import _written
 from jdist.data.adapters.recognize import adapted
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError, PeerFailedError
 from tests.by_default import some
 from tests.data.adapters.positions import Counted, check_nothing_is_read_again, check_position, fed, flat, rows
+from tests.data.counting import distributed_dataset
 from tests.data.job import Job
 
 grain = pytest.importorskip("grain")
@@ -85,11 +87,11 @@ def test_the_state_of_a_loader_is_the_one_that_grain_writes():
     source, given = adapted(loader()), iter(loader())
     batches = source.open(0, None)
     for _ in range(3):
-        next(batches), next(given)
-        assert isinstance(state := batches.state(), dict), "values, which are written when they are saved"
-        assert source.from_plain(source.to_plain(state)) == given.get_state()
-    again = source.open(0, batches.state())
-    np.testing.assert_array_equal(next(again)["y"], next(given)["y"])
+        (_, state), _ = next(batches), next(given)
+        assert isinstance(state, dict), "values, which are written when a pass is opened"
+        assert _written(source.from_plain(source.to_plain(state))) == given.get_state()
+    again, _ = next(source.open(0, state))
+    np.testing.assert_array_equal(again["y"], next(given)["y"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +138,7 @@ def test_each_process_reads_its_own_rows_alone():
     for index in range(2):
         source = Counted(16)
         dataset = distributed_dataset(
-            elements(source).batch(8), num_replicas=4, place=None, share=ProcessShard(index=index, count=2), prefetch=0
+            elements(source).batch(8), num_replicas=4, share=ProcessShard(index=index, count=2), prefetch=0
         )
         own = [row for batch in dataset for row in batch["y"].tolist()]
         assert len(own) == 8

@@ -5,11 +5,12 @@ import pytest
 
 import jdist
 from jdist.checkpoint import CheckpointWarning
-from jdist.data import distributed_dataset, from_rows
+from jdist.data import from_rows
 from jdist.data.adapters.recognize import adapted
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, DatasetError
 from tests.data.adapters.positions import check_position, fed, flat, rows
+from tests.data.counting import distributed_dataset
 from tests.data.job import Job
 
 datasets = pytest.importorskip(
@@ -75,7 +76,7 @@ def test_each_of_several_processes_reads_its_own_rows_alone():
         share = ProcessShard(index=index, count=2)
         own = [
             row
-            for batch in distributed_dataset(source, num_replicas=4, place=None, share=share, prefetch=0)
+            for batch in distributed_dataset(source, num_replicas=4, share=share, prefetch=0)
             for row in batch["y"].tolist()
         ]
         assert reads == own
@@ -199,7 +200,10 @@ def test_a_null_among_the_integers_of_a_stream_or_of_lists_is_named():
     lists = datasets.Dataset.from_dict({"y": [[1, 2], [3, None]], "x": [None, [1]]})
     with pytest.raises(BatchError, match=r"column 'y' have a null in row 1"):
         rows(fed(from_rows(lists.select_columns("y"), global_batch=2)))
-    with pytest.raises(BatchError, match=r"row 1 \(from 0\) differs from row 0 \(from 0\): \['x'\] is new"):
+    with pytest.raises(
+        BatchError,
+        match=r"row 1 \(from 0\) of the dataset differs from row 0 \(from 0\) of the dataset: \['x'\] is new",
+    ):
         rows(fed(from_rows(lists.select_columns("x"), global_batch=2)))
 
 

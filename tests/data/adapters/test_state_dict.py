@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jdist.data.adapters.plain import from_plain, to_plain
+from jdist.data.sources.sequential import from_plain, to_plain
 from jdist.errors import DatasetError
 from tests.data.adapters.positions import check_position, fed, flat, rows
 from tests.data.job import Job

@@ -22,6 +22,7 @@ from jdist.support.checks import as_int
 
 PyTree = Any
 BatchAxis = Any  # an int, or a tree of them that a batch's tree begins with
+Take = Callable[[PyTree], PyTree]  # makes numpy arrays of a source's batch, rows first
 
 
 def is_first(batch_axis: BatchAxis) -> bool:
@@ -136,7 +137,7 @@ def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTre
     return rows_in_place(batch, axes, lead=lead), jax.tree.unflatten(treedef, places)
 
 
-def taker(batch_axis: BatchAxis) -> Callable[[PyTree], PyTree]:
+def taker(batch_axis: BatchAxis) -> Take:
     """Makes the function that makes numpy arrays of a source's batch, with the rows first."""
     if is_first(batch_axis):
         return to_numpy

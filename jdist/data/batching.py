@@ -11,7 +11,7 @@ import numpy as np
 
 from jdist.data.leaves import MASK, TreeSpec, check_rows, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
 from jdist.data.options import FeedOptions
-from jdist.data.process_shard import LocalRows
+from jdist.data.position import LocalRows
 from jdist.errors import BatchError
 from jdist.support.arrays import to_host
 

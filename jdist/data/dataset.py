@@ -11,9 +11,9 @@ from jdist.data import batching
 from jdist.data.batching import BatchLayout
 from jdist.data.options import FeedOptions
 from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
-from jdist.data.position import Place, write_state
+from jdist.data.position import Part, Place, write_state
 from jdist.data.prefetch import Prefetcher, PushBack, StopRequest
-from jdist.data.process_shard import Part
+
 from jdist.data.readers import GlobalReader
 from jdist.data.sources.protocol import kind_of
 from jdist.errors import DatasetError

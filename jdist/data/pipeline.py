@@ -17,9 +17,9 @@ from jdist.data.batching import (
 )
 from jdist.data.leaves import check_fits, tree_spec
 from jdist.data.options import FeedOptions
-from jdist.data.position import Place
+from jdist.data.position import Part, Place
 from jdist.data.prefetch import Prefetcher
-from jdist.data.process_shard import Part
+
 from jdist.data.readers import GlobalReader
 from jdist.errors import BatchError, DatasetError
 from jdist.support.tracebacks import hide_own_frames

@@ -10,6 +10,7 @@ from jdist.data.sources.sequential import SequentialSource
 from jdist.errors import DatasetError
 from jdist.support import checks
 
+PyTree = Any
 STATE_VERSION = 1
 
 
@@ -22,6 +23,18 @@ class Place(NamedTuple):
     # this source is exhausted, while those of other processes may continue; `state` is then the last
     ended: bool = False
     full: int | None = None  # rows of a full batch of the source; None: unknown
+
+
+class LocalRows(NamedTuple):
+    """This process's rows of a global batch."""
+
+    batch: PyTree  # leaves [rows, ...]: its own rows, then perhaps rows that fill up
+    sizes: tuple[int, ...]  # the number of rows of each process
+    # sizes of a full batch; empty: shared like the source's global batch
+    full: tuple[int, ...] = ()
+
+
+Part = tuple[Place, LocalRows]  # the place behind a batch, and this process's rows of it
 
 
 def write_state(source: Resumable, step: int) -> dict[str, Any]:

@@ -6,12 +6,17 @@ import itertools
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from jdist.data.batch_axis import taker
+import jax
+import numpy as np
+
+from jdist.data.batch_axis import Take, taker
 from jdist.data.batching import Shapes, padded_rows
 from jdist.data.leaves import count_rows
 from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, parts_in_step
-from jdist.data.options import FeedOptions
+from jdist.data.options import FeedOptions, ProcessShard
 from jdist.data.position import (
+    LocalRows,
+    Part,
     Place,
     describe_place,
     read_place,
@@ -20,7 +25,6 @@ from jdist.data.position import (
     write_state,
 )
 from jdist.data.prefetch import StopRequest
-from jdist.data.process_shard import LocalRows, Part, part_of, read_part
 from jdist.data.sources.protocol import (
     JointSource,
     RandomAccessSource,
@@ -29,6 +33,7 @@ from jdist.data.sources.protocol import (
     refuse_a_row,
     steps_from,
 )
+from jdist.data.sources.rows import RowsByNumber
 from jdist.data.sources.sequential import IterableSource, SequentialSource, resumable
 from jdist.data.workers import ordered_map
 from jdist.errors import BatchError
@@ -138,11 +143,13 @@ class GlobalReader:
             batches = ordered_map(source.batch_at, lambda: steps_from(source, start), workers=workers)
             return (self._part(Place(i), self._take(batch)) for i, batch in enumerate(batches, start + 1))
         rows = self._padded(int(source.global_batch))
-        return ordered_map(
-            lambda number: (Place(number + 1), read_part(source, number, share, rows, self._take)),
-            lambda: steps_from(source, start),
-            workers=workers,
-        )
+
+        def read(number: int) -> Part:
+            return Place(number + 1), read_part(source, number, share, rows, self._take)
+
+        if workers == 1:
+            return map(read, steps_from(source, start))
+        return ordered_map(read, lambda: steps_from(source, start), workers=workers)
 
     def _parts(self, batches: Iterator[tuple[Place, PyTree] | None]) -> Iterator[Part | None]:
         for each in batches:
@@ -278,3 +285,37 @@ def _opened(source: Source, start: Place) -> Iterator[tuple[PyTree, Any]]:
     if isinstance(source, SequentialSource):
         return source.open(start.epoch, start.state)
     return ((source.batch_at(number), None) for number in steps_from(source, start.step))
+
+
+def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
+    """Takes this process's part of a global batch of numpy arrays that is padded to `rows` over all processes."""
+    num_rows = count_rows(batch)
+    sizes = share.sizes(num_rows, rows)
+    if share.count == 1 or num_rows == 0:
+        return LocalRows(batch, sizes)
+    selected = _select(num_rows, share, rows)
+    return LocalRows(jax.tree.map(lambda leaf: leaf[selected], batch), sizes)
+
+
+def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int, take: Take) -> LocalRows:
+    """Reads this process's part of batch number `step`, and of arrays and rows nothing else; see `part_of`."""
+    if share.count == 1 or not isinstance(source, RowsByNumber):
+        batch = source.batch_at(step)
+        try:
+            return part_of(take(batch), share, rows)
+        except BatchError as error:
+            error.add_note(f"in batch {step:,} (from 0) of a {kind_of(source)}")
+            raise
+    num_rows = source.rows_of(step)
+    return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows, rows))
+
+
+def _select(num_rows: int, share: ProcessShard, rows: int) -> slice | np.ndarray:
+    """Selects this process's rows of a batch, and the rows that fill its part up."""
+    # These are the rows that one process would put there: the batch's own, then again from its
+    # first row.
+    each = rows // share.count
+    start, stop = share.index * each, (share.index + 1) * each
+    if stop <= num_rows:
+        return slice(start, stop)
+    return np.arange(start, stop) % num_rows

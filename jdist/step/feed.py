@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,12 +13,11 @@ import jax
 
 from jdist.core.context import own_settings
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import check_axes, on_host, taker, turn_back
+from jdist.data.batch_axis import check_axes, is_first, on_host, taker, turn_back
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.lockstep import Peers
-from jdist.data.options import FeedOptions, InputContext
-from jdist.data.process_shard import ProcessShard
+from jdist.data.options import FeedOptions, InputContext, ProcessShard
 from jdist.data.sources.replica_batches import from_function
 from jdist.errors import DatasetError
 from jdist.step.placement import rows_sharding, share_of
@@ -80,10 +80,17 @@ def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
 def _onto_devices(strategy: Strategy, options: FeedOptions) -> FeedOptions:
     """Completes options of a feed: by whom batches are shared, and how they get onto the strategy's devices."""
     lead, share = int(options.steps_per_call > 1), share_of(strategy)
+    is_turned = not is_first(options.batch_axis)
+    sharding_of = functools.cache(lambda axis: rows_sharding(strategy, lead=axis))
+
+    def turned_back(tree: PyTree) -> tuple[PyTree, PyTree]:
+        if is_turned:
+            return turn_back(tree, options.batch_axis, lead=lead)
+        return tree, jax.tree.map(lambda _: lead, tree)
 
     def place(batch: PyTree) -> PyTree:
-        batch, axes = turn_back(batch, options.batch_axis, lead=lead)
-        shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
+        batch, axes = turned_back(batch)
+        shardings = jax.tree.map(sharding_of, axes)
         with own_settings(strategy):  # of the thread that puts batches on the devices
             if share.count == 1:
                 return jax.device_put(batch, shardings)
@@ -93,8 +100,7 @@ def _onto_devices(strategy: Strategy, options: FeedOptions) -> FeedOptions:
 
     def place_spec(spec: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda x, axis: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(strategy, lead=axis)),
-            *turn_back(spec, options.batch_axis, lead=lead),
+            lambda x, axis: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(axis)), *turned_back(spec)
         )
 
     if strategy.mesh is None:

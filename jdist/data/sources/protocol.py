@@ -57,12 +57,6 @@ def steps_from(source: Resumable, step: int) -> Iterator[int]:
     return iter(itertools.count(step) if source.num_steps is None else range(step, source.num_steps))
 
 
-def check_step(step: int, num_steps: int | None, what: str = "source") -> None:
-    """Raises a `DatasetError` for a step that the source does not have."""
-    if step < 0 or (num_steps is not None and step >= num_steps):
-        raise DatasetError(f"there is no batch {step}: the {what} has {num_steps} steps, counted from 0")
-
-
 def check_source(source: Any) -> None:
     """Refuses an object that is not a source, such as a dict, an array or no iterable."""
     if isinstance(source, RandomAccessSource):

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from jdist.data.adapters.recognize import adapted
+from jdist.data.batch_axis import Take
 from jdist.data.leaves import check_rows, count_rows, join, to_numpy
 from jdist.data.options import InputContext
-from jdist.data.process_shard import Take
-from jdist.data.sources.protocol import RandomAccessSource, check_source, check_step, steps_from
+from jdist.data.sources.protocol import RandomAccessSource, check_source, steps_from
+from jdist.data.sources.rows import check_step
 from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.errors import DatasetError
 

@@ -14,12 +14,18 @@ import numpy as np
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.sources.elements import Elements
 from jdist.data.sources.index_order import rows_at
-from jdist.data.sources.protocol import check_step, kind_of, refuse_a_row, steps_from
+from jdist.data.sources.protocol import kind_of, refuse_a_row, steps_from
 from jdist.errors import DatasetError
 from jdist.support import checks
 
 PyTree = Any
 _ENDLESS = 1 << 48  # rows; Grain gives a dataset without end a length of about 2**60
+
+
+def check_step(step: int, num_steps: int | None, what: str = "source") -> None:
+    """Raises a `DatasetError` for a step that the source does not have."""
+    if step < 0 or (num_steps is not None and step >= num_steps):
+        raise DatasetError(f"there is no batch {step}: the {what} has {num_steps} steps, counted from 0")
 
 
 def rows_options(global_batch: Any, shuffle_seed: Any, epochs: Any) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import (
     RandomAccessSource,
     check_source,
-    check_step,
     steps_from,
 )
+from jdist.data.sources.rows import check_step
 from jdist.errors import DatasetError
 from jdist.support import checks
 

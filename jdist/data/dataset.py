@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from jdist.data import batching
@@ -12,8 +13,7 @@ from jdist.data.batching import BatchLayout
 from jdist.data.options import FeedOptions
 from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
 from jdist.data.position import Part, Place, write_state
-from jdist.data.prefetch import Prefetcher, PushBack, StopRequest
-
+from jdist.data.prefetch import Prefetcher, StopRequest
 from jdist.data.readers import GlobalReader
 from jdist.data.sources.protocol import kind_of
 from jdist.errors import DatasetError
@@ -47,7 +47,7 @@ class DistributedDataset:
         self._layout: BatchLayout | None = None
         self._stop = StopRequest()  # of the pass that was opened last
         self._peeked: Iterator[Part | None] | None = None  # opened for `element_spec`
-        self._stream: PushBack[Numbered | None] | None = None  # of an iterator
+        self._stream: Generator[Numbered | None] | Prefetcher[Numbered] | None = None  # of an iterator
         self._prefetcher: Prefetcher[Numbered] | None = None
         self._active: weakref.ref[DatasetIterator] | None = None
 
@@ -185,18 +185,17 @@ class DistributedDataset:
     @without_own_frames
     def __iter__(self) -> DatasetIterator:
         self._end_active("another `iter` of the same dataset has started")
-        if self._prefetcher is not None:
-            raise DatasetError(
-                f"the {self._kind} still works on the batch that the last loop waited for; it can only go "
-                "on where that ends. Iterate again once it has returned"
-            )
         if self._finished:
             self._next_pass()
         self._tell_of_repeated_order()
         batches = self._open()
-        if self._options.input.prefetch:
-            is_stream, depth = batches is self._stream, self._options.input.prefetch
-            self._prefetcher = Prefetcher(batches, depth=depth, keep_unused=is_stream, stop=self._stop)
+        if isinstance(batches, Prefetcher):
+            batches.resume()
+        elif self._options.input.prefetch:
+            depth, keeps = self._options.input.prefetch, self._reader.is_stream
+            batches = Prefetcher(batches, depth=depth, keep_unused=keeps, stop=self._stop)
+        self._stream = batches if self._reader.is_stream else None
+        self._prefetcher = batches if isinstance(batches, Prefetcher) else None
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
             hand_over=None if self._options.input.prefetch_to_device else self._options.place,
@@ -245,11 +244,11 @@ class DistributedDataset:
             return of_iterable
         return "endless" if self.num_steps is None else f"{self.num_steps:,}{unit}"
 
-    def _open(self) -> Iterator[Numbered | None]:
+    def _open(self) -> Generator[Numbered | None] | Prefetcher[Numbered]:
         """Opens the prepared batches from the position on."""
         start = self.position
-        if self._stream is not None and not self._stream.ended:
-            self._stop.asked, self._skipped = False, 0
+        if self._stream is not None and not _is_over(self._stream):
+            self._skipped = 0
             return self._stream
         if not self.is_resumable:
             start, self._place = 0, Place(step=self._skip)
@@ -261,12 +260,8 @@ class DistributedDataset:
             if self._skipped:
                 parts = skip_batches(parts, self._skipped, self._kind)
         if self._layout is None:  # resumed at the end: there was no batch to learn it from
-            return iter(())
-        prepared = prepare(parts, self._layout)
-        if not self._reader.is_stream:
-            return prepared
-        self._stream = PushBack(prepared)
-        return self._stream
+            return (_ for _ in ())
+        return prepare(parts, self._layout)
 
     def _parts(self) -> Iterator[Part | None]:
         self._stop, place = StopRequest(), self._place
@@ -312,13 +307,8 @@ class DistributedDataset:
         if iterator is not None:
             iterator.end(reason)
         self._active = None
-        if self._prefetcher is None:
-            return
-        self._prefetcher.close()
-        if self._stream is None:
-            self._prefetcher = None
-        elif not self._prefetcher.alive:
-            self._stream.push_back(*self._prefetcher.unused())
+        if self._prefetcher is not None:
+            self._prefetcher.close()
             self._prefetcher = None
 
     @property
@@ -356,3 +346,7 @@ class DistributedDataset:
                 f"this pass over the {self._kind} gave no batch: it yields nothing (any more), or "
                 f"partial={self._options.partial!r} left out every batch as short of {self.global_batch} rows"
             )
+
+
+def _is_over(stream: Generator[Numbered | None] | Prefetcher[Numbered]) -> bool:
+    return stream.ended if isinstance(stream, Prefetcher) else inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jdist.data.batching import (
@@ -19,7 +19,6 @@ from jdist.data.leaves import check_fits, tree_spec
 from jdist.data.options import FeedOptions
 from jdist.data.position import Part, Place
 from jdist.data.prefetch import Prefetcher
-
 from jdist.data.readers import GlobalReader
 from jdist.errors import BatchError, DatasetError
 from jdist.support.tracebacks import hide_own_frames
@@ -42,7 +41,7 @@ def learn_layout(
     return None
 
 
-def prepare(parts: Iterator[Part | None], layout: BatchLayout) -> Iterator[Numbered | None]:
+def prepare(parts: Iterator[Part | None], layout: BatchLayout) -> Generator[Numbered | None]:
     """Fits, stacks and places batches; yields each with the place behind it."""
     # None comes where a wait for other processes was stopped; the next item continues. The
     # generator holds no reference to its consumer, so a thread that runs it does not keep the
@@ -126,9 +125,11 @@ class DatasetIterator(Iterator[PyTree]):
         self._count = 0
         self._done = False
         self._reason: str | None = None
+        self._finalizer: weakref.finalize | None = None
         if isinstance(batches, Prefetcher):
             # At exit prefetch.py itself closes what still runs.
-            weakref.finalize(self, batches.abandon).atexit = False
+            self._finalizer = weakref.finalize(self, batches.abandon)
+            self._finalizer.atexit = False
 
     if not TYPE_CHECKING:
 
@@ -173,5 +174,7 @@ class DatasetIterator(Iterator[PyTree]):
 
     def end(self, reason: str | None) -> None:
         """Ends the pass without touching its thread; a `reason` is raised to whoever goes on with it."""
+        if self._finalizer is not None:
+            self._finalizer.detach()  # of an iterator, the next pass has the same thread
         if not self._done:
             self._done, self._reason = True, reason

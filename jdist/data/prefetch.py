@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 from jdist.cluster.watch.stacks import awaiting
@@ -26,75 +26,47 @@ class StopRequest:
     asked = False
 
 
-class PushBack(Iterator[T]):
-    """An iterator that takes items back, and returns them again before new ones."""
-
-    def __init__(self, items: Iterator[T]):
-        self._items = items
-        self._over = False
-        self._back: deque[T] = deque()
-        self._error: BaseException | None = None
-
-    def __next__(self) -> T:
-        if self._back:
-            return self._back.popleft()
-        if self._error is not None:
-            error, self._error = self._error, None
-            try:
-                raise error
-            finally:
-                del error  # else this frame and the error's traceback hold each other
-        try:
-            return next(self._items)
-        except BaseException:  # the end, or an error, which ends a generator too
-            self._over = True
-            raise
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing is left."""
-        return self._over and not self._back and self._error is None
-
-    def push_back(self, items: Sequence[T], error: BaseException | None) -> None:
-        """Takes back items in the order they came, and the error that came after them."""
-        self._back.extendleft(reversed(items))
-        if error is not None:
-            self._error = error
-
-
 class Prefetcher(Iterator[T]):
     """An iterator that a background thread runs, at most `depth` items ahead of the consumer."""
 
     # The thread holds the iterator and this object, never the consumer, which arranges that `close`
-    # or `abandon` is called when it goes away. Only the thread calls `items`, until it has ended;
-    # None items are dropped. With `keep_unused`, items that were not taken stay for `unused`.
-    # `stop` asks the iterator to stop waiting, which it answers by None.
+    # or `abandon` is called when it goes away. Only the thread calls `items`; None items are
+    # dropped. With `keep_unused`, items that were not taken stay for the consumer that calls
+    # `resume`. `stop` asks the iterator to stop waiting, which it answers by None.
 
     def __init__(
         self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: StopRequest | None = None
     ):
+        self._items = items
         self._depth = depth
         self._keep_unused = keep_unused
         self._changed = threading.Condition()
         self._ready: deque[T] = deque()
         self._stop = stop or StopRequest()
-        self._stopped = False
         self._ended = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True, name=THREAD_NAME)
+        self._thread: threading.Thread | None = None  # None: it has seen that it is to stop
         _running.add(self)
-        self._thread.start()
+        self.resume()
+
+    def resume(self) -> None:
+        """Goes on where `close` or `abandon` stopped, with the thread that still works on an item or a new one."""
+        with self._changed:
+            self._stopped = self._stop.asked = False
+            if not self._ended and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._run, daemon=True, name=THREAD_NAME)
+                self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
+    def ended(self) -> bool:
+        """Whether nothing is left."""
+        return self._ended and not self._ready and self._error is None
 
     def __next__(self) -> T:
         """Waits for the next item; raises the iterator's own exception."""
         with self._changed:
             if not (self._ready or self._ended or self._stopped):
-                with awaiting(self._thread.ident):
+                with awaiting(self._thread and self._thread.ident):
                     self._wait()
             if self._ready and not self._stopped:
                 item = self._ready.popleft()
@@ -112,7 +84,7 @@ class Prefetcher(Iterator[T]):
 
     def _wait(self) -> None:
         while not (self._ready or self._ended or self._stopped):
-            if not self._thread.is_alive():
+            if self._thread is None or not self._thread.is_alive():
                 raise DatasetError(
                     "the prefetch thread is gone without having ended, as happens in a forked process; "
                     "iterate over the dataset again in this process, or use prefetch=0"
@@ -135,31 +107,20 @@ class Prefetcher(Iterator[T]):
             if not self._keep_unused:
                 self._ready.clear()
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
 
-    def unused(self) -> tuple[list[T], BaseException | None]:
-        """Hands over the items that were not taken, and the error after them, once the thread has ended."""
-        with self._changed:
-            items, error = list(self._ready), self._error
-            self._ready.clear()
-            self._error = None
-        return items, error
-
-    def _run(self, items: Iterator[T | None]) -> None:
+    def _run(self) -> None:
         try:
             while self._has_room():
-                item = next(items)
+                item = next(self._items)
                 if item is not None:
                     self._offer(item)
         except StopIteration:
             self._end(None)
         except BaseException as error:  # noqa: BLE001 - raised again where the consumer is
             self._end(error)
-        else:
-            self._end(None)
-        finally:
-            # Another prefetcher of the iterator may have the old request when this one is abandoned.
-            self._stop = StopRequest()
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
@@ -171,6 +132,8 @@ class Prefetcher(Iterator[T]):
         with self._changed:
             while not self._stopped and len(self._ready) >= self._depth:
                 self._changed.wait(_RECHECK_S)
+            if self._stopped:
+                self._thread = None
             return not self._stopped
 
     def _offer(self, item: T) -> None:

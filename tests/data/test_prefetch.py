@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jdist.data import from_arrays
-from jdist.data.prefetch import THREAD_NAME, Prefetcher, PushBack, StopRequest
+from jdist.data.prefetch import THREAD_NAME, Prefetcher, StopRequest
 from jdist.errors import DatasetError
 from tests.data.counting import distributed_dataset
 
@@ -51,17 +51,33 @@ def test_items_come_in_order_and_then_the_end():
         next(prefetcher)
 
 
-def test_one_that_is_abandoned_late_does_not_stop_the_next_of_the_same_iterator():
-    stop, items = StopRequest(), itertools.count()
-    first = Prefetcher(items, depth=1, stop=stop)
-    next(first)
-    first.close()
-    stop.asked = False
-    second = Prefetcher(items, depth=1, stop=stop)
-    first.abandon()
-    assert not stop.asked
-    second.close()
-    assert stop.asked
+@pytest.mark.parametrize("stop", [Prefetcher.close, Prefetcher.abandon])
+def test_one_that_was_stopped_goes_on_with_all_its_items(stop):
+    request = StopRequest()
+    prefetcher = Prefetcher(iter(range(20)), depth=2, keep_unused=True, stop=request)
+    found = []
+    while not prefetcher.ended:
+        found += itertools.islice(prefetcher, 3)
+        stop(prefetcher)
+        assert request.asked
+        prefetcher.resume()
+        assert not request.asked
+    assert found == list(range(20))
+
+
+def test_the_error_is_kept_for_the_consumer_that_goes_on():
+    def items():
+        yield from (1, 2)
+        raise ValueError("late")
+
+    prefetcher = Prefetcher(items(), depth=3, keep_unused=True)
+    assert next(prefetcher) == 1
+    prefetcher.close()
+    prefetcher.resume()
+    assert next(prefetcher) == 2
+    with pytest.raises(ValueError, match="late"):
+        next(prefetcher)
+    assert prefetcher.ended
 
 
 def test_nothing_is_handed_out_where_the_iterator_stopped_waiting():
@@ -258,11 +274,10 @@ def test_closing_does_not_wait_for_a_source_that_blocks():
     (thread,) = prefetch_threads()
     dataset.close()
     assert thread.is_alive()
-    with pytest.raises(DatasetError, match="generator still works on the batch"):
-        iter(dataset)
+    again = iter(dataset)
+    assert prefetch_threads() == [thread], "which goes on with the batch that it waits for"
     release.set()
-    thread.join(timeout=DEADLINE_S)
-    assert [batch["x"].tolist() for batch in dataset] == [[2, 3]]
+    assert [batch["x"].tolist() for batch in again] == [[2, 3]]
 
 
 def test_a_consumer_that_waits_is_woken_by_close_from_another_thread():
@@ -316,20 +331,9 @@ def test_an_interrupt_while_waiting_stops_the_thread_and_keeps_the_position():
 
 
 def test_a_dead_thread_is_reported_and_not_waited_for(monkeypatch):
-    monkeypatch.setattr(Prefetcher, "_run", lambda self, items: None)  # as in a forked process
+    monkeypatch.setattr(Prefetcher, "_run", lambda self: None)  # as in a forked process
     with pytest.raises(DatasetError, match=r"thread is gone.*prefetch=0"):
         next(Prefetcher(iter(range(3)), depth=1))
-
-
-def test_push_back_gives_items_out_again_then_the_error_then_its_own():
-    items = PushBack(iter([3, 4]))
-    items.push_back([1, 2], ValueError("late"))
-    assert [next(items), next(items)] == [1, 2]
-    with pytest.raises(ValueError, match="late"):
-        next(items)
-    assert not items.ended
-    assert list(items) == [3, 4]
-    assert items.ended
 
 
 def test_a_process_that_exits_in_the_middle_of_a_loop_exits_cleanly():

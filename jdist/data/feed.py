@@ -15,7 +15,8 @@ from jdist.data.batch_axis import is_first
 from jdist.data.batching import check_divisible
 from jdist.data.dataset import DistributedDataset
 from jdist.data.lockstep import Peers, check_alike
-from jdist.data.options import FeedOptions, Policy, ProcessShard
+from jdist.data.options import FeedOptions, Policy
+from jdist.data.position import ProcessShard
 from jdist.data.readers import GlobalReader, LocalReader, Source
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, check_source, fields, kind_of

@@ -19,8 +19,7 @@ from jdist.cluster import exit_status
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.stacks import exchanging
 from jdist.data.leaves import TreeSpec, check_rows, check_same, count_rows, leaves_by_path, tree_spec
-from jdist.data.options import ProcessShard
-from jdist.data.position import LocalRows, Part, Place
+from jdist.data.position import LocalRows, Part, Place, ProcessShard
 from jdist.data.prefetch import StopRequest
 from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
 

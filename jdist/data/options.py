@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from jdist.data.position import WHOLE, ProcessShard
 from jdist.errors import BatchError, DatasetError
 from jdist.support import checks
 
@@ -71,26 +72,6 @@ def input_options(options: InputOptions | None, prefetch: int | None) -> InputOp
             f"keyword and write `options=jdist.InputOptions(prefetch={prefetch!r}, ...)`"
         )
     return options
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessShard:
-    """A process's part of every global batch: its replicas' rows of the padded batch."""
-
-    # So a row is on the same replica for any number of processes, and the padding is at the end of
-    # the global batch.
-
-    index: int = 0  # the process
-    count: int = 1  # how many processes share a batch
-
-    def sizes(self, num_rows: int, padded: int) -> tuple[int, ...]:
-        """Counts the real rows of each process in a batch that is filled up to `padded` rows over all processes."""
-        each = padded // self.count
-        before_last = [min(max(num_rows - i * each, 0), each) for i in range(self.count - 1)]
-        return *before_last, num_rows - sum(before_last)
-
-
-WHOLE = ProcessShard()
 
 
 @dataclass(frozen=True, kw_only=True)

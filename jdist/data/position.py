@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jdist.data.sources.protocol import Resumable, fields
@@ -23,6 +24,26 @@ class Place(NamedTuple):
     # this source is exhausted, while those of other processes may continue; `state` is then the last
     ended: bool = False
     full: int | None = None  # rows of a full batch of the source; None: unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessShard:
+    """A process's part of every global batch: its replicas' rows of the padded batch."""
+
+    # So a row is on the same replica for any number of processes, and the padding is at the end of
+    # the global batch.
+
+    index: int = 0  # the process
+    count: int = 1  # how many processes share a batch
+
+    def sizes(self, num_rows: int, padded: int) -> tuple[int, ...]:
+        """Counts the real rows of each process in a batch that is filled up to `padded` rows over all processes."""
+        each = padded // self.count
+        before_last = [min(max(num_rows - i * each, 0), each) for i in range(self.count - 1)]
+        return *before_last, num_rows - sum(before_last)
+
+
+WHOLE = ProcessShard()
 
 
 class LocalRows(NamedTuple):

@@ -13,11 +13,12 @@ from jdist.data.batch_axis import Take, taker
 from jdist.data.batching import Shapes, padded_rows
 from jdist.data.leaves import count_rows
 from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, parts_in_step
-from jdist.data.options import FeedOptions, ProcessShard
+from jdist.data.options import FeedOptions
 from jdist.data.position import (
     LocalRows,
     Part,
     Place,
+    ProcessShard,
     describe_place,
     read_place,
     read_state,

@@ -17,7 +17,8 @@ from jdist.data.batch_axis import check_axes, is_first, on_host, taker, turn_bac
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.lockstep import Peers
-from jdist.data.options import FeedOptions, InputContext, ProcessShard
+from jdist.data.options import FeedOptions, InputContext
+from jdist.data.position import ProcessShard
 from jdist.data.sources.replica_batches import from_function
 from jdist.errors import DatasetError
 from jdist.step.placement import rows_sharding, share_of

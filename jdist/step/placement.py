@@ -18,7 +18,7 @@ from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_sta
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import check_fits
-from jdist.data.options import WHOLE, ProcessShard
+from jdist.data.position import WHOLE, ProcessShard
 from jdist.errors import BatchError, StepError
 from jdist.jaxpr import graph
 from jdist.step import in_flight

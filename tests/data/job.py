@@ -3,7 +3,7 @@
 from typing import Any
 
 from jdist.data.lockstep import Peers
-from jdist.data.options import ProcessShard
+from jdist.data.position import ProcessShard
 from tests.cluster.processes_in_one import Network, run
 from tests.data.counting import distributed_dataset
 

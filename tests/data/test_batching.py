@@ -17,7 +17,8 @@ import jdist
 from jdist.data import batching
 from jdist.data.batching import element_spec, plan_layout
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.options import WHOLE, FeedOptions
+from jdist.data.options import FeedOptions
+from jdist.data.position import WHOLE
 from jdist.data.readers import part_of
 from jdist.errors import BatchError
 

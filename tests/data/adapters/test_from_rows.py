@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdist.data import from_arrays, from_rows, shard
-from jdist.data.options import ProcessShard
+from jdist.data.position import ProcessShard
 from jdist.errors import BatchError, DatasetError
 from tests.data.adapters.positions import Counted, check_position, fed, flat, rows
 from tests.data.counting import distributed_dataset

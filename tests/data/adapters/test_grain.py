@@ -12,7 +12,7 @@ import jdist
 from jdist.data import from_rows
 from jdist.data.adapters.grain import _written
 from jdist.data.adapters.recognize import adapted
-from jdist.data.options import ProcessShard
+from jdist.data.position import ProcessShard
 from jdist.errors import BatchError, DatasetError, PeerFailedError
 from tests.by_default import some
 from tests.data.adapters.positions import Counted, check_nothing_is_read_again, check_position, fed, flat, rows

@@ -7,7 +7,7 @@ import jdist
 from jdist.checkpoint import CheckpointWarning
 from jdist.data import from_rows
 from jdist.data.adapters.recognize import adapted
-from jdist.data.options import ProcessShard
+from jdist.data.position import ProcessShard
 from jdist.errors import BatchError, DatasetError
 from tests.data.adapters.positions import check_position, fed, flat, rows
 from tests.data.counting import distributed_dataset

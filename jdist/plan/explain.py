@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdist.core.gathers import Gather
+from jdist.core.collective_marks import Gather
 from jdist.core.state_report import StateReport
 from jdist.errors import StepError
 from jdist.plan.collectives import Collective, collectives

@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.collective_marks import Collective, emit, is_own_part, own_part
+from jdist.core.collective_marks import Collective, Gather, emit, is_own_part, line_of, own_part
 from jdist.core.context import current_trace, tracing
 from jdist.core.division import FormsByPath
-from jdist.core.gathers import Gather, line_of
 from jdist.core.layout import Form, Layout
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.jaxpr import graph

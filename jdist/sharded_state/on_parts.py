@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from jdist.core.collective_marks import collective_of, gradient_number, note_gradient
-from jdist.core.gathers import Gather, line_of
+from jdist.core.collective_marks import Gather, collective_of, gradient_number, line_of, note_gradient
 from jdist.core.layout import Form, Layout
 from jdist.jaxpr import graph
 from jdist.support import gloo

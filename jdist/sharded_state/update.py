@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import compute_on
 from jax.sharding import PartitionSpec
 
-from jdist.core.gathers import Gather, line_of
+from jdist.core.collective_marks import Gather, line_of
 from jdist.core.layout import Form, Layout, over_replicas
 from jdist.core.strategy import Strategy
 from jdist.jaxpr import graph, variation

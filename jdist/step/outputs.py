@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.core.gathers import Gather
+from jdist.core.collective_marks import Gather
 from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.data.batching import real_rows
 from jdist.errors import StepError

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.gathers import line_of
+from jdist.core.collective_marks import line_of
 from jdist.core.strategy import Strategy
 from jdist.errors import ClusterError, ReplicaDivergenceError
 from jdist.jaxpr import graph

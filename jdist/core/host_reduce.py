@@ -16,9 +16,8 @@ import numpy as np
 
 from jdist.core.per_replica import PerReplica, Replicas, as_axis, is_per_replica, is_rows_of_replicas, named
 from jdist.errors import StepError
+from jdist.support import checks
 from jdist.support.arrays import check_not_donated, is_key, local_rows, promote_types, to_host
-from jdist.support.checks import as_int
-from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 HostReduceOp = Literal["mean", "sum", "MEAN", "SUM"]  # the latter are TensorFlow's
@@ -79,11 +78,8 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
 
 def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, replicas: Replicas) -> PyTree:
     """Reduces the replicas' arrays to one: `Strategy.reduce`."""
-    if op not in get_args(HostReduceOp):
-        raise StepError(
-            f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'.{did_you_mean(op, get_args(HostReduceOp))} For "
-            'others take `strategy.local_results(value)`, or `jdist.all_reduce(x, "max")` on the replicas.'
-        )
+    others = 'For others take `strategy.local_results(value)`, or `jdist.all_reduce(x, "max")` on the replicas.'
+    checks.choice("op", op, get_args(HostReduceOp), StepError, call="strategy.reduce", fix=others)
     axes = _as_axes(axis)
     check_not_donated(value, "the value")
 
@@ -100,7 +96,7 @@ def _as_axes(axis: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
-    if any(as_int(a) is None for a in axes):
+    if any(checks.as_int(a) is None for a in axes):
         raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
     if not axes:
         raise StepError(

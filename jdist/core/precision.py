@@ -16,7 +16,7 @@ import numpy as np
 
 from jdist.core.step_state import LossScale, pack, unpack
 from jdist.errors import StepError
-from jdist.support.checks import as_int, as_real
+from jdist.support import checks
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -36,18 +36,13 @@ class LossScaling:
     growth_interval: int = 2000  # steps in a row after which the scale grows
 
     def __post_init__(self) -> None:
-        number = as_real(self.initial)
+        number = checks.as_real(self.initial)
         if number is None or not SMALLEST <= number <= 2.0**100 or math.frexp(number)[0] != 0.5:
             raise StepError(
                 f"`initial_scale` is {self.initial!r}; it must be a power of two between 1 and 2**100, so that scaling rounds "
                 "nothing. The usual one is 2.0**15."
             )
-        interval = self.growth_interval
-        steps = as_int(interval, least=1)
-        if steps is None:
-            raise StepError(
-                f"`growth_interval` is {interval!r}; it must be a number of steps, an integer of at least 1."
-            )
+        steps = checks.whole_number("growth_interval", self.growth_interval, StepError, unit="steps")
         object.__setattr__(self, "initial", float(number))
         object.__setattr__(self, "growth_interval", steps)
 
@@ -175,12 +170,8 @@ def precision(
 
     Source: jmp's Policy (https://github.com/google-deepmind/jmp), whose names the methods of the value have.
     """
-    if name not in _DTYPES:
-        choices = ", ".join(map(repr, _DTYPES))
-        raise StepError(
-            f"jdist.precision has no {name!r}; there are {choices}.{did_you_mean(name, _DTYPES)} Without `precision` a step "
-            "computes in the dtype of its parameters."
-        )
+    fix = "Without `precision` a step computes in the dtype of its parameters."
+    checks.choice("name", name, _DTYPES, StepError, call="jdist.precision", fix=fix)
     names = (keep,) if isinstance(keep, str) else tuple(keep)
     for each in names:
         if not isinstance(each, str):

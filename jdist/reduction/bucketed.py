@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, keeping_nothing
-from jdist.support.checks import as_int
+from jdist.support import checks
 
 PyTree = Any
 
@@ -35,9 +35,7 @@ def bucketed(bytes_per_pack: int) -> Reduction:
         >>> jdist.reduction.bucketed(bytes_per_pack=4_000_000).name
         'bucketed(4000000)'
     """
-    size = as_int(bytes_per_pack, least=0)
-    if size is None:
-        raise StrategyError(f"bucketed: `bytes_per_pack` is {bytes_per_pack!r}; it must be an integer of at least 0.")
+    size = checks.whole_number("bytes_per_pack", bytes_per_pack, StrategyError, least=0, unit="bytes", call="bucketed")
 
     def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)

@@ -12,6 +12,7 @@ from jdist.reduction.bucketed import bucketed
 from jdist.reduction.compressed import compressed
 from jdist.reduction.hierarchical import hierarchical
 from jdist.reduction.ring import ring, to_one_device
+from jdist.support import checks
 from jdist.support.suggest import did_you_mean
 
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
@@ -53,10 +54,7 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
             'such as {"name": "bucketed", "bytes_per_pack": 4_000_000}; and a `jdist.reduction.Reduction` of your own.'
         )
     known = inspect.signature(REDUCTIONS[name]).parameters
-    for option in options:
-        if option not in known:
-            has = f"It has: {', '.join(known)}." if known else "It has none."
-            raise StrategyError(f"`all_reduce` {name!r} has no option {option!r}.{did_you_mean(option, known)} {has}")
+    checks.known_options(f"`all_reduce` {name!r}", options, known, StrategyError)
     required = [option for option, of in known.items() if of.default is of.empty]
     missing = [option for option in required if option not in options]
     if missing:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, axes_size
 from jdist.reduction.bucketed import concatenate, padded, split
+from jdist.support import checks
 
 PyTree = Any
 CompressedType = Literal["bf16", "int8"]
@@ -43,10 +44,7 @@ def compressed(dtype: CompressedType) -> Reduction:
         >>> jdist.mirrored(all_reduce={"name": "compressed", "dtype": "bf16"}).reduction.name
         'compressed(bf16)'
     """
-    if dtype not in get_args(CompressedType):
-        raise StrategyError(
-            f"compressed: `dtype` is {dtype!r}; allowed are {', '.join(map(repr, get_args(CompressedType)))}."
-        )
+    checks.choice("dtype", dtype, get_args(CompressedType), StrategyError, call="compressed")
     encode, decode, block = (_to_bf16, _from_bf16, 1) if dtype == "bf16" else (_to_int8, _from_int8, BLOCK)
 
     def init(tree: PyTree) -> jax.Array:

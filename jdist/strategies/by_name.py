@@ -20,6 +20,7 @@ from jdist.strategies.one_device import one_device
 from jdist.strategies.parameter_server import PsKeywords, parameter_server
 from jdist.strategies.sharded import sharded
 from jdist.strategies.tpu import tpu
+from jdist.support import checks
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
 
@@ -79,8 +80,5 @@ def make_strategy(name: str, /, **options: Unpack[StrategyKeywords]) -> Strategy
             f"there is no strategy {name!r}.{did_you_mean(name, STRATEGIES)} Known: {', '.join(STRATEGIES)}."
         )
     known = inspect.signature(STRATEGIES[name]).parameters
-    for option in options:
-        if option not in known:
-            has = f"It has: {', '.join(known)}." if known else "It has none."
-            raise StrategyError(f"strategy {name!r} has no option {option!r}.{did_you_mean(option, known)} {has}")
+    checks.known_options(f"strategy {name!r}", options, known, StrategyError)
     return STRATEGIES[name](**options)

@@ -18,6 +18,7 @@ from jdist.step import feed, placement
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.run_on_replicas import run
 from jdist.strategies.shard_options import spread_state
+from jdist.support import checks
 
 
 def describe(strategy: Strategy) -> str:
@@ -103,8 +104,7 @@ def check_transform(transform: str, topology: str | None) -> None:
     """Refuses unknown transforms, and for absent devices one that cannot compile."""
     # JAX runs pmap's batches through a small program of their own, for which it wants real devices.
     allowed = [t for t in get_args(Transform) if topology is None or t != "pmap"]
-    if transform not in allowed:
-        raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
+    checks.choice("transform", transform, allowed, StrategyError)
 
 
 def check_reduction(reduction: Reduction, transform: Transform) -> None:

@@ -23,6 +23,7 @@ from jdist.reduction.by_name import AllReduce
 from jdist.strategies import cuda
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import topology_devices
+from jdist.support import checks
 from jdist.support.tracebacks import without_own_frames
 
 TRANSFORMS = ("shard_map", "jit")
@@ -119,11 +120,8 @@ def _by_process(devices: Iterable[Device]) -> tuple[Device, ...]:
 
 
 def _check_transform(transform: Transform) -> None:
-    if transform not in TRANSFORMS:
-        raise StrategyError(
-            f"`transform` is {transform!r}; allowed are {', '.join(map(repr, TRANSFORMS))}. (Under pmap each process has "
-            "arrays of its own.)"
-        )
+    fix = "Under pmap each process has arrays of its own."
+    checks.choice("transform", transform, TRANSFORMS, StrategyError, fix=fix)
 
 
 def _over(
@@ -154,9 +152,7 @@ def _communication(options: CommunicationOptions | Mapping[str, Any] | None) -> 
     if options is not None and not isinstance(options, Mapping):
         raise StrategyError(f"`communication` is a {type(options).__name__}; pass a `jdist.CommunicationOptions`.")
     known = [field.name for field in dataclasses.fields(CommunicationOptions)]
-    for name in options or {}:
-        if name not in known:
-            raise StrategyError(f"`communication` has no option {name!r}. It has: {', '.join(known)}.")
+    checks.known_options("`communication`", options or {}, known, StrategyError)
     return CommunicationOptions(**(options or {}))
 
 

@@ -17,8 +17,7 @@ from jdist.core.rules import Rule
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.sharded_state.operations import with_parts
-from jdist.support.checks import as_int, as_real
-from jdist.support.suggest import did_you_mean
+from jdist.support import checks
 
 DEFAULTS = {"of": "state", "within": None, "whole_below": 1024, "most_whole": 0.02, "mesh": None, "rules": ()}
 
@@ -28,14 +27,9 @@ def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strate
     # A mapping has `of`, `within`, `whole_below`, `most_whole`, `mesh` and `rules`, as
     # `jdist.sharded` takes them.
     given = dict(shard) if isinstance(shard, Mapping) else {"of": shard}
-    for option in given:
-        if option not in DEFAULTS:
-            raise StrategyError(
-                f"`shard` has no option {option!r}.{did_you_mean(option, DEFAULTS)} It has: {', '.join(DEFAULTS)}."
-            )
+    checks.known_options("`shard`", given, DEFAULTS, StrategyError)
     options = {**DEFAULTS, **given}
-    if options["of"] not in get_args(Shard):
-        raise StrategyError(f"`shard` is {options['of']!r}; allowed are {', '.join(map(repr, get_args(Shard)))}.")
+    checks.choice("shard", options["of"], get_args(Shard), StrategyError)
     if strategy.transform != "shard_map":
         raise StrategyError(
             f'`shard` keeps the state in parts, which takes transform="shard_map"; `transform` is {strategy.transform!r}. '
@@ -46,12 +40,9 @@ def spread_state(strategy: Strategy, shard: Shard | Mapping[str, Any]) -> Strate
             f"`all_reduce` is {strategy.reduction.name}, and `shard` keeps the state in parts: gradients are then summed part "
             "by part, each where it is needed. Leave one of them out."
         )
-    whole_below, most_whole = as_int(options["whole_below"], least=0), as_real(options["most_whole"])
-    if whole_below is None:
-        raise StrategyError(
-            f"`whole_below` is {options['whole_below']!r}; it must be a number of elements, 0 or more: arrays of fewer stay "
-            "whole."
-        )
+    fewer = "Arrays of fewer elements stay whole."
+    whole_below = checks.whole_number("whole_below", options["whole_below"], StrategyError, least=0, fix=fewer)
+    most_whole = checks.as_real(options["most_whole"])
     if most_whole is None or not 0 <= most_whole <= 1:
         raise StrategyError(
             f"`most_whole` is {options['most_whole']!r}; it must be a share of the state's bytes, from 0 to 1."
@@ -97,7 +88,7 @@ def _model_axes(mesh: Any, axis: str, num_devices: int) -> dict[str, int]:
     mesh = dict(mesh.shape) if isinstance(mesh, Mesh) else mesh
     if not isinstance(mesh, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in mesh):
         raise StrategyError(f"`mesh` is {mesh!r}; it must be the sizes of the mesh's axes by name, such as {example}.")
-    sizes = {name: as_int(size, least=-1) for name, size in mesh.items()}
+    sizes = {name: checks.as_int(size, least=-1) for name, size in mesh.items()}
     wrong = [name for name, size in sizes.items() if not size]
     if wrong or list(sizes.values()).count(-1) > 1:
         raise StrategyError(f"`mesh` is {dict(mesh)!r}; sizes are 1 or more, and one of them may be -1: what is left.")
@@ -171,7 +162,7 @@ def _by_replica(devices: Sequence[Any], size: int) -> tuple[Any, ...]:
 
 def _size_of_group(within: Any, num_replicas: int) -> int:
     """Checks how many replicas hold one state together; None: all of them."""
-    size = num_replicas if within is None else as_int(within, least=1)
+    size = num_replicas if within is None else checks.as_int(within, least=1)
     if size is None or num_replicas % size:
         divisors = [n for n in range(1, num_replicas + 1) if num_replicas % n == 0]
         raise StrategyError(

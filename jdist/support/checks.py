@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, SupportsFloat
 
 from jdist.support.suggest import did_you_mean
@@ -72,13 +72,21 @@ def choice(
     if not any(isinstance(value, type(one)) and value == one for one in allowed):
         listed = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
         hint = did_you_mean(value, [one for one in allowed if isinstance(one, str)])
-        raise _refusal(name, value, listed, error, call, fix or hint.strip())
+        raise _refusal(name, value, listed, error, call, f"{hint} {fix}".strip())
     return value
 
 
 def _refusal(name: str, value: Any, allowed: str, error: type[Exception], call: str, fix: str) -> Exception:
     where = f"{call}: " if call else ""
     return error(f"{where}`{name}` is {value!r:.80}; it must be {allowed}.{f' {fix}' if fix else ''}")
+
+
+def known_options(what: str, given: Iterable[str], known: Collection[str], error: type[Exception]) -> None:
+    """Raises `error` for an option of `what` that is not known, with the nearest that is."""
+    for name in given:
+        if name not in known:
+            has = f"It has: {', '.join(known)}." if known else "It has none."
+            raise error(f"{what} has no option {name!r}.{did_you_mean(name, known)} {has}")
 
 
 def as_int(value: Any, *, least: int | None = None) -> int | None:

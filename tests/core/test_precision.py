@@ -24,9 +24,9 @@ class TestTheValue:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("bf61",), "has no 'bf61'; there are 'bf16', 'fp16'. Did you mean 'bf16'"),
-            (("float32",), "no 'float32'.*Without `precision` a step computes in the dtype of its parameters"),
-            ((16,), "has no 16"),
+            (("bf61",), "`name` is 'bf61'; it must be 'bf16' or 'fp16'. Did you mean 'bf16'"),
+            (("float32",), "`name` is 'float32'.*Without `precision` a step computes in the dtype of its parameters"),
+            ((16,), "`name` is 16"),
         ],
     )
     def test_a_name_that_there_is_not(self, arguments, message):

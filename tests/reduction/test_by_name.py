@@ -47,7 +47,7 @@ def test_what_is_no_algorithm_is_refused_with_what_is(value):
         ("hierarchical", "needs `inner` and `outer`: write `jdist.reduction.hierarchical(inner=..., outer=...)`"),
         ({"name": "bucketed", "bytes_per_packs": 5}, "no option 'bytes_per_packs'. Did you mean 'bytes_per_pack'?"),
         ({"name": "ring", "size": 5}, "no option 'size'. It has none."),
-        ({"name": "compressed", "dtype": "int4"}, "`dtype` is 'int4'; allowed are 'bf16', 'int8'"),
+        ({"name": "compressed", "dtype": "int4"}, "`dtype` is 'int4'; it must be 'bf16' or 'int8'"),
         ({"name": "bucketed", "bytes_per_pack": -1}, "`bytes_per_pack` is -1"),
     ],
 )

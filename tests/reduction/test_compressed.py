@@ -103,7 +103,7 @@ def test_a_block_of_zeros_stays_zero():
 
 @pytest.mark.parametrize("dtype", ["float16", "int4", None, 8])
 def test_other_types_are_refused(dtype):
-    with pytest.raises(StrategyError, match="allowed are 'bf16', 'int8'"):
+    with pytest.raises(StrategyError, match="it must be 'bf16' or 'int8'"):
         compressed(dtype)
 
 

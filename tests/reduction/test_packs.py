@@ -36,5 +36,5 @@ def test_in_order_and_full_but_not_fuller_than_need_be(sizes, limit):
 
 @pytest.mark.parametrize("value", [-1, 1.5, "50", None, True])
 def test_a_limit_that_is_none_is_refused(value):
-    with pytest.raises(StrategyError, match=r"`bytes_per_pack` is .* integer of at least 0"):
+    with pytest.raises(StrategyError, match=r"`bytes_per_pack` is .* whole number of bytes, 0 or more"):
         bucketed(value)

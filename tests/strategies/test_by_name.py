@@ -88,7 +88,7 @@ def test_one_device_refuses_as_well():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"transform": "shardmap"}, r"`transform` is 'shardmap'; allowed are 'shard_map', 'pmap', 'jit'"),
+        ({"transform": "shardmap"}, r"`transform` is 'shardmap'; it must be one of 'shard_map', 'pmap', 'jit'"),
         ({"transform": None}, r"`transform` is None"),
         ({"axis": "my axis"}, r"`axis` is 'my axis'; it must be a name"),
         ({"axis": ("a", "b")}, r"`axis` is \('a', 'b'\)"),

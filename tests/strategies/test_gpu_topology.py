@@ -64,7 +64,7 @@ def test_two_places_are_refused():
 
 
 def test_pmap_is_refused():
-    with pytest.raises(StrategyError, match="`transform` is 'pmap'; allowed are 'shard_map', 'jit'"):
+    with pytest.raises(StrategyError, match="`transform` is 'pmap'; it must be 'shard_map' or 'jit'"):
         jdist.mirrored(topology="h100:8", transform="pmap")
 
 

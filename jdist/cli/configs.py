@@ -242,7 +242,7 @@ def plan(
     from jdist.strategies import cuda
 
     cuda.import_jax()  # whole: it may be asked for GPUs' kernels
-    from jdist.plan.sweep import check_svg, parse_sweep
+    from jdist.plan.command import check_svg, parse_sweep, plan_command, suggest_command
     from jdist.plan.target import configure_platform, parse_target
 
     target = parse_target(topology)
@@ -254,9 +254,5 @@ def plan(
     configure_platform(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
 
     if suggest:
-        from jdist.plan.suggest import suggest_command
-
         return suggest_command(config, overrides, target, as_json=json)
-    from jdist.plan.sweep import plan_command
-
     return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json, svg=svg)

@@ -10,8 +10,8 @@ from typing import Any
 from jdist.cluster.address import ALLOWED, normalized, problem, refused
 from jdist.errors import ClusterConfigError
 from jdist.support.checks import as_int
-from jdist.support.html import table
 from jdist.support.suggest import did_you_mean
+from jdist.support.table import Table
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 
@@ -180,7 +180,7 @@ class ClusterSpec:
         return f"ClusterSpec({self._place()}; cluster: {tasks}; from {self.resolver})"
 
     def _repr_html_(self) -> str:
-        return table(self._rows(), header=("job", "addresses", "from"), title=f"cluster from {self.resolver}")
+        return Table(f"cluster from {self.resolver}", self._rows(), ("job", "addresses", "from"))._repr_html_()
 
 
 def _listed(addresses: tuple[str | None, ...]) -> str:

@@ -115,33 +115,24 @@ def of_optimizer(state: PyTree) -> tuple[list[bool], bool]:
 
 def shapes(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> PyTree:
     """Describes a state, of arrays, structs or `ShardedLeaf`s of these, as a strategy lays it out."""
-    structs, refusal = shapes_or_refusal(strategy, state, is_all=is_all)
-    if refusal is not None:
-        raise StepError(refusal)
-    return structs
-
-
-def shapes_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) -> tuple[PyTree, str | None]:
-    """Describes as `shapes`, and says why such a state is not allowed; None if it is."""
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_sharded_leaf)
-    refusal = None
     if strategy.parts is None:
         sharding = strategy.replicated_sharding
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in map(_aval, leaves)]
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in map(aval_of, leaves)]
     else:
-        layout = Layout.of(strategy)
-        chosen, refusal = forms_or_refusal(strategy, state, is_all=is_all)
-        structs = [_struct(layout, x, form) for x, form in zip(leaves, chosen, strict=True)]
-    return jax.tree.unflatten(treedef, structs), refusal
+        layout, chosen = Layout.of(strategy), forms(strategy, state, is_all=is_all)
+        structs = [struct_of(layout, x, form) for x, form in zip(leaves, chosen, strict=True)]
+    return jax.tree.unflatten(treedef, structs)
 
 
-def _aval(x: Any) -> Any:
+def aval_of(x: Any) -> Any:
+    """Returns what has the shape and dtype of a leaf: an array, a number, a struct or a `ShardedLeaf`."""
     return x if isinstance(x, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(x)
 
 
-def _struct(layout: Layout, x: Any, form: Form) -> Any:
+def struct_of(layout: Layout, x: Any, form: Form) -> Any:
     """Makes the `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a `ShardedLeaf` of one."""
-    stored = jax.ShapeDtypeStruct(form.stored, _aval(x).dtype, sharding=layout.kept(form))
+    stored = jax.ShapeDtypeStruct(form.stored, aval_of(x).dtype, sharding=layout.kept(form))
     return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
 

@@ -10,7 +10,7 @@ from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions
 
 if TYPE_CHECKING:
-    from jdist.core.state_picture import StatePicture
+    from jdist.core.state_report import StateReport
     from jdist.data.dataset import DistributedDataset
 
 PyTree = Any
@@ -53,7 +53,7 @@ class Operations:
     # `(strategy, step, options) -> callable step`
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
     describe: Callable[[Strategy], str]  # `(strategy) -> str`, the strategy's place in a few words
-    # `(strategy, state) -> StatePicture`; without a state, of the devices alone
-    show: Callable[[Strategy, PyTree | None], StatePicture]
+    # `(strategy, state) -> StateReport`; without a state, of the devices alone
+    report: Callable[[Strategy, PyTree | None], StateReport]
     # schedules functions on other processes; None if all run the same program
     coordinator: Coordinator | None = None

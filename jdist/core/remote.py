@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 
 if TYPE_CHECKING:
-    from jdist.core.state_picture import StatePicture
+    from jdist.core.state_report import StateReport
 
 PyTree = Any
 
@@ -27,7 +27,7 @@ class RemoteTree(abc.ABC):
         """Fetches the tree, with arrays on this process's host."""
 
     @abc.abstractmethod
-    def show(self) -> StatePicture:
+    def show(self) -> StateReport:
         """Shows which process holds which part of it: `jdist.show`."""
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from jdist.core.context import current_trace
-from jdist.core.layout import HOST_MEMORIES, axes_of
 from jdist.errors import DeviceError, StepError
 from jdist.support.arrays import to_host
+from jdist.support.leaves import describe
 
 PyTree = Any
 _FETCH = "outside of a step, compute with what `strategy.fetch(state)` returns; a step gets the array itself"
@@ -53,16 +52,9 @@ class ShardedLeaf:
         return math.prod(self.shape)
 
     @property
-    def whereabouts(self) -> str:
-        """Where it lives, in words, for what notebooks show of a state."""
-        if not isinstance(self.stored, jax.Array):
-            return "only its shape is known"
-        sharding = self.stored.sharding
-        if not isinstance(sharding, NamedSharding):
-            return f"no longer where its strategy had it, on {sharding}"
-        memory = "host" if sharding.memory_kind in HOST_MEMORIES else "device"
-        gone = "deleted (donated to a step): was " * self.stored.is_deleted()
-        return f"{gone}{num_parts_of(sharding)} parts in {memory} memory"
+    def kept(self) -> str:
+        """Where it is kept, in words."""
+        return describe("", self).kept
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +103,7 @@ class ShardedLeaf:
         # JAX rebuilds registered dataclasses with anything in place of their arrays.
         if not isinstance(self.stored, jax.Array) or isinstance(self.stored, Tracer) or self.stored.size < self.size:
             return f"ShardedLeaf({self.stored!r}, shape={self.shape})"
-        return f"ShardedLeaf({self.dtype}{list(self.shape)} in {self.whereabouts}; strategy.fetch gives the array)"
+        return f"ShardedLeaf({self.dtype}{list(self.shape)} {self.kept}; strategy.fetch gives the array)"
 
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow")
@@ -128,11 +120,6 @@ def is_sharded_leaf(node: object) -> bool:
 def whole_on_host(x: Any) -> Any:
     """Copies an array, in parts or not, to the host whole; `to_host` of the whole array."""
     return restored(to_host(x.stored), x.shape) if is_sharded_leaf(x) else to_host(x)
-
-
-def num_parts_of(sharding: Any) -> int:
-    """Counts the parts into which a sharding cuts an array."""
-    return math.prod(sharding.mesh.shape[name] for name in axes_of(sharding.spec))
 
 
 def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

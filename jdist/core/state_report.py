@@ -1,47 +1,67 @@
-"""Where each leaf of a state is, and what it takes of a device's memory."""
+"""A state on its devices, hosts and servers: as text, as a table and as a picture."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
-import jax
-import jax.numpy as jnp
-
-from jdist.core.division import forms_or_refusal, of_optimizer, rules_by_leaf
-from jdist.core.layout import Form, Layout, names_in
-from jdist.core.rules import Rule
-from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf
-from jdist.core.step_state import pack
 from jdist.errors import StepError
-from jdist.support.html import table
+from jdist.support.leaves import Leaf, table_of
+from jdist.support.svg import MARGIN, BarPart, Svg, fit, kind, text_width
+from jdist.support.table import Table
+from jdist.support.units import counted, size
 
-PyTree = Any
-Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
-_HEADER = ("leaf", "array", "bytes", "how it is kept", "bytes a device")
-_MOST_LEAVES = 100
+_WIDTH, _INDENT, _ROW = 868.0, 14.0, 20.0
+_NOTE, _TOTAL, _BARS = 150.0, 400.0, 416.0  # where a place's note begins, its bytes end, and its bars begin
+_MOST_BARS = 4  # side by side
+# Of a run of places that are alike: so many are shown, else so many before the count of the others.
+_MOST_DEVICES, _FIRST_DEVICES, _MOST_GROUPS, _FIRST_GROUPS = 8, 2, 3, 1
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+WHOLE = ((0.0, 1.0),)
 
 
 @dataclass(frozen=True)
-class LeafReport:
-    """One leaf of a state."""
+class Holding:
+    """One place's part of the arrays that are kept in one way."""
 
-    path: str  # in the state
-    array: str  # its dtype and shape
-    num_bytes: int  # of the full array
-    kept: str
-    bytes_per_device: int  # in the device's own memory, with padding
-    of_optimizer: bool = False
+    way: int  # its number
+    spans: tuple[tuple[float, float], ...]  # the parts, as shares from 0 to 1
+    label: str  # their name, "part 3 of 8"
+    num_bytes: int  # with padding
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, the memory of a host, a server; or a host, a process or a slice of a TPU, with the places in it."""
+
+    name: str
+    note: str = ""
+    holdings: tuple[Holding, ...] = ()
+    places: tuple[Place, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state that it holds by itself."""
+        return sum(each.num_bytes for each in self.holdings)
+
+    @property
+    def likeness(self) -> object:
+        """Equal for places that hold the same amount of the same, whichever parts."""
+        held = tuple((each.way, each.num_bytes) for each in self.holdings)
+        return held, tuple(place.likeness for place in self.places)
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """Each device's part of a state: `print` it, or show it in a notebook."""
+    """Each place's part of a state: `print` it, or show it in a notebook, with a picture; `save` keeps the picture."""
 
-    title: str  # describes the strategy
-    leaves: Sequence[LeafReport]  # in the order of the state
+    title: str
+    summary: str  # the state's size, and each place's part, in words
+    leaves: Sequence[Leaf]  # in the order of the state
+    ways: Sequence[str]  # the ways in which arrays are kept, each with the names of its arrays
+    places: Sequence[Place]  # hosts or processes with their devices, or the servers
     refusal: str | None = None  # why the strategy refuses such a state
 
     @property
@@ -54,105 +74,137 @@ class StateReport:
         """Bytes that each device holds of it."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        shown = self.leaves[:_MOST_LEAVES]
-        rows = [(x.path, x.array, f"{x.num_bytes:,}", x.kept, f"{x.bytes_per_device:,}") for x in shown]
-        if len(self.leaves) > len(shown):
-            rows.append((f"… {len(self.leaves) - len(shown):,} more", "", "", "", ""))
-        share = f"{self.bytes_per_device / max(1, self.num_bytes):.1%} of the state"
-        return [*rows, ("all", "", f"{self.num_bytes:,}", share, f"{self.bytes_per_device:,}")]
+    @property
+    def svg(self) -> Svg:
+        """The picture."""
+        return _draw(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture as an SVG file, whose name must end in ".svg"."""
+        if not os.fspath(path).endswith(".svg"):
+            raise StepError(f"the picture is SVG, and {os.fspath(path)!r} does not end in .svg.")
+        self.svg.save(path)
+
+    def _heading(self) -> list[str]:
+        return [self.title, self.summary, *([] if self.refusal is None else [f"Refused: {self.refusal}"])]
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        numbers = (2, 4)
-        lines = [
-            "  ".join(
-                x.rjust(w) if i in numbers else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n  ".join([self._heading, *(line.rstrip() for line in lines)])
+        table = table_of(self.leaves, "").lines if self.leaves else []
+        ways = [f"{_letter(i)}  {way}" for i, way in enumerate(self.ways)]
+        return "\n".join(["\n  ".join([*self._heading(), *table, *ways]), *_text_rows(self.places)])
 
-    @property
-    def _heading(self) -> str:
-        return self.title if self.refusal is None else f"{self.title}\n  Refused: {self.refusal}"
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return table(self._rows(), header=_HEADER, title=self._heading)
+        return f"{self.svg}{table_of(self.leaves, self.title)._repr_html_() if self.leaves else ''}"
 
 
-def report(strategy: Strategy, state: PyTree) -> StateReport:
-    """Describes where a strategy keeps each leaf of a state: `Strategy.report`."""
-    if callable(state) and any(x is state for x in jax.tree.leaves(state)):
-        raise StepError(
-            "strategy.report got a function; it takes a state, or its shapes: `strategy.report(jax.eval_shape(create, key))`."
+def in_words(how: str, leaves: Iterable[Leaf], part_bytes: int | None = None) -> str:
+    """Describes the arrays that are kept in one way; `part_bytes` has a device of each."""
+    largest = sorted(leaves, key=lambda leaf: -leaf.num_bytes)
+    total = sum(leaf.num_bytes for leaf in largest)
+    others = f", … {len(largest) - 3:,} more" if len(largest) > 3 else ""
+    part = f", {size(part_bytes)} on each" if part_bytes not in (None, total) else ""
+    named = ", ".join(leaf.path for leaf in largest[:3])
+    return f"{how}: {counted(len(largest), 'array')}, {size(total)}{part} ({named}{others})"
+
+
+def rows_of(places: Sequence[Place], depth: int = 0) -> Iterator[tuple[int, Place | str]]:
+    """Lists places from the outside in, with their depth; of many that are alike most are counted in a line."""
+    for _, run in groupby(places, key=lambda place: (bool(place.places), place.likeness)):
+        alike = list(run)
+        most, head = (_MOST_GROUPS, _FIRST_GROUPS) if alike[0].places else (_MOST_DEVICES, _FIRST_DEVICES)
+        for i, place in enumerate(alike):
+            if len(alike) <= most or i < head or i == len(alike) - 1:
+                yield depth, place
+                yield from rows_of(place.places, depth + 1)
+            elif i == head:
+                yield depth, _counted(alike[head:-1])
+
+
+def _counted(alike: Sequence[Place]) -> str:
+    first, inside = alike[0], ""
+    noun = first.name.partition(" ")[0] if first.places else "device"
+    if first.places and not any(each.places for each in first.places):
+        inside = f" of {counted(len(first.places), 'device')}"
+    return f"… {counted(len(alike), f'more {noun}')}{inside}, {first.name} to {alike[-1].name}, alike"
+
+
+def _letter(way: int) -> str:
+    return _LETTERS[way % len(_LETTERS)]
+
+
+def _text_rows(places: Sequence[Place]) -> list[str]:
+    rows = [(depth * "  ", each) for depth, each in rows_of(places)]
+    cells = [
+        (
+            indent + place.name,
+            place.note,
+            size(place.num_bytes) if place.holdings else "",
+            "  ".join(f"{_letter(each.way)} {_text_bar(each)}{each.label}" for each in place.holdings),
         )
-    state = pack(state)
-    leaves = jax.tree.leaves_with_path(state, is_leaf=is_sharded_leaf)
-    layout = None if strategy.parts is None else Layout.of(strategy)
-    chosen, refusal, rules = [None] * len(leaves), None, [None] * len(leaves)
-    if layout is not None:
-        chosen, refusal = forms_or_refusal(strategy, state, is_all=False)
-        rules = rules_by_leaf(strategy, state, is_all=False)
-    rows = [
-        _leaf(strategy, layout, jax.tree_util.keystr(path).removeprefix(".") or "itself", leaf, form, rule)
-        for (path, leaf), form, rule in zip(leaves, chosen, rules, strict=True)
+        for indent, place in rows
+        if isinstance(place, Place) and not place.places
     ]
-    rows = [replace(row, of_optimizer=each) for row, each in zip(rows, of_optimizer(state)[0], strict=True)]
-    return StateReport(str(strategy), rows, refusal)
+    aligned = iter(Table("", cells).lines)
+    # The name of a group stands alone, however long it is.
+    return [
+        f"{indent}{each if isinstance(each, str) else each.name}"
+        if isinstance(each, str) or each.places
+        else next(aligned)
+        for indent, each in rows
+    ]
 
 
-def _leaf(
-    strategy: Strategy, layout: Layout | None, path: str, leaf: Any, form: Form | None, rule: Rule | None
-) -> LeafReport:
-    x = leaf if isinstance(leaf, ShardedLeaf | jax.ShapeDtypeStruct) else jax.typeof(jnp.asarray(leaf))
-    itemsize = itemsize_of(x.dtype)
-    num_bytes = math.prod(x.shape) * itemsize
-    array = f"{x.dtype}{list(x.shape)}"
-    if layout is None or form is None:
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and not leaf.sharding.is_fully_replicated:
-            kept, on_device = "a part with each replica", math.prod(leaf.sharding.shard_shape(x.shape)) * itemsize
-            return LeafReport(path, array, num_bytes, kept, on_device)
-        kept = "on the device" if strategy.num_replicas == 1 else "whole on every device"
-        return LeafReport(path, array, num_bytes, kept, num_bytes)
-    on_device = 0 if layout.on_host and form.is_cut else layout.num_elements(form) * itemsize
-    if form.is_cut:
-        what = f"axis {form.axis} cut" if form.shape == form.of else f"as {list(form.shape)}, cut"
-        where = " in host memory" if layout.on_host else ""
-        copies = strategy.num_replicas // layout.num_parts
-        kept = f"{what} in {layout.num_parts} parts {list(form.part(layout.num_parts))}{where}"
-        kept += f", {copies} copies" if copies > 1 else ""
-    else:
-        of = "replica" if rule is not None else "device"
-        kept = f"whole on every {of}" if len(strategy.devices) > 1 else "on the device"
-        kept += _why_whole(layout, x, rule) if num_bytes and layout.num_parts > 1 else ""
-    return LeafReport(path, array, num_bytes, kept + _by_rule(strategy, form, rule), on_device)
-
-
-def _why_whole(layout: Layout, x: Any, rule: Rule | None) -> str:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return ": a PRNG key"
-    if not layout.takes_parts(x.shape, x.dtype):
-        return f": fewer than {max(layout.whole_below, layout.num_parts):,} elements"
-    return ": no state of an optimiser" if rule is None else ": no other axis divides well, or no state of an optimiser"
-
-
-def _by_rule(strategy: Strategy, form: Form, rule: Rule | None) -> str:
-    if rule is None or strategy.mesh is None:
+def _text_bar(holding: Holding) -> str:
+    if holding.spans == WHOLE:
         return ""
-    sizes = strategy.mesh.shape
-    over = [
-        f"axis {i} over {' x '.join(f'{name}={sizes[name]}' for name in names_in(entry))}"
-        for i, entry in enumerate(form.model)
-        if entry is not None
-    ]
-    return f"; {', '.join(over)} by {'the metadata' if rule.pattern is None else repr(rule.pattern)}"
+    cells = 16
+    filled = {
+        cell
+        for start, stop in holding.spans
+        for cell in range(int(start * cells + 1e-6), max(int(start * cells + 1e-6) + 1, round(stop * cells)))
+    }
+    return "".join("#" if cell in filled else "." for cell in range(cells)) + " "
 
 
-def itemsize_of(dtype: Any) -> int:
-    """Counts the bytes of an element; of a PRNG key those of its data."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return data.size * data.dtype.itemsize
-    return dtype.itemsize
+def _draw(report: StateReport) -> Svg:
+    svg = Svg(report.title, str(report), _WIDTH)
+    _, summary, *refusal = report._heading()
+    y = svg.heading((summary, "small soft"), *((each, "small warn") for each in refusal))
+    for i, way in enumerate(report.ways):
+        y += 24
+        svg.key(MARGIN, y, kind(i), _letter(i), fit(way, _WIDTH - 2 * MARGIN - 28))
+    rows = list(rows_of(report.places))
+    most = max((len(each.holdings) for _, each in rows if isinstance(each, Place)), default=1)
+    column = (_WIDTH - MARGIN - _BARS) / min(max(most, 1), _MOST_BARS)
+    y += 8
+    for depth, each in rows:
+        y, x = y + _ROW, MARGIN + _INDENT * depth
+        if isinstance(each, str):
+            svg.text(x, y, fit(each, _WIDTH - MARGIN - x), "small soft")
+        elif each.places:
+            y += 6
+            svg.text(x, y, fit(each.name, _WIDTH - MARGIN - x, "small title"), "small title")
+        else:
+            total = size(each.num_bytes) if each.holdings else ""
+            svg.text(x, y, fit(each.name, _NOTE - x - 6, "small title"), "small title")
+            svg.text(_NOTE, y, fit(each.note, _TOTAL - _NOTE - text_width(total) - 8), "small soft")
+            svg.text(_TOTAL, y, total, "small soft", "end")
+            for i, holding in enumerate(each.holdings):
+                line, place = divmod(i, _MOST_BARS)
+                _bar(svg, _BARS + column * place, y + _ROW * line, column - 10, holding)
+            y += _ROW * (max(len(each.holdings) - 1, 0) // _MOST_BARS)
+    svg.height = y + MARGIN
+    return svg
+
+
+def _bar(svg: Svg, x: float, y: float, width: float, holding: Holding) -> None:
+    room = min(130.0, 0.45 * width)
+    bar = width - room - 20
+    svg.text(x, y, _letter(holding.way), "small title")
+    style = kind(holding.way)
+    svg.track(x + 14, y - 9, bar, 11, [BarPart(start, stop, style, holding.label) for start, stop in holding.spans])
+    # How many parts there are stands above, too.
+    label = holding.label if text_width(holding.label) <= room else holding.label.partition(" of ")[0]
+    svg.text(x + 14 + bar + 6, y, fit(label, room), "small")

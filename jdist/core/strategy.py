@@ -18,13 +18,12 @@ from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions, input_options
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
-from jdist.support.html import table
+from jdist.support.table import Table
 from jdist.support.tracebacks import without_own_frames
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from jdist.core.state_picture import StatePicture
     from jdist.core.state_report import StateReport
     from jdist.data.dataset import DistributedDataset
     from jdist.data.options import InputContext, InputOptions
@@ -173,52 +172,35 @@ class Strategy:
             return self.operations.fetch(self, state)
 
     @without_own_frames
-    def report(self, state: PyTree) -> StateReport:
-        """Describes what each device holds of a state, leaf by leaf: print it, or show it in a notebook.
+    def report(self, state: PyTree | None = None) -> StateReport:
+        """Shows this strategy's devices, hosts and servers, and which part of a state each of them holds, leaf by leaf.
 
-        It is what this strategy makes of such a state, wherever the given one is now. One that it would refuse, as too much
-        of it would stay whole, is marked so.
-
-        Args:
-            state: arrays, or their shapes (`jax.eval_shape(create, key)`).
-
-        Raises:
-            StepError: a rule does not fit the state.
-
-        Example:
-            >>> import jax.numpy as jnp, jdist
-            >>> jdist.one_device().report({"w": jnp.ones((3, 5))}).bytes_per_device
-            60
-        """
-        from jdist.core.state_report import report
-
-        return report(self, state)
-
-    @without_own_frames
-    def show(self, state: PyTree | None = None) -> StatePicture:
-        """Shows this strategy's devices, hosts and servers, and which part of a state each of them holds.
+        It is what this strategy makes of such a state, wherever the given one is now; `jdist.show` says where that is.
+        A state that the strategy would refuse, as too much of it would stay whole, is marked so.
 
         Args:
-            state: one that this strategy has laid out; or shapes, `jax.eval_shape(create, key)`, to see where arrays would be.
-                None: the devices alone.
+            state: arrays, or their shapes (`jax.eval_shape(create, key)`). None: the devices alone.
 
         Returns:
-            The picture: a notebook draws it, `print` writes it as text, `picture.save("state.svg")` keeps it.
+            The report: a notebook draws it, `print` writes it as text, `report.save("state.svg")` keeps the picture.
 
         Raises:
-            StepError: the state is not this strategy's, has no arrays or one that was deleted; or a rule does not fit.
+            StepError: the state is a function or has no leaves; or a rule does not fit it.
 
         Example:
             >>> import jax, jax.numpy as jnp, jdist
             >>> shapes = jax.eval_shape(lambda: {"w": jnp.ones((3, 5))})
-            >>> print(jdist.one_device("cpu:0").show(shapes))
+            >>> print(jdist.one_device("cpu:0").report(shapes))
             one_device: 1 replica, 1 device of 1 process, cpu (cpu)
               a state of 1 array, 60 B; 60 B on the device
+              leaf   array          bytes  how it is kept  bytes a device
+              ['w']  float32[3, 5]     60  whole on cpu:0              60
+              all                      60  100.0% of it                60
               A  whole on cpu:0: 1 array, 60 B (['w'])
             this machine
               cpu:0  replica 0  60 B  A whole
         """
-        return self.operations.show(self, state)
+        return self.operations.report(self, state)
 
     @without_own_frames
     def shapes(self, state: PyTree) -> PyTree:
@@ -493,4 +475,4 @@ class Strategy:
             devices = ", ".join(map(str, self.devices[:8])) + (", ..." if len(self.devices) > 8 else "")
             rows |= {"devices": devices, "mesh": dict(self.mesh.shape)}
             rows |= {"transform": self.transform, "all-reduce": self.reduction.name}
-        return table(rows.items())
+        return Table("", [*rows.items()])._repr_html_()

@@ -17,8 +17,8 @@ from jdist.data.prefetch import Prefetcher, StopRequest
 from jdist.data.readers import GlobalReader
 from jdist.data.sources.protocol import kind_of
 from jdist.errors import DatasetError
-from jdist.support.html import table
-from jdist.support.leaf_table import tree_table
+from jdist.support.leaves import leaves_of, table_of
+from jdist.support.table import Table
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
@@ -232,8 +232,10 @@ class DistributedDataset:
             ("at step", f"{self.position:,}"),
             ("steps a call", calls),
         ]
-        received = "" if self._layout is None else tree_table(self.element_spec, title="what a step receives")
-        return table(rows, title=type(self).__name__) + received
+        tables = [Table(type(self).__name__, rows)]
+        if self._layout is not None:
+            tables.append(table_of(leaves_of(self.element_spec), "what a step receives"))
+        return "".join(each._repr_html_() for each in tables)
 
     def _padded_rows(self) -> int | None:
         full = self._reader.full if self._layout is None else self._layout.full

@@ -11,15 +11,13 @@ from jdist.core.state_report import StateReport
 from jdist.errors import StepError
 from jdist.plan.collectives import Collective, collectives
 from jdist.plan.hlo import parse
-from jdist.plan.table import aligned
 from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
-from jdist.support.html import table
+from jdist.support.table import Table
 
 PyTree = Any
-_GATHERS = ("leaf", "bytes", "gathered")
-_TITLE = "gathers of arrays in parts, and the bytes that a device then holds"
-_HEADER = ("kind", "count", "bytes", "mesh axis", "groups")
+_GATHERS = "gathers of arrays in parts, and the bytes that a device then holds"
+_COLLECTIVES = "collectives in one call"
 
 
 @dataclass(frozen=True)
@@ -33,36 +31,24 @@ class Explanation:
     arguments: int  # bytes of a device's memory for state and batch
     temporaries: int  # bytes for activations, gradients and gathered arrays, as the compiler says
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                c.kind,
-                f"{c.count:,}",
-                f"{c.bytes:,}",
-                c.axes,
-                f"{c.groups:,} of {c.group_size:,}" if c.group_size else "",
-            )
+    @property
+    def _tables(self) -> list[Table]:
+        gathered = [(g.leaf, f"{g.num_bytes:,}", g.why + f", {g.line}" * bool(g.line)) for g in self.gathers]
+        rows = [
+            (c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, f"{c.groups:,} of {c.group_size:,}" * bool(c.group_size))
             for c in self.collectives
         ]
-
-    def _gathered(self) -> list[tuple[str, ...]]:
-        return [(g.leaf, f"{g.num_bytes:,}", g.why + f", {g.line}" * bool(g.line)) for g in self.gathers]
-
-    def _memory(self) -> str:
-        return f"a device's memory: {self.arguments:,} bytes of arguments, {self.temporaries:,} of temporaries"
+        memory = f"a device's memory: {self.arguments:,} bytes of arguments, {self.temporaries:,} of temporaries"
+        exchanged = Table(_COLLECTIVES, rows, ("kind", "count", "bytes", "mesh axis", "groups"), notes=[memory])
+        if not rows:
+            exchanged = Table(f"{_COLLECTIVES}: none", (), notes=[memory])
+        return [*([Table(_GATHERS, gathered, ("leaf", "bytes", "gathered"))] if gathered else []), exchanged]
 
     def __str__(self) -> str:
-        title = "collectives in one call" if self.collectives else "collectives in one call: none"
-        lines = aligned([_HEADER, *self._rows()]) if self.collectives else []
-        gathers = (
-            [_TITLE, *(f"  {line}" for line in aligned([_GATHERS, *self._gathered()])), ""] if self.gathers else []
-        )
-        return "\n".join([str(self.state), "", *gathers, title, *(f"  {line}" for line in lines), "", self._memory()])
+        return "\n\n".join([str(self.state), *map(str, self._tables)])
 
     def _repr_html_(self) -> str:
-        exchanged = table(self._rows(), header=_HEADER, title=f"collectives in one call; {self._memory()}")
-        gathers = table(self._gathered(), header=_GATHERS, title=_TITLE) if self.gathers else ""
-        return self.state._repr_html_() + gathers + exchanged
+        return "".join(each._repr_html_() for each in (self.state, *self._tables))
 
 
 def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explanation:

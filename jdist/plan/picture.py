@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from jdist.plan.plan import Plan
 from jdist.plan.table import duration, show
-from jdist.support.svg import Svg, fit, text_width, wrap
+from jdist.support.svg import MARGIN, BarPart, Svg
 from jdist.support.units import size
 
-_WIDTH, _MARGIN, _BAR = 820.0, 24.0, 26.0
+_WIDTH, _BAR = 820.0, 26.0
 _SMALL = 0.4  # a bar that fills less of the chip's memory is drawn once more, enlarged
 
 
@@ -39,13 +40,9 @@ def draw(plan: Plan) -> Svg:
         f"Plan for {plan.target}: {plan.num_devices:,} {plan.device_kind} devices, global batch {plan.global_batch:,}"
     )
     svg = Svg(title, show(plan), _WIDTH)
-    svg.text(_MARGIN, 34, fit(title, _WIDTH - 2 * _MARGIN, "title"), "title")
-    bottom = 46.0
-    for line in wrap(plan.summary.replace("\n", "; "), _WIDTH - 2 * _MARGIN)[:3]:
-        bottom += 16
-        svg.text(_MARGIN, bottom, line, "small soft")
+    bottom = svg.heading((plan.summary.replace("\n", "; "), "small soft"), most=3)
     bottom = _memory(svg, plan, bottom + 32)
-    svg.height = _time(svg, plan, bottom + 34) + _MARGIN
+    svg.height = _time(svg, plan, bottom + 34) + MARGIN
     return svg
 
 
@@ -77,40 +74,38 @@ def _memory(svg: Svg, plan: Plan, top: float) -> float:
     parts = memory_parts(plan)
     total = sum(part.amount for part in parts)
     if plan.capacity is None:
-        verdict = f"{size(int(total))}; the memory of this device is not known"
+        verdict = f"{_size(total)}; the memory of this device is not known"
     elif plan.fits is False:
-        verdict = f"{size(int(total))} of {size(plan.capacity)}: does not fit"
+        verdict = f"{_size(total)} of {size(plan.capacity)}: does not fit"
     else:
-        verdict = f"{size(int(total))} of {size(plan.capacity)}: fits, {size(int(plan.capacity - total))} free"
-    svg.text(_MARGIN, top, "Memory of a device", "title")
-    svg.text(_WIDTH - _MARGIN, top, verdict, "small warn" if plan.fits is False else "small", "end")
+        verdict = f"{_size(total)} of {size(plan.capacity)}: fits, {_size(plan.capacity - total)} free"
+    svg.text(MARGIN, top, "Memory of a device", "title")
+    svg.text(_WIDTH - MARGIN, top, verdict, "small warn" if plan.fits is False else "small", "end")
     top += 26
     full = max(total, plan.capacity or 0) or 1
-    width = _WIDTH - 2 * _MARGIN
-    svg.rect(_MARGIN, top, width, _BAR, "track", radius=3)
-    _stack(svg, _MARGIN, top, width / full, parts, lambda amount: size(int(amount)))
+    width = _WIDTH - 2 * MARGIN
+    _stack(svg, MARGIN, top, width, full, parts, _size)
     if plan.capacity is not None:
-        at = _MARGIN + width * plan.capacity / full
+        at = MARGIN + width * plan.capacity / full
         svg.line(at, top - 5, at, top + _BAR + 5, "limit")
-        svg.text(min(at, _WIDTH - _MARGIN), top - 9, f"{size(plan.capacity)}, all there is", "small warn", "end")
+        svg.text(min(at, _WIDTH - MARGIN), top - 9, f"{size(plan.capacity)}, all there is", "small warn", "end")
     if 0 < total < _SMALL * full:
         top += _BAR + 20
-        svg.text(_MARGIN, top, "the same, enlarged", "small soft")
+        svg.text(MARGIN, top, "the same, enlarged", "small soft")
         top += 8
-        svg.rect(_MARGIN, top, width, _BAR, "track", radius=3)
-        _stack(svg, _MARGIN, top, width / total, parts, lambda amount: size(int(amount)))
-    return _legend(svg, top + _BAR + 24, parts, lambda amount: size(int(amount)), total)
+        _stack(svg, MARGIN, top, width, total, parts, _size)
+    return _legend(svg, top + _BAR + 24, parts, _size, total)
 
 
 def _time(svg: Svg, plan: Plan, top: float) -> float:
-    svg.text(_MARGIN, top, "Time of a step: a model from public peaks, not a measurement", "title")
+    svg.text(MARGIN, top, "Time of a step: a model from public peaks, not a measurement", "title")
     if not plan.estimates:
         why = "nothing was compiled" if plan.memory is None else f"there are no public figures of {plan.device_kind!r}"
-        svg.text(_MARGIN, top + 24, f"no model: {why}", "small soft")
+        svg.text(MARGIN, top + 24, f"no model: {why}", "small soft")
         return top + 24
     known = [each.step_s for each in plan.estimates if each.step_s is not None]
-    most, left = max(known, default=1.0) or 1.0, _MARGIN + 96
-    width = _WIDTH - _MARGIN - left - 76
+    most, left = max(known, default=1.0) or 1.0, MARGIN + 96
+    width = _WIDTH - MARGIN - left - 76
     shown: list[_Part] = []
     for estimate in plan.estimates:
         top += _BAR + 10
@@ -118,8 +113,8 @@ def _time(svg: Svg, plan: Plan, top: float) -> float:
         is_planned = estimate.chips == plan.num_devices
         svg.text(left - 10, top + 4, words, "small title" if is_planned else "small", "end")
         bar = top - _BAR / 2
-        svg.rect(left, bar, width, _BAR, "track", radius=3)
         if estimate.step_s is None:
+            svg.track(left, bar, width, _BAR, ())
             svg.text(left + 8, top + 4, "no public figure of the network, or of the host's link", "small soft")
             continue
         parts = [
@@ -127,7 +122,7 @@ def _time(svg: Svg, plan: Plan, top: float) -> float:
             _Part("exchange between chips", estimate.exchange_s or 0.0, "c"),
             _Part("copies to and from the hosts", estimate.host_s or 0.0, "d"),
         ]
-        _stack(svg, left, bar, width / most, parts, duration)
+        _stack(svg, left, bar, width, most, parts, duration)
         svg.text(left + width + 8, top + 4, duration(estimate.step_s), "small title" if is_planned else "small")
         if is_planned or not shown:
             shown = parts
@@ -140,17 +135,29 @@ def _bound(bound: str) -> str:
 
 
 def _stack(
-    svg: Svg, left: float, top: float, scale: float, parts: Sequence[_Part], words: Callable[[float], str]
+    svg: Svg,
+    left: float,
+    top: float,
+    width: float,
+    most: float,
+    parts: Sequence[_Part],
+    words: Callable[[float], str],
 ) -> None:
-    """Draws the parts of a bar, each with its amount where there is room."""
-    for letter, part in _lettered(parts):
-        wide = part.amount * scale
-        svg.rect(left, top, max(wide, 1.0), _BAR, part.style, hint=f"{part.name}: {words(part.amount)}")
-        for label in (f"{letter}: {words(part.amount)}", letter):
-            if text_width(label) < wide - 4:
-                svg.text(left + wide / 2, top + _BAR / 2 + 4, label, "small", "middle")
-                break
-        left += wide
+    """Draws a bar of parts that have `most` together where it is full, each with its amount where there is room."""
+    lettered = _lettered(parts)
+    ends = pairwise([0.0, *accumulate(part.amount / most for _, part in lettered)])
+    spans = [
+        BarPart(begin, end, part.style, f"{part.name}: {words(part.amount)}")
+        for (begin, end), (_, part) in zip(ends, lettered, strict=True)
+    ]
+    svg.track(left, top, width, _BAR, spans, least=1.0)
+    for span, (letter, part) in zip(spans, lettered, strict=True):
+        ends = left + span.begin * width, left + span.end * width
+        svg.inside(*ends, top + _BAR / 2 + 4, f"{letter}: {words(part.amount)}", letter)
+
+
+def _size(amount: float) -> str:
+    return size(int(amount))
 
 
 def _lettered(parts: Sequence[_Part]) -> list[tuple[str, _Part]]:
@@ -161,10 +168,8 @@ def _lettered(parts: Sequence[_Part]) -> list[tuple[str, _Part]]:
 def _legend(svg: Svg, top: float, parts: Sequence[_Part], words: Callable[[float], str], total: float) -> float:
     for letter, part in _lettered(parts):
         share = f"{part.amount / total:.1%}" if total else ""
-        svg.rect(_MARGIN, top - 12, 18, 16, part.style, radius=3)
-        svg.text(_MARGIN + 9, top, letter, "small title", "middle")
-        svg.text(_MARGIN + 28, top, part.name, "small")
-        svg.text(_MARGIN + 430, top, words(part.amount), "small", "end")
-        svg.text(_MARGIN + 490, top, share, "small soft", "end")
+        svg.key(MARGIN, top, part.style, letter, part.name)
+        svg.text(MARGIN + 430, top, words(part.amount), "small", "end")
+        svg.text(MARGIN + 490, top, share, "small soft", "end")
         top += 20
     return top - 14

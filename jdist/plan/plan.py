@@ -7,7 +7,7 @@ import functools
 import os
 from typing import Any
 
-from jdist.errors import ConfigError
+from jdist.errors import ConfigError, StrategyError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, load
 from jdist.experiment.prepare import Parts, prepare
@@ -15,9 +15,8 @@ from jdist.experiment.summary import arithmetic
 from jdist.experiment.validate import validate
 from jdist.plan import roofline
 from jdist.plan.collectives import collectives, host_copies
-from jdist.plan.compile import TooLarge, check_memory, compile_step
+from jdist.plan.compile import TooLarge, check_memory, compile_step, plan_step
 from jdist.plan.hlo import overlap, recomputed
-from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
 from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
 from jdist.strategies.gpu_topology import GPUS
@@ -66,6 +65,11 @@ def make_plan(
     check_global_batch("train.global_batch", config.train.global_batch)
     devices = find_target_devices(target)
     parts = prepare(config, document, make=functools.partial(strategy_on, target, devices), to_run=False)
+    if parts.strategy.coordinator is not None:
+        raise StrategyError(
+            "a plan compiles one program, and under a parameter server a step is several. Plan strategy.name=one_device: a "
+            "worker's program is that step's without the update."
+        )
     kind, steps = devices[0].device_kind, config.train.steps_per_call
     chip = chip_of(kind)
     planned = plan_step(config, parts)

@@ -12,7 +12,7 @@ from jdist.plan import roofline
 from jdist.plan.collectives import Collective
 from jdist.plan.compile import Memory, MemoryCheck, TooLarge
 from jdist.support.chips import Chip, ProductKind
-from jdist.support.html import paragraph, table
+from jdist.support.table import Table, paragraph
 from jdist.support.units import size
 
 
@@ -117,57 +117,34 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        return show_html(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Section:
-    """A part of a plan: a table, whose rows are names and values where it has no header, and notes below it."""
-
-    title: str
-    header: tuple[str, ...] = ()
-    rows: Sequence[tuple[str, ...]] = ()
-    notes: Sequence[str] = ()
+        tables = "".join(table._repr_html_() for table in _tables(self))
+        return paragraph(self.summary) + tables + "".join(map(paragraph, _compile_time(self)))
 
 
 def show(plan: Plan) -> str:
     """Formats the whole plan, in some thirty lines."""
-    lines = plan.summary.splitlines()
-    for section in _sections(plan):
-        rows = [section.header, *section.rows] if section.header else section.rows
-        lines += ["", section.title]
-        lines += [f"  {line}" for line in [*(aligned(rows) if rows else ()), *section.notes]]
-    if plan.memory is not None:
-        lines += ["", f"compiled in {plan.compile_s:.1f} s"]
-    return "\n".join(lines)
+    return "\n\n".join([plan.summary, *map(str, _tables(plan)), *_compile_time(plan)])
 
 
-def show_html(plan: Plan) -> str:
-    """Formats the whole plan for a notebook: a table a section."""
-    parts = [paragraph(plan.summary)]
-    for section in _sections(plan):
-        notes = "\n".join(section.notes)
-        parts.append(
-            table(section.rows, header=section.header, title=section.title) + (paragraph(notes) if notes else "")
-        )
-    return "".join(parts) + (paragraph(f"compiled in {plan.compile_s:.1f} s") if plan.memory is not None else "")
-
-
-def _sections(plan: Plan) -> list[_Section]:
+def _tables(plan: Plan) -> list[Table]:
     if plan.memory is None:
         return [_memory(plan)]
     checks = [_checks(plan)] if plan.checks else []
     return [_memory(plan), _work(plan), _collectives(plan), _model(plan), *checks]
 
 
+def _compile_time(plan: Plan) -> list[str]:
+    return [] if plan.memory is None else [f"compiled in {plan.compile_s:.1f} s"]
+
+
 def show_sweep(plans: Sequence[Plan]) -> str:
     """Formats one line a plan, and the largest global batch that fits."""
-    rows = [("global batch", "memory of a device", "free of it", ""), *map(_cells, plans)]
+    table = Table("", [*map(_cells, plans)], ("global batch", "memory of a device", "free of it", ""))
     fitting = [plan.global_batch for plan in plans if plan.fits]
     result = f"largest that fits: {max(fitting):,}" if fitting else "none of them fits"
     if fitting and all(plan.fits for plan in plans):
         result += "; all that were tried fit, so a larger one may"
-    return "\n".join([*aligned(rows), result])
+    return f"{table}\n{result}"
 
 
 def sweep_row(plan: Plan) -> str:
@@ -184,7 +161,7 @@ def _cells(plan: Plan) -> tuple[str, str, str, str]:
     return f"{plan.global_batch:,}", size(plan.memory.total), free, plan.verdict
 
 
-def _memory(plan: Plan) -> _Section:
+def _memory(plan: Plan) -> Table:
     title = f"memory of each of {plan.num_devices:,} {plan.device_kind} devices"
     if plan.memory is None:
         assert plan.refusal is not None  # a plan has the one or the other
@@ -193,7 +170,7 @@ def _memory(plan: Plan) -> _Section:
             needed, available = plan.refusal.needed, plan.refusal.available
             what = "temporaries alone" if plan.refusal.partly else "it"
             notes.append(f"{what} would need {size(needed)} of {size(available)}, {size(needed - available)} too much")
-        return _Section(title=title, notes=[*notes, *_remedies(plan)])
+        return Table(title, (), notes=[*notes, *_remedies(plan)])
     note = "the memory of this device is not known"
     if plan.capacity is not None and plan.free_bytes is not None:
         margin = f"{size(plan.free_bytes)} free" if plan.fits else f"{size(-plan.free_bytes)} too much"
@@ -213,7 +190,7 @@ def _memory(plan: Plan) -> _Section:
         ("total", size(m.total), note),
     ]
     notes = [f"{size(plan.capacity)} are {plan.capacity_note}"] if plan.capacity_note and plan.capacity else []
-    return _Section(title=title, rows=rows, notes=notes + (_remedies(plan) if plan.fits is False else []))
+    return Table(title, rows, notes=notes + (_remedies(plan) if plan.fits is False else []))
 
 
 def _remedies(plan: Plan) -> list[str]:
@@ -232,26 +209,23 @@ def _remedies(plan: Plan) -> list[str]:
     return ["a smaller train.global_batch, more devices, or train.accumulate=2 need less"]
 
 
-def _work(plan: Plan) -> _Section:
+def _work(plan: Plan) -> Table:
     again = []
     if plan.recomputed:
         again = [
             f"to save memory the compiler has {plan.recomputed:,} results computed twice, which the FLOPs leave out"
         ]
     divided = f", shared evenly by the {plan.replica_devices} devices of a replica" if plan.replica_devices > 1 else ""
-    return _Section(
-        title="work of a device in one step",
-        notes=again,
-        rows=[
-            ("FLOPs", f"{plan.flops:,.4g}", f"matrix products and convolutions{divided}"),
-            ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory"),
-        ],
-    )
+    rows = [
+        ("FLOPs", f"{plan.flops:,.4g}", f"matrix products and convolutions{divided}"),
+        ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory"),
+    ]
+    return Table("work of a device in one step", rows, notes=again)
 
 
-def _collectives(plan: Plan) -> _Section:
+def _collectives(plan: Plan) -> Table:
     if not plan.collectives:
-        return _Section(title="collectives in one step: none")
+        return Table("collectives in one step: none", ())
     rows = []
     for c in plan.collectives:
         groups = [f"{c.groups:,} of {c.group_size:,}"] if c.group_size else []
@@ -268,13 +242,13 @@ def _collectives(plan: Plan) -> _Section:
             f"asynchronous: {plan.in_flight_bytes:,} bytes, of which {plan.overlapped_bytes:,} ({share:.0%}) are in flight "
             "beside matrix products, in the order that the compiler has scheduled"
         ]
-    return _Section(title="collectives in one step", header=header, rows=rows, notes=notes)
+    return Table("collectives in one step", rows, header, notes)
 
 
-def _model(plan: Plan) -> _Section:
+def _model(plan: Plan) -> Table:
     chip = plan.chip
     if chip is None:
-        return _Section(title=f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}")
+        return Table(f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}", ())
     rows = []
     for e in plan.estimates:
         times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.device_s)]
@@ -306,10 +280,10 @@ def _model(plan: Plan) -> _Section:
         f"links {chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over d = {plan.domain_chips:,} chips"
         f"{network}{host} ({chip.source})"
     )
-    return _Section(
-        title="time of a step: a model from public peaks, not a measurement",
+    return Table(
+        "time of a step: a model from public peaks, not a measurement",
+        rows,
         header=("chips", "device", "exchange", "host", "step", "exchange / step", "bound by"),
-        rows=rows,
         notes=[*missing, *formula, peaks],
     )
 
@@ -335,27 +309,14 @@ def _of_float32(chip: Chip) -> str:
     return f"float32 is multiplied in {name} by JAX's default matmul precision"
 
 
-def _checks(plan: Plan) -> _Section:
+def _checks(plan: Plan) -> Table:
     has_peak = any("peak" in c.what for c in plan.checks)
-    return _Section(
-        title="memory: predicted, and measured in one real step (bytes of a device)",
+    return Table(
+        "memory: predicted, and measured in one real step (bytes of a device)",
         header=("what", "predicted", "measured", "error"),
         rows=[(c.what, f"{c.predicted:,}", f"{c.measured:,}", f"{c.error:+.2%}") for c in plan.checks],
         notes=[] if has_peak else ["this device has no allocator that counts, so the temporaries are not compared"],
     )
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns columns, the first and the last to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.ljust(width) if i in (0, last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def duration(seconds: float) -> str:

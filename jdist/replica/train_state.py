@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import StepError
 from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.replica.gradients import OVERWRITTEN
-from jdist.support.leaf_table import has_arrays, tree_table, tree_text
+from jdist.support.leaves import leaves_of, table_of
 from jdist.support.suggest import did_you_mean
+from jdist.support.table import Table
 
 PyTree = Any
 
@@ -161,12 +163,19 @@ class TrainState:
         mend = f"; it is a collection: read `state.extra[{name!r}]`" if name in extra else ""
         raise AttributeError(f"a TrainState has no attribute {name!r}{mend}")
 
+    def _table(self) -> Table | None:
+        """Makes a table of the leaves and where they are; None if no leaf is an array."""
+        if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(self)):
+            return None
+        return table_of(leaves_of(self, is_sharded_leaf), "TrainState")
+
     def _repr_html_(self) -> str | None:
-        return tree_table(self, title="TrainState") if has_arrays(self) else None
+        table = self._table()
+        return None if table is None else table._repr_html_()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
-        printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
+        printer.text(str(self._table() or repr(self)))
 
     def _read_by_update(self, grads: PyTree, params: PyTree, extra: dict[str, PyTree]) -> list[str]:
         """Lists the names, of no collection, that the optimiser's `update` reads."""

@@ -13,8 +13,8 @@ from jdist.errors import ConfigError
 from jdist.report.curves import NO_MATPLOTLIB, as_png, new_figure
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import COSTS, EPOCH, EVAL, OF_ROWS
-from jdist.support.html import paragraph
 from jdist.support.suggest import did_you_mean
+from jdist.support.table import paragraph
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class History:
     def _repr_html_(self) -> str | None:
         if new_figure(1) is not None:
             return None  # where there is HTML, a notebook would not show the picture
-        return paragraph(f"{self!r}\n{NO_MATPLOTLIB}")
+        return paragraph(repr(self), NO_MATPLOTLIB)
 
     def _of(self, prefix: str) -> list[dict[str, Any]]:
         rows = []

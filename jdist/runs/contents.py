@@ -14,7 +14,7 @@ from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.checkpoint.fit import name_of
 from jdist.checkpoint.orbax import list_orbax
 from jdist.errors import CheckpointError
-from jdist.runs.table import columns
+from jdist.support.table import Table
 from jdist.support.units import size
 from jdist.weights.files import Reader, has_files
 
@@ -62,7 +62,7 @@ def _show(path: str) -> int:
         (leaf["path"], leaf["dtype"], str(list(leaf["shape"])), f"{num_bytes:,}")
         for leaf, num_bytes in zip(leaves, sizes, strict=True)
     ]
-    print(f"\n{columns(('leaf', 'dtype', 'shape', 'bytes'), rows, right=('bytes',))}")
+    print(f"\n{Table('', rows, ('leaf', 'dtype', 'shape', 'bytes'))}")
     print(f"\n{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}, {size(sum(sizes))}")
     return 0
 

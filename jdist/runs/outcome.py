@@ -16,8 +16,8 @@ from jdist.report.metrics_file import to_plain
 from jdist.report.progress import duration
 from jdist.runs.grid import Point
 from jdist.runs.plot import plot_runs
-from jdist.runs.summary import RunSummary
-from jdist.runs.table import columns, figure
+from jdist.runs.summary import RunSummary, figure
+from jdist.support.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,7 @@ def _table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], metric: str
         ]
         for row in rows
     ]
-    return columns(
-        [*labels, metric, best, "steps", "trained", "status"], cells, right=[metric, best, "steps", "trained"]
-    )
+    return str(Table("", cells, [*labels, metric, best, "steps", "trained", "status"]))
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jdist.errors import ConfigError
 from jdist.experiment.load import dotted, leaves
@@ -15,10 +16,10 @@ from jdist.report.files import write_atomically
 from jdist.report.progress import duration, percent
 from jdist.runs.perfetto import trace
 from jdist.runs.plot import plot_runs
-from jdist.runs.summary import RUNS, RunSummary, find_runs, read_run
-from jdist.runs.table import columns, figure
+from jdist.runs.summary import RUNS, RunSummary, figure, find_runs, read_run
 from jdist.runs.timeline import read_timeline
 from jdist.runs.timeline_picture import draw
+from jdist.support.table import Table
 
 
 def compare(a: RunSummary, b: RunSummary, *, as_json: bool = False) -> str:
@@ -36,16 +37,15 @@ def compare(a: RunSummary, b: RunSummary, *, as_json: bool = False) -> str:
     if as_json:
         differences = {"config": config, "environment": environment, "metrics": metrics, "curves": drawn}
         return json.dumps({"runs": [a.as_json(), b.as_json()], **differences}, indent=1)
-    tables = [
-        columns(["config", *names], [[key, _text(x), _text(y)] for key, (x, y) in config.items()])
-        if config
-        else "the configs are alike",
-    ]
+
+    def table(name: str, pairs: dict, text: Callable[[Any], str], if_empty: str) -> str:
+        rows = [[key, text(x), text(y)] for key, (x, y) in pairs.items()]
+        return str(Table("", rows, [name, *names])) if rows else if_empty
+
+    tables = [table("config", config, _text, "the configs are alike")]
     if all(starts):
-        rows = [[key, _text(x), _text(y)] for key, (x, y) in environment.items()]
-        tables.append(columns(["environment", *names], rows) if rows else "the environments are alike")
-    rows = [[name, figure(x), figure(y)] for name, (x, y) in metrics.items()]
-    tables.append(columns(["last of", *names], rows, right=names) if rows else "neither has measured anything yet")
+        tables.append(table("environment", environment, _text, "the environments are alike"))
+    tables.append(table("last of", metrics, figure, "neither has measured anything yet"))
     return "\n\n".join([*tables, drawn])
 
 
@@ -127,4 +127,4 @@ def _table(runs: Sequence[RunSummary]) -> str:
         ]
         for run in runs
     ]
-    return columns(header, rows, right=["step", "last", "best", "trained", "goodput"])
+    return str(Table("", rows, header))

@@ -19,7 +19,7 @@ from jdist.experiment.validate import validate
 from jdist.report.curves import points_of
 from jdist.report.metric_direction import Mode, better
 from jdist.report.metrics_file import EVAL, SHARES, Row, read_rows, to_plain
-from jdist.report.progress import numbers
+from jdist.report.progress import numbers, readable
 from jdist.report.times import read_times
 from jdist.support.file_lock import is_held
 from jdist.support.suggest import closest
@@ -153,3 +153,8 @@ def find_runs(folder: Path) -> Iterator[Path]:
         if is_run or len(path.relative_to(folder).parts) >= _DEPTH:
             below.clear()
         below.sort()
+
+
+def figure(value: float | None) -> str:
+    """Formats a metric for a cell; `-` if there is none."""
+    return "-" if value is None else readable(value)

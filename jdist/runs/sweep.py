@@ -19,8 +19,7 @@ from jdist.report.progress import duration
 from jdist.runs.child import Stop, run_child
 from jdist.runs.grid import Point, parse_grid, points
 from jdist.runs.outcome import Ranking, write_outcome
-from jdist.runs.summary import RunSummary, main_metric, mode_of, read_run
-from jdist.runs.table import figure
+from jdist.runs.summary import RunSummary, figure, main_metric, mode_of, read_run
 
 # Keys that a run may fill in, and writes with its config.
 _FILLED_IN = ("decay_steps", "transition_steps")

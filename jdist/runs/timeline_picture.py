@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from jdist.runs.timeline import CHECKPOINT, EVALUATION, LOST, STARTUP, TRAIN, Timeline, describe, summary
-from jdist.support.svg import Svg, fit, text_width
+from jdist.support.svg import MARGIN, BarPart, Svg, fit, text_width
 
-_WIDTH, _MARGIN, _LABELS = 900.0, 24.0, 118.0
+_WIDTH, _LABELS = 900.0, 118.0
 _LANE, _BAR = 28.0, 16.0
 _MOST_PROCESSES, _MOST_MARKS = 12, 12  # of more marks the first and the last are shown
 _MOST_NEAR = 4  # numbers of marks one below the other, where they are at almost the same time
@@ -24,36 +23,23 @@ _LEGEND = (
 _UNITS = ((1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "d"))
 
 
-class _Bar(NamedTuple):
-    begin: float
-    end: float
-    style: str
-    hint: str
-
-
 def draw(timeline: Timeline) -> Svg:
     """Draws a timeline."""
     svg = Svg(f"Timeline of {timeline.name}", str(timeline), _WIDTH)
     length = max(timeline.end - timeline.begin, 1e-3)
-    left, width = _MARGIN + _LABELS, _WIDTH - 2 * _MARGIN - _LABELS
+    left, width = MARGIN + _LABELS, _WIDTH - 2 * MARGIN - _LABELS
 
     def x(at: float) -> float:
         return left + (at - timeline.begin) / length * width
 
-    svg.text(_MARGIN, 34, fit(f"Timeline of {timeline.name}", _WIDTH - 2 * _MARGIN, "title"), "title")
-    svg.text(_MARGIN, 52, fit(summary(timeline), _WIDTH - 2 * _MARGIN), "small soft")
-    top = _legend(svg, 74, timeline)
+    top = _legend(svg, svg.heading((summary(timeline), "small soft")) + 22, timeline)
     bottom = top + (_steps(svg, timeline, top, x) if timeline.attempts else 36)
     for label, bars, texts in _lanes(timeline):
         middle = bottom + _LANE / 2
         svg.text(left - 10, middle + 4, fit(label, _LABELS - 14), "small", "end")
-        svg.rect(left, middle - _BAR / 2, width, _BAR, "track", radius=2)
-        for bar in _visible(bars, length / width):
-            wide = max(1.5, x(bar.end) - x(bar.begin))
-            svg.rect(min(x(bar.begin), left + width - wide), middle - _BAR / 2, wide, _BAR, bar.style, hint=bar.hint)
+        svg.track(left, middle - _BAR / 2, width, _BAR, _visible(bars, 1 / width), least=1.5)
         for begin, end, words in texts:
-            if text_width(words) < x(end) - x(begin) - 8:
-                svg.text((x(begin) + x(end)) / 2, middle + 4, words, "small", "middle")
+            svg.inside(x(begin), x(end), middle + 4, words)
         bottom += _LANE
     hidden = len({p.name for p in timeline.processes}) - _MOST_PROCESSES
     if hidden > 0:
@@ -68,14 +54,14 @@ def draw(timeline: Timeline) -> Svg:
             svg.text(min(x(at) + 3, left + width - 16), top + 11 * len(near), str(mark), "small warn")
             near.append(x(at))
         bottom += 18
-        svg.text(_MARGIN + 14, bottom, str(mark), "small warn", "end")
-        svg.text(_MARGIN + 22, bottom, fit(words, _WIDTH - 2 * _MARGIN - 22), "small")
-    svg.height = bottom + _MARGIN
+        svg.text(MARGIN + 14, bottom, str(mark), "small warn", "end")
+        svg.text(MARGIN + 22, bottom, fit(words, _WIDTH - 2 * MARGIN - 22), "small")
+    svg.height = bottom + MARGIN
     return svg
 
 
 def _legend(svg: Svg, y: float, timeline: Timeline) -> float:
-    left = _MARGIN
+    left = MARGIN
     shown = {_STYLES[span.part] for attempt in timeline.attempts for span in attempt.spans if span.part in _STYLES}
     for style, words in _LEGEND:
         if style in shown or (style == "f" and timeline.processes):
@@ -87,7 +73,7 @@ def _legend(svg: Svg, y: float, timeline: Timeline) -> float:
 
 def _steps(svg: Svg, timeline: Timeline, top: float, x: Callable[[float], float]) -> float:
     """Draws the step over time; returns the height."""
-    height, left = 64.0, _MARGIN + _LABELS
+    height, left = 64.0, MARGIN + _LABELS
     most = max(1, *(attempt.last for attempt in timeline.attempts))
 
     def y(step: int) -> float:
@@ -95,7 +81,7 @@ def _steps(svg: Svg, timeline: Timeline, top: float, x: Callable[[float], float]
 
     svg.text(left - 10, y(most) + 4, f"step {most:,}", "small", "end")
     svg.text(left - 10, y(0) + 1, "0", "small", "end")
-    svg.line(left, y(0), _WIDTH - _MARGIN, y(0))
+    svg.line(left, y(0), _WIDTH - MARGIN, y(0))
     for attempt in timeline.attempts:
         points = [(attempt.begin, attempt.first)]
         for span in attempt.spans:
@@ -114,18 +100,22 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [*kept, points[-1]]
 
 
-def _lanes(timeline: Timeline) -> Iterable[tuple[str, list[_Bar], list[tuple[float, float, str]]]]:
-    spans = [(attempt, span) for attempt in timeline.attempts for span in attempt.spans]
+def _lanes(timeline: Timeline) -> Iterable[tuple[str, list[BarPart], list[tuple[float, float, str]]]]:
+    length = max(timeline.end - timeline.begin, 1e-3)
 
-    def bars(*parts: str) -> list[_Bar]:
+    def bar(begin: float, end: float, style: str, hint: str) -> BarPart:
+        return BarPart((begin - timeline.begin) / length, (end - timeline.begin) / length, style, hint)
+
+    def bars(*parts: str) -> list[BarPart]:
         return [
-            _Bar(s.begin, s.end, _STYLES[s.part], f"{s.part}, attempt {a.number}: step {s.first:,} to {s.last:,}")
-            for a, s in spans
+            bar(s.begin, s.end, _STYLES[s.part], f"{s.part}, attempt {a.number}: step {s.first:,} to {s.last:,}")
+            for a in timeline.attempts
+            for s in a.spans
             if s.part in parts
         ]
 
     if timeline.attempts:
-        attempts = [_Bar(a.begin, a.end, "f", describe(timeline, a)) for a in timeline.attempts]
+        attempts = [bar(a.begin, a.end, "f", describe(timeline, a)) for a in timeline.attempts]
         texts = [
             (a.begin, a.end, f"{a.number}: steps {a.first:,} to {a.last:,}, {a.outcome}") for a in timeline.attempts
         ]
@@ -135,17 +125,16 @@ def _lanes(timeline: Timeline) -> Iterable[tuple[str, list[_Bar], list[tuple[flo
         if found := bars(part):
             yield label, found, []
     for name in list(dict.fromkeys(process.name for process in timeline.processes))[:_MOST_PROCESSES]:
-        own = [p for p in timeline.processes if p.name == name]
-        lives = [(p.begin, timeline.end_of(p), p) for p in own]
-        yield name, [_Bar(b, e, "f", p.how) for b, e, p in lives], [(b, e, p.how) for b, e, p in lives]
+        lives = [(p.begin, timeline.end_of(p), p.how) for p in timeline.processes if p.name == name]
+        yield name, [bar(begin, end, "f", how) for begin, end, how in lives], lives
 
 
-def _visible(bars: Iterable[_Bar], pixel_s: float) -> list[_Bar]:
+def _visible(bars: Iterable[BarPart], pixel: float) -> list[BarPart]:
     """Joins bars of one style that are less than a pixel apart: of a long run there are more bars than pixels."""
-    shown: list[_Bar] = []
+    shown: list[BarPart] = []
     for bar in bars:
         before = shown[-1] if shown else None
-        if before is not None and before.style == bar.style and bar.begin - before.end < pixel_s:
+        if before is not None and before.style == bar.style and bar.begin - before.end < pixel:
             hint = f"{before.hint.partition(' … ')[0]} … {bar.hint}"
             shown[-1] = before._replace(end=max(before.end, bar.end), hint=hint)
         else:

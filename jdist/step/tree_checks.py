@@ -103,7 +103,7 @@ def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, ShardedLeaf)):
         if isinstance(leaf, ShardedLeaf):
             raise StepError(
-                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)}, {leaf.whereabouts}, "
+                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)}, kept {leaf.kept}, "
                 f"as the strategy that made it keeps it; {strategy.name} takes whole arrays. Pass on what that "
                 "strategy's `fetch(state)` returns."
             )

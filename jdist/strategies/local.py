@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist.core.operations import Operations, Parts, Shard
-from jdist.core.show import show_under
+from jdist.core.show import report
 from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
@@ -54,7 +54,7 @@ LOCAL = Operations(
     feed_pipelines=feed.feed_pipelines,
     distribute=DistributedStep,
     describe=describe,
-    show=show_under,
+    report=report,
 )
 
 

@@ -17,7 +17,7 @@ from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
-from jdist.core.state_picture import StatePicture
+from jdist.core.state_report import StateReport
 from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, on_host
@@ -277,16 +277,16 @@ def _strategy(job: Session) -> Strategy:
     def check(strategy: Strategy, state: PyTree) -> None:
         job.join()
 
-    def show(strategy: Strategy, state: PyTree | None) -> StatePicture:
+    def report(strategy: Strategy, state: PyTree | None) -> StateReport:
         if state is None:
             return job.show(None)
         whole = state.whole if isinstance(state, RemotePart) else state
         if not isinstance(whole, RemoteState) or whole.job is not job:
             kind = "that of another parameter server" if isinstance(whole, RemoteState) else f"a {type(state).__name__}"
             raise StepError(
-                f"strategy.show: this state is not of this parameter_server: it is {kind}. `strategy.init(create, key)` makes "
-                "one that is, and `jdist.show(state)` shows where this one is. How a state is cut up a step decides, so of "
-                "shapes alone there is nothing to show."
+                f"strategy.report: this state is not of this parameter_server: it is {kind}. `strategy.init(create, key)` "
+                "makes one that is, and `jdist.show(state)` shows where this one is. How a state is cut up a step decides, so "
+                "of shapes alone there is nothing to show."
             )
         return state.show()
 
@@ -331,7 +331,7 @@ def _strategy(job: Session) -> Strategy:
             feed_pipelines=feed_on_workers,
             distribute=distribute,
             describe=lambda _: job.describe(),
-            show=show,
+            report=report,
             coordinator=ClusterCoordinator(job),
         ),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 # Scoped by the class of the root: a notebook puts the picture, and with it its style, into its own page.
 _STYLE = """
@@ -25,6 +26,7 @@ _STYLE = """
 .jd .a{fill:#2f62ad;stroke:#6ea3ee}.jd .b{fill:#2f7a40;stroke:#63b873}.jd .c{fill:#9a5f1a;stroke:#e79a45}
 .jd .d{fill:#6b3f96;stroke:#c79bee}.jd .e{fill:#92405a;stroke:#f08ba5}.jd .f{fill:#566274;stroke:#a5b1c2}}
 """
+MARGIN = 24.0  # of a page
 KINDS = ("a", "b", "c", "d", "e", "f")
 _STRIPES = (
     '<defs><pattern id="jd-lost" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -66,6 +68,15 @@ def wrap(words: str, width: float, style: str = "small") -> list[str]:
     return [fit(line, width, style) for line in lines]
 
 
+class BarPart(NamedTuple):
+    """A part of a bar."""
+
+    begin: float  # as shares of the bar, from 0 to 1
+    end: float
+    style: str
+    hint: str  # shown where a pointer rests on it
+
+
 @dataclass
 class Svg:
     """A picture in pixels, origin at the top left, y down."""
@@ -79,6 +90,8 @@ class Svg:
     def text(self, x: float, y: float, words: str, style: str = "small", anchor: str = "start") -> None:
         """Writes a line of text on a baseline; `anchor` is "start", "middle" or "end"."""
         # Styles: "small", "title", "soft", "warn", or several of them.
+        if not words:
+            return
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self._shapes.append(f'<text class="{style}" x="{_n(x)}" y="{_n(y)}"{where}>{escape(words)}</text>')
 
@@ -89,6 +102,34 @@ class Svg:
         self._shapes.append(
             f'<rect class="{style}" x="{_n(x)}" y="{_n(y)}" width="{_n(w)}" height="{_n(h)}"{corners}{inside}'
         )
+
+    def heading(self, *lines: tuple[str, str], most: int = 9) -> float:
+        """Writes the title and lines, each a text and its style, of which it breaks long ones; returns the last baseline."""
+        y, width = 34.0, self.width - 2 * MARGIN
+        self.text(MARGIN, y, fit(self.title, width, "title"), "title")
+        for words, style in lines:
+            for each in wrap(words, width)[:most]:
+                y += 18
+                self.text(MARGIN, y, each, style)
+        return y
+
+    def key(self, x: float, y: float, style: str, letter: str, words: str) -> None:
+        """Explains a colour and its letter."""
+        self.rect(x, y - 12, 18, 16, style, radius=3)
+        self.text(x + 9, y, letter, "small title", "middle")
+        self.text(x + 28, y, words, "small")
+
+    def track(self, x: float, y: float, w: float, h: float, spans: Iterable[BarPart], least: float = 2.5) -> None:
+        """Draws a bar and the parts of it, each at least so wide that it is seen."""
+        self.rect(x, y, w, h, "track", radius=3)
+        for span in spans:
+            width = max(least, (span.end - span.begin) * w)
+            self.rect(x + min(span.begin * w, w - width), y, width, h, span.style, radius=1, hint=span.hint)
+
+    def inside(self, begin: float, end: float, y: float, *texts: str) -> None:
+        """Writes the first of some texts that fits between two places, in their middle."""
+        if fitting := next((words for words in texts if text_width(words) < end - begin - 6), None):
+            self.text((begin + end) / 2, y, fitting, "small", "middle")
 
     def line(self, x: float, y: float, to_x: float, to_y: float, style: str = "line") -> None:
         """Draws a straight line."""

@@ -63,7 +63,8 @@ def test_it_shows_what_it_is_and_gives_its_values(strategy):
     w = state["w"]
     assert isinstance(w, ShardedLeaf)
     assert (w.shape, w.ndim, w.size, w.dtype) == ((3, 5), 2, 15, jnp.float32)
-    assert repr(w) == "ShardedLeaf(float32[3, 5] in 4 parts in host memory; strategy.fetch gives the array)"
+    kept = "in 4 parts over replica in host memory: [4] each, stored as [16]"
+    assert repr(w) == f"ShardedLeaf(float32[3, 5] {kept}; strategy.fetch gives the array)"
     np.testing.assert_array_equal(np.asarray(w), np.arange(15.0).reshape(3, 5))
     np.testing.assert_array_equal(np.asarray(w, np.int32), np.arange(15).reshape(3, 5))
     np.testing.assert_array_equal(w[1], np.arange(5.0, 10.0))
@@ -113,7 +114,7 @@ def test_what_a_map_made_of_it_is_shown_as_it_is(strategy):
     state = strategy.init(lambda: {"w": jnp.ones((3, 5))})
     assert repr(jax.tree.map(jnp.linalg.norm, state)["w"]).startswith("ShardedLeaf(Array(3.8")
     moved = jax.device_put(state, jax.devices()[0])["w"]
-    assert "no longer where its strategy had it" in repr(moved)
+    assert "whole on cpu:0, stored as [16]" in repr(moved)
     moved.stored.delete()
     w = strategy.init(lambda: jnp.ones((3, 5)))
     w.stored.delete()

@@ -1,4 +1,4 @@
-"""`jdist.show` and `strategy.show`: which device, host or server holds which part of a state."""
+"""`jdist.show` and `strategy.report`: which device, host or server holds which part of a state."""
 
 import re
 
@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jdist
-from jdist.core import placement
-from jdist.core.state_picture import Group, More, Place, shown
+from jdist.core.state_report import Place, rows_of
 from jdist.errors import StepError
+from jdist.support import leaves
 from tests.by_default import some
 from tests.pictures import check_picture
 
@@ -38,13 +38,14 @@ def create(key):
 SHAPES = jax.eval_shape(create, KEY)
 
 
-def places(members):
-    for member in members:
-        yield from places(member.members) if isinstance(member, Group) else (member,)
+def devices(report, members=None):
+    """The places that hold something themselves: devices and hosts' memories."""
+    for place in report.places if members is None else members:
+        yield from devices(report, place.places) if place.places else (place,)
 
 
-def bytes_by_device(picture):
-    return {place.name: place.num_bytes for place in places(picture.groups) if place.name != "host memory"}
+def bytes_by_device(report):
+    return {place.name: place.num_bytes for place in devices(report) if place.name != "host memory"}
 
 
 def bytes_of_shards(state, *, on_host):
@@ -62,23 +63,24 @@ def bytes_of_shards(state, *, on_host):
 def test_a_picture_has_the_bytes_that_each_device_holds_and_the_plan_is_what_becomes_of_it(name):
     strategy = STRATEGIES[name]()
     state = strategy.init(create, KEY)
-    picture = strategy.show(state)
+    picture = strategy.report(state)
     assert bytes_by_device(picture) == bytes_of_shards(state, on_host=False)
-    in_host_memory = sum(place.num_bytes for place in places(picture.groups) if place.name == "host memory")
+    in_host_memory = sum(place.num_bytes for place in devices(picture) if place.name == "host memory")
     assert in_host_memory == sum(bytes_of_shards(state, on_host=True).values())
-    assert str(strategy.show(SHAPES)) == str(picture)
+    assert str(strategy.report(SHAPES)) == str(picture)
+    assert picture.num_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(SHAPES))
     # The same by where the arrays are, of whatever strategy.
     assert bytes_by_device(jdist.show(state)) == bytes_by_device(picture)
     assert str(picture).startswith(f"{strategy.name}: ")
     for each in (picture, jdist.show(state)):
-        texts = check_picture(each._repr_svg_())
-        assert all(place.name in texts for place in places(each.groups))
+        texts = check_picture(str(each.svg))
+        assert all(place.name in texts for place in devices(each))
 
 
 def test_each_device_has_the_part_that_jax_gives_it():
     strategy = jdist.sharded()
     state = strategy.init(lambda: {"w": jnp.arange(4096.0)})
-    by_name = {place.name: place for place in places(jdist.show(state).groups)}
+    by_name = {place.name: place for place in devices(jdist.show(state))}
     for shard in state["w"].stored.addressable_shards:
         (holding,) = by_name[f"cpu:{shard.device.id}"].holdings
         assert holding.label == f"part {shard.index[0].start // 512} of 8"
@@ -86,10 +88,13 @@ def test_each_device_has_the_part_that_jax_gives_it():
 
 
 def test_text_for_a_terminal():
-    lines = str(jdist.sharded(["cpu:0", "cpu:1"]).show({"w": jax.ShapeDtypeStruct((64, 32), "float32")})).splitlines()
+    lines = str(jdist.sharded(["cpu:0", "cpu:1"]).report({"w": jax.ShapeDtypeStruct((64, 32), "float32")})).splitlines()
     assert lines == [
         "sharded: 2 replicas, 2 devices of 1 process, cpu (cpu)",
         "  a state of 1 array, 8.00 KiB; 4.00 KiB on each device (50.00% of it)",
+        "  leaf   array            bytes  how it is kept                          bytes a device",
+        "  ['w']  float32[64, 32]  8,192  in 2 parts over replica: [32, 32] each           4,096",
+        "  all                     8,192  50.0% of it                                      4,096",
         "  A  in 2 parts over replica: 1 array, 8.00 KiB, 4.00 KiB on each (['w'])",
         "this machine",
         "  cpu:0  replica 0  4.00 KiB  A ########........ part 0 of 2",
@@ -98,15 +103,14 @@ def test_text_for_a_terminal():
 
 
 def test_arrays_that_no_strategy_placed():
-    devices = jax.devices()
-    state = {"a": jax.device_put(jnp.ones(10), devices[1]), "b": np.ones(3, np.float32), "c": 2}
+    state = {"a": jax.device_put(jnp.ones(10), jax.devices()[1]), "b": np.ones(3, np.float32), "c": 2}
     picture = jdist.show(state)
-    held = {place.name: place.num_bytes for place in places(picture.groups)}
+    held = {place.name: place.num_bytes for place in devices(picture)}
     assert held == {"host memory": 16, "cpu:1": 40}
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     both = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P("y", "x")))
     assert "in 8 parts over y=2 x x=4" in str(jdist.show(both))
-    check_picture(picture._repr_svg_())
+    check_picture(str(picture.svg))
 
 
 def test_copies_in_a_hosts_memory_are_counted_for_each_device():
@@ -115,7 +119,7 @@ def test_copies_in_a_hosts_memory_are_counted_for_each_device():
         jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P(*spec), memory_kind="pinned_host"))
         for spec in ((), ("x",), (("x", "y"),))
     ]
-    (host,) = (place for place in places(jdist.show(state).groups) if place.name == "host memory")
+    (host,) = (place for place in devices(jdist.show(state)) if place.name == "host memory")
     assert host.num_bytes == sum(bytes_of_shards(state, on_host=True).values()) == 8 * 32 + 2 * 32 + 32
     assert [each.label for each in host.holdings] == ["whole, 8 copies", "all 4 parts", "all 8 parts"]
 
@@ -128,9 +132,9 @@ def test_the_number_of_a_part_is_its_place_in_the_array(spec):
     order = sorted(set(starts.values()))
     numbers = {device: order.index(start) for device, start in starts.items()}
     picture = jdist.show(jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding))
-    labels = {place.name: [each.label for each in place.holdings] for place in places(picture.groups)}
+    labels = {place.name: [each.label for each in place.holdings] for place in devices(picture)}
     assert labels == {f"cpu:{device.id}": [f"part {i} of {len(order)}"] for device, i in numbers.items()}
-    assert placement._parts_by_index(sharding, (8, 8)) == numbers  # of shardings without a mesh
+    assert leaves._parts_by_index(sharding, (8, 8)) == numbers  # of shardings without a mesh
 
 
 @pytest.mark.parametrize(
@@ -144,42 +148,45 @@ def test_the_number_of_a_part_is_its_place_in_the_array(spec):
 def test_chips_that_are_not_here_are_counted_where_they_are_alike(topology, shard, first, last):
     pytest.importorskip("libtpu", reason="describes TPUs that are not here")
     strategy = jdist.tpu(topology=topology, shard=shard)
-    picture = strategy.show(SHAPES)
+    picture = strategy.report(SHAPES)
     assert set(bytes_by_device(picture).values()) == {strategy.report(SHAPES).bytes_per_device}
-    assert len(list(places(picture.groups))) == len(strategy.devices)
-    text, svg = str(picture), picture._repr_svg_()
+    assert len(list(devices(picture))) == len(strategy.devices)
+    text, svg = str(picture), str(picture.svg)
     assert len(svg) < 40_000
     texts = check_picture(svg)
     assert {first, last} <= set(texts)
     named = len(set(re.findall(r"^ *host (\d+)$", text, re.M)))
     if len(strategy.devices) > 8:
-        assert len(text.splitlines()) < 40
+        assert len(text.splitlines()) < 50
         assert named < 10
-        more = [each for each in shown(picture.groups) if isinstance(each, More)]
-        assert sum(len(each.members) for each in more) + len(shown(picture.groups)) - len(more) == len(picture.groups)
+        outer = [each for depth, each in rows_of(picture.places) if depth == 0]
+        (more,) = (each for each in outer if isinstance(each, str))
+        counted = re.fullmatch(r"… ([\d,]+) more (host|slice)s?\b.*, alike", more)
+        assert int(counted[1].replace(",", "")) + len(outer) - 1 == len(picture.places)
 
 
 def test_what_a_strategy_would_refuse_is_marked():
-    picture = jdist.sharded(whole_below=10**6).show(
+    picture = jdist.sharded(whole_below=10**6).report(
         {"w": jax.ShapeDtypeStruct((1000, 1000), "float32")}
         | {str(i): jax.ShapeDtypeStruct((500, 1000), "float32") for i in range(2)}
     )
     assert "Lower `whole_below`" in str(picture)
-    assert any(text.startswith("Refused: ") for text in check_picture(picture._repr_svg_()))
+    assert any(text.startswith("Refused: ") for text in check_picture(str(picture.svg)))
 
 
 def test_without_a_state_the_devices_are_shown():
-    picture = jdist.mirrored().show()
+    picture = jdist.mirrored().report()
     assert "give it a state" in str(picture)
-    assert [place.note for place in places(picture.groups)] == [f"replica {i}" for i in range(8)]
-    check_picture(picture._repr_svg_())
+    assert [place.note for place in devices(picture)] == [f"replica {i}" for i in range(8)]
+    check_picture(str(picture.svg))
 
 
 def test_a_run_of_places_that_are_alike_keeps_its_order_and_those_that_differ():
     members = [Place(f"cpu:{i}") for i in range(20)]
-    assert [type(each).__name__ for each in shown(members)] == ["Place", "Place", "More", "Place"]
-    assert shown(members[:8]) == members[:8]
-    assert "… 17 more devices" in str(shown(members)[2].lines)
+    first, second, counted, last = (each for _, each in rows_of(members))
+    assert [first, second, last] == [*members[:2], members[-1]]
+    assert counted == "… 17 more devices, cpu:2 to cpu:18, alike"
+    assert [each for _, each in rows_of(members[:8])] == members[:8]
 
 
 def test_a_file_of_a_picture(tmp_path):
@@ -190,15 +197,19 @@ def test_a_file_of_a_picture(tmp_path):
         picture.save(tmp_path / "a.png")
 
 
-def test_a_deleted_array_is_named():
+def test_what_is_in_no_place_is_described():
     strategy = jdist.mirrored()
     state = strategy.init(lambda: {"w": jnp.ones(8)})
-    step = jdist.distribute(lambda state, batch: ({"w": state["w"] + 1}, {}), strategy)
-    after, _ = step(state, {"x": np.ones(8)})
-    for show in (jdist.show, strategy.show):
-        with pytest.raises(StepError, match=r"leaf \['w'\] was deleted: .* Show the state that it has returned"):
-            show(state)
-        show(after)
+    after, _ = jdist.distribute(lambda state, batch: ({"w": state["w"] + 1}, {}), strategy)(state, {"x": np.ones(8)})
+    (leaf,) = jdist.show(state).leaves
+    assert (leaf.kept, leaf.bytes_per_device) == ("deleted (donated to a step): was whole on each of 8 devices", 0)
+    assert strategy.report(state).leaves == strategy.report(after).leaves == jdist.show(after).leaves
+    found = jdist.show({"a": jax.ShapeDtypeStruct((3,), "float32"), "b": "text"})
+    assert [each.kept for each in found.leaves] == ["only its shape is known", "on the host, a Python value"]
+    check_picture(str(found.svg))
+    traced = []
+    jax.jit(lambda x: traced.append(str(jdist.show({"w": x}))))(jnp.ones(3))
+    assert "traced: known when the program runs" in traced[0]
 
 
 @pytest.mark.parametrize(
@@ -206,33 +217,21 @@ def test_a_deleted_array_is_named():
     [
         ({}, r"without arrays \(dict\); give it one"),
         (None, r"without arrays \(NoneType\)"),
-        (lambda key: {"w": jnp.ones(3)}, "got a function"),
-        ({"w": "text"}, r"leaf \['w'\] is a str; a state has arrays and numbers"),
-        (
-            {"w": jax.ShapeDtypeStruct((3,), "float32")},
-            r"of leaf \['w'\] only the shape is known. `strategy.show\(shapes\)`",
-        ),
+        (lambda key: {"w": jnp.ones(3)}, r"got a function; .*`strategy.report\(jax.eval_shape\(create, key\)\)`"),
     ],
 )
-def test_what_is_no_state_of_arrays_is_refused(state, text):
-    with pytest.raises(StepError, match=text):
+def test_what_is_no_state_is_refused(state, text):
+    with pytest.raises(StepError, match=f"jdist.show.*{text}"):
         jdist.show(state)
+    if state is not None:
+        with pytest.raises(StepError, match=f"strategy.report.*{text}"):
+            jdist.mirrored().report(state)
 
 
-def test_within_a_step_nothing_is_shown():
-    with pytest.raises(StepError, match="is traced"):
-        jax.jit(lambda x: str(jdist.show({"w": x})))(jnp.ones(3))
-
-
-def test_a_state_of_another_strategy_is_refused():
+def test_what_becomes_of_a_state_that_is_kept_otherwise():
     whole = {"w": jnp.ones((64, 64))}
-    for strategy, state, where in (
-        (jdist.mirrored(), whole, r"leaf \['w'\] is on cpu:0"),
-        (jdist.mirrored(), {"w": np.ones(3)}, r"leaf \['w'\] is on the host"),
-        (jdist.one_device("cpu:1"), jdist.mirrored().init(lambda: whole), r"leaf \['w'\] is on 8 devices"),
-        (jdist.mirrored(), jdist.sharded().init(lambda: whole), r"keeps arrays whole: leaf \['w'\] is in parts"),
-        (jdist.sharded(), jdist.mirrored().init(lambda: whole), r"leaf \['w'\] is whole"),
-        (jdist.sharded(within=4), jdist.sharded().init(lambda: whole), r"leaf \['w'\] is in 8 parts"),
-    ):
-        with pytest.raises(StepError, match=f"not of {strategy.name}.*{where}.*jax.eval_shape"):
-            strategy.show(state)
+    strategies = (jdist.mirrored(), jdist.one_device("cpu:1"), jdist.sharded(), jdist.sharded(within=4))
+    for strategy in strategies:
+        planned = strategy.report(jax.eval_shape(lambda: whole)).leaves
+        for state in (whole, {"w": np.ones((64, 64), "f4")}, *(other.init(lambda: whole) for other in strategies)):
+            assert strategy.report(state).leaves == planned

@@ -8,8 +8,7 @@ import jdist
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.plan.compile import MemoryCheck, bytes_on_a_device, check_memory, compile_step
-from jdist.plan.step import plan_step
+from jdist.plan.compile import MemoryCheck, bytes_on_a_device, check_memory, compile_step, plan_step
 from tests.plan.plan_toy import config_file
 
 

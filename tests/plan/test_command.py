@@ -137,6 +137,7 @@ def test_a_sweep_as_json(toy, capsys):
         (["--topology", "gpu"], "JAX finds no gpu here"),
         (["--topology", "cpu:4", "train.stepz=3"], "train.stepz: no such key"),
         (["--topology", "cpu:4", "strategy.axes=x"], "no such option"),
+        (["--topology", "cpu:4", "strategy.name=parameter_server"], "a plan compiles one program"),
     ],
 )
 def test_what_is_not_right_leaves_with_code_2(toy, arguments, message, capsys):

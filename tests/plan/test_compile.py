@@ -5,8 +5,7 @@ import pytest
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.plan.compile import compile_step, too_large
-from jdist.plan.step import plan_step
+from jdist.plan.compile import compile_step, plan_step, too_large
 from tests.plan.plan_toy import config_file
 
 

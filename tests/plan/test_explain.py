@@ -40,7 +40,7 @@ def test_an_nnx_step():
 
     model = Model()
     found = jdist.explain(step, model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), BATCH)
-    assert "axis 0 cut in 8 parts [8, 512]" in str(found.state)
+    assert "in 8 parts over replica: [8, 512] each" in str(found.state)
     assert ("all-gather", 64 * 512 * 4) in {(c.kind, c.bytes) for c in found.collectives}
 
 
@@ -57,7 +57,7 @@ def test_parts_and_what_is_exchanged(from_shapes):
     assert bytes_of["reduce-scatter", "replica_in_group"] == weights
     assert found.arguments < 3 * weights / 4 * 1.1
     text = str(found)
-    assert "axis 0 cut in 4 parts [16, 512], 2 copies" in text
+    assert "in 4 parts over replica_in_group, 2 copies of each: [16, 512] each" in text
     assert "collectives in one call\n" in text
     assert f"{weights:,}" in text
     assert found._repr_html_().count("<table") == 3

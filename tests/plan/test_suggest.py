@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jdist.cli.main import main
-from jdist.plan import suggest
+from jdist.plan import command
 from jdist.plan.compile import TooLarge
 from jdist.plan.target import parse_target
 from tests.plan.plan_toy import config_file
@@ -28,10 +28,10 @@ from tests.plan.plan_toy import config_file
     ],
 )
 def test_what_is_tried(topology, count, first, last):
-    found = suggest.ways(parse_target(topology), count, rows=1)
+    found = command.ways(parse_target(topology), count, rows=1)
     assert found[0] == (first,)
     assert found[-1] == (last,)
-    in_microbatches = suggest.ways(parse_target(topology), count, rows=12)
+    in_microbatches = command.ways(parse_target(topology), count, rows=12)
     assert in_microbatches == [*found, *((each, "train.accumulate=4") for (each,) in found)]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.plan.sweep import parse_sweep, sweep
+from jdist.plan.command import parse_sweep, sweep
 
 
 @pytest.mark.parametrize(

@@ -482,25 +482,31 @@ def test_batches_whose_rows_are_on_another_axis(strategy):
 
 
 def test_a_picture_shows_which_server_has_which_part(strategy):
-    servers = {place.name: place for group in strategy.show().groups for place in group.members}
+    servers = {place.name: place for group in strategy.report().places for place in group.places}
     assert list(servers) == ["coordinator", "worker 0", "ps 0", "ps 1"]
     state = strategy.init(lambda: create(optax.adam(0.1)))
-    assert "here until the first step" in str(strategy.show(state))
+    assert "here until the first step" in str(strategy.report(state))
     with pytest.raises(StepError, match=r"not of this parameter_server: it is a TrainState.*a step decides"):
-        strategy.show(jax.eval_shape(lambda: create(optax.adam(0.1))))
+        strategy.report(jax.eval_shape(lambda: create(optax.adam(0.1))))
     with pytest.raises(StepError, match="mirrored has none"):
-        jdist.mirrored().show(state)
-    total = strategy.show(state).divisions[0].num_bytes
+        jdist.mirrored().report(state)
+    total = strategy.report(state).num_bytes
     state, _ = jdist.distribute(train_step, strategy)(state, BATCH)
     picture = jdist.show(state)
-    assert str(picture) == str(strategy.show(state))
-    assert sum(each.num_bytes for each in picture.divisions) == total
-    kept = [holding for group in picture.groups[2:] for place in group.members for holding in place.holdings]
-    pieces = [holding for holding in kept if holding.division == 0]
+    assert str(picture) == str(strategy.report(state))
+    assert picture.num_bytes == total
+    kept = [holding for group in picture.places[2:] for place in group.places for holding in place.holdings]
+    pieces = [holding for holding in kept if holding.way == 0]
     # The pieces of all servers are each array once, one behind the other.
-    assert sum(piece.num_bytes for piece in pieces) == picture.divisions[0].num_bytes
+    in_pieces = [leaf for leaf in picture.leaves if leaf.kept == "in pieces, each on one server"]
+    assert sum(piece.num_bytes for piece in pieces) == sum(leaf.num_bytes for leaf in in_pieces) > 0
+    assert {leaf.kept for leaf in picture.leaves} <= {
+        "in pieces, each on one server",
+        "whole on every server",
+        "whole in this process",
+    }
     assert [piece.spans[0][0] for piece in pieces] == [0.0, *(piece.spans[0][1] for piece in pieces[:-1])]
-    check_picture(picture._repr_svg_())
+    check_picture(str(picture.svg))
 
 
 def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost(strategy):

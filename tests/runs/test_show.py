@@ -42,8 +42,8 @@ def test_it_lists_runs_and_compares_two(jdist):
     code, out, _ = jdist("runs", "toy", "runs/more/fast")
     assert code == 0
     assert out.splitlines()[:2] == [
-        "config                         toy   fast",
-        "train.optimizer.learning_rate  0.01  0.1",
+        "config                          toy  fast",
+        "train.optimizer.learning_rate  0.01   0.1",
     ]
     assert "the environments are alike" in out
     assert Path("runs/toy_and_fast.png").read_bytes().startswith(b"\x89PNG")

@@ -188,7 +188,7 @@ class TestStates:
             lambda state: other.run(lambda state: state.params["rows"].sum(), state),
             lambda state: step(state, BATCHES[0]),
         ):
-            found = r"\.params\['flat'\] is float32\[256, 3\], 4 parts in host memory"
+            found = r"\.params\['flat'\] is float32\[256, 3\], kept in 4 parts over replica in host memory"
             message = found + r".*; \w+ takes whole arrays\. Pass on what that strategy's `fetch\(state\)` returns\."
             with pytest.raises(StepError, match=message):
                 use(state)

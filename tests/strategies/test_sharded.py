@@ -389,14 +389,15 @@ class TestWhereThingsAre:
         strategy = jdist.sharded(whole_below=24)
         state = strategy.init(create)
         assert repr(state.params["flat"]) == (
-            "ShardedLeaf(float32[24, 7, 5] in 8 parts in device memory; strategy.fetch gives the array)"
+            "ShardedLeaf(float32[24, 7, 5] in 8 parts over replica: [3, 7, 5] each; strategy.fetch gives the array)"
         )
         text = str(strategy.report(state))
         assert re.search(
-            r"params\['layers'\]\['w'\] +float32\[3, 24, 24\] +6,912  axis 1 cut in 8 parts \[3, 3, 24\] +864\n", text
+            r"params\['layers'\]\['w'\] +float32\[3, 24, 24\] +6,912  in 8 parts over replica: \[3, 3, 24\] each +864\n",
+            text,
         )
-        assert "whole on every device: fewer than 24 elements" in text
-        assert "whole on every device: a PRNG key" in text
+        assert "whole on each of 8 devices: fewer than 24 elements" in text
+        assert "whole on each of 8 devices: a PRNG key" in text
         assert "<table" in strategy.report(state)._repr_html_()
 
     def test_no_device_holds_a_leaf_whole_while_the_state_is_made(self, monkeypatch):

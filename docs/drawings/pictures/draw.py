@@ -1,4 +1,4 @@
-"""Draws docs/drawings/pictures/*.svg: what `jdist.show`, `jdist plan --svg` and `jdist runs --timeline` make.
+"""Draws docs/drawings/pictures/*.svg: what `strategy.report`, `jdist plan --svg` and `jdist runs --timeline` make.
 
     python docs/drawings/pictures/draw.py
 
@@ -43,12 +43,12 @@ def shapes(width: int = 512) -> jdist.TrainState:
 def show_sharded() -> str:
     rules = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
     strategy = jdist.sharded([f"cpu:{i}" for i in range(8)], mesh={"replica": 4, "model": 2}, rules=rules)
-    return strategy.show(shapes())._repr_svg_()
+    return str(strategy.report(shapes()).svg)
 
 
 def show_chips() -> str:
     strategy = jdist.tpu(topology="v5p:16x16x16", shard={"within": 512})
-    return strategy.show(shapes(8192))._repr_svg_()
+    return str(strategy.report(shapes(8192)).svg)
 
 
 def timeline() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -11,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.remote import RemoteTree
-from jdist.core.state_picture import StatePicture
+from jdist.core.state_report import StateReport
 from jdist.core.step_state import unpack
 from jdist.support.arrays import is_key
-from jdist.support.leaf_table import tree_table
+from jdist.support.leaves import leaves_of, table_of
 
 PyTree = Any
 
@@ -24,14 +25,15 @@ class Job(Protocol):
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
 
-    def show(self, state: RemoteState | None) -> StatePicture: ...
+    def show(self, state: RemoteState | None) -> StateReport: ...
 
 
 class OnServers(RemoteTree):
     """A tree that lives on parameter servers; `strategy.fetch` brings it here."""
 
     def _repr_html_(self) -> str:
-        return tree_table(self.shapes, title=type(self).__name__, whereabouts="on the parameter servers")
+        leaves = [dataclasses.replace(leaf, kept="on the parameter servers") for leaf in leaves_of(self.shapes)]
+        return table_of(leaves, type(self).__name__)._repr_html_()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -84,7 +86,7 @@ class RemoteState(OnServers):
             return self.joined.fetch()
         return unpack(jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self))))
 
-    def show(self) -> StatePicture:
+    def show(self) -> StateReport:
         """See `RemoteTree`."""
         return self.joined.show() if self.joined is not None else self.job.show(self)
 
@@ -126,7 +128,7 @@ class RemotePart(OnServers):
         """See `RemoteTree`; waits for every step that was scheduled."""
         return self.whole.fetch()[self.index]
 
-    def show(self) -> StatePicture:
+    def show(self) -> StateReport:
         """See `RemoteTree`: the states that are on servers together."""
         return self.whole.show()
 

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.state_picture import StatePicture
+from jdist.core.state_report import StateReport
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.closures import Function
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.datasets import RemoteBatch, WorkerDataset, name_of_function
-from jdist.ps.coordinator.picture import draw_servers
+from jdist.ps.coordinator.picture import report_servers
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.servers import Servers, devices_of_workers
@@ -105,7 +105,7 @@ class Session:
             for name, addresses in named
         )
 
-    def show(self, state: RemoteState | None) -> StatePicture:
+    def show(self, state: RemoteState | None) -> StateReport:
         """Shows workers, servers and the part of a state that each holds; starts nothing."""
         with self._lock:
             if self._servers is not None:
@@ -113,10 +113,10 @@ class Session:
             else:
                 workers, ps = (("",) * count for count in self._counts)
             if state is None:
-                return draw_servers(workers, ps)
+                return report_servers(workers, ps)
             is_there = state is self._state
             leaves = state.leaves if is_there else _leaves_here(state)
-            return draw_servers(
+            return report_servers(
                 workers,
                 ps,
                 shapes=state.shapes,

@@ -74,7 +74,7 @@ def show(state: PyTree) -> StateReport:
     shardings = [getattr(x, "sharding", None) for x in arrays if not isinstance(x, Tracer)]
     mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding) and each.device_set == found), None)
     here = jax.process_index() if found else None
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh) or len(found) == 1:
         devices = sorted(found, key=lambda device: (device.process_index, device.id))
         return _report("", leaves, devices, lambda _: "", here=here)
     return _report("", leaves, list(mesh.devices.flat), _mesh_notes(mesh), here=here)

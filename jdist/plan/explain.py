@@ -11,13 +11,13 @@ from jdist.core.state_report import StateReport
 from jdist.errors import StepError
 from jdist.plan.collectives import Collective, collectives
 from jdist.plan.hlo import parse
+from jdist.plan.table import table_of_collectives
 from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.table import Table
 
 PyTree = Any
 _GATHERS = "gathers of arrays in parts, and the bytes that a device then holds"
-_COLLECTIVES = "collectives in one call"
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,8 @@ class Explanation:
     @property
     def _tables(self) -> list[Table]:
         gathered = [(g.leaf, f"{g.num_bytes:,}", g.why + f", {g.line}" * bool(g.line)) for g in self.gathers]
-        rows = [
-            (c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, f"{c.groups:,} of {c.group_size:,}" * bool(c.group_size))
-            for c in self.collectives
-        ]
         memory = f"a device's memory: {self.arguments:,} bytes of arguments, {self.temporaries:,} of temporaries"
-        exchanged = Table(_COLLECTIVES, rows, ("kind", "count", "bytes", "mesh axis", "groups"), notes=[memory])
-        if not rows:
-            exchanged = Table(f"{_COLLECTIVES}: none", (), notes=[memory])
+        exchanged = table_of_collectives("collectives in one call", self.collectives, [memory])
         return [*([Table(_GATHERS, gathered, ("leaf", "bytes", "gathered"))] if gathered else []), exchanged]
 
     def __str__(self) -> str:

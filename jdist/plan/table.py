@@ -224,17 +224,6 @@ def _work(plan: Plan) -> Table:
 
 
 def _collectives(plan: Plan) -> Table:
-    if not plan.collectives:
-        return Table("collectives in one step: none", ())
-    rows = []
-    for c in plan.collectives:
-        groups = [f"{c.groups:,} of {c.group_size:,}"] if c.group_size else []
-        if c.per_domain is not None:
-            hosts = -(-c.group_size // c.per_domain)
-            groups.append("within a host" if hosts == 1 else f"between {hosts:,} hosts")
-        doubt = [] if c.certain else ["at least: a loop's trips could not be read"]
-        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, " ".join(groups + doubt)))
-    header = ("kind", "count", "bytes", "mesh axis", "groups")
     notes = []
     if plan.in_flight_bytes:
         share = plan.overlapped_bytes / plan.in_flight_bytes
@@ -242,7 +231,22 @@ def _collectives(plan: Plan) -> Table:
             f"asynchronous: {plan.in_flight_bytes:,} bytes, of which {plan.overlapped_bytes:,} ({share:.0%}) are in flight "
             "beside matrix products, in the order that the compiler has scheduled"
         ]
-    return Table("collectives in one step", rows, header, notes)
+    return table_of_collectives("collectives in one step", plan.collectives, notes)
+
+
+def table_of_collectives(title: str, collectives: Sequence[Collective], notes: Sequence[str] = ()) -> Table:
+    """Makes the table of what devices exchange."""
+    if not collectives:
+        return Table(f"{title}: none", (), notes=notes)
+    rows = []
+    for c in collectives:
+        groups = [f"{c.groups:,} of {c.group_size:,}"] if c.group_size else []
+        if c.per_domain is not None:
+            hosts = -(-c.group_size // c.per_domain)
+            groups.append("within a host" if hosts == 1 else f"between {hosts:,} hosts")
+        doubt = [] if c.certain else ["at least: a loop's trips could not be read"]
+        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, " ".join(groups + doubt)))
+    return Table(title, rows, ("kind", "count", "bytes", "mesh axis", "groups"), notes)
 
 
 def _model(plan: Plan) -> Table:

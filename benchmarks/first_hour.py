@@ -90,11 +90,12 @@ def main() -> int:
 
 def text() -> None:
     """Trains some steps, and prints their rate and their share of the peak."""
+    sys.path.insert(0, str(ROOT))
     import jax
     import optax
 
     import jdist
-    from jdist.tasks import text as text_task
+    from examples.tasks import text as text_task
 
     replicas = jax.local_device_count()
     overrides = [

@@ -11,15 +11,18 @@ import itertools
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import optax
 
 import jdist
+from examples.tasks import text
 from jdist.plan.hlo import parse
-from jdist.tasks import digits, text
+from jdist.tasks import digits
 
 
 def digits_state_and_batch(rows: int):

@@ -17,8 +17,8 @@ import optax
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import jdist
+from examples.models.gpt2 import GPT2
 from jdist.tasks import Task, options
-from jdist.tasks.gpt2 import GPT2
 
 END = 50_256  # of a text
 

@@ -21,8 +21,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from PIL import Image, ImageOps
 
 import jdist
+from examples.models.resnet import ResNet
 from jdist.tasks import Task, options
-from jdist.tasks.resnet import ResNet
 
 MEAN, STD = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)  # of ImageNet's pixels
 

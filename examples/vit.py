@@ -13,8 +13,8 @@ import optax
 from PIL import Image, ImageOps
 
 import jdist
+from examples.models.vit import ViT
 from jdist.tasks import Task, options
-from jdist.tasks.vit import ViT
 
 
 class Images:

@@ -13,7 +13,7 @@ _NORM = (("weight", "scale"), ("bias", "bias"))
 def gpt2(*, heads: int | None = None) -> list[Rule]:
     """Lists the rules of GPT-2: `GPT2LMHeadModel`, with or without "transformer." before its names.
 
-    The tree is that of `jdist.tasks.gpt2.GPT2`: names as in the files, with `h_0`, `h_1`, ... for the layers, or `h` for a
+    The tree is that of `examples.models.gpt2.GPT2`: names as in the files, with `h_0`, `h_1`, ... for the layers, or `h` for a
     stack of them, over which a scan goes. The projection to queries, keys and values is one, `attn/c_attn`, or three,
     `attn/query`, `attn/key` and `attn/value` with kernels [in, heads, width]. The output layer is the embedding; a file that
     has it once more has to have it the same.
@@ -65,7 +65,8 @@ def _of_layer(name: str, path: str, torch: str, flax: str, stack: str, numbers: 
 def vit() -> list[Rule]:
     """Lists the rules of the vision transformer: `ViTForImageClassification`, and `ViTModel` without its pooler.
 
-    The tree is that of `jdist.tasks.vit.ViT`. For other classes load all but the head: `only=lambda path: "head" not in path`.
+    The tree is that of `examples.models.vit.ViT`. For other classes load all but the head:
+    `only=lambda path: "head" not in path`.
 
     Example:
         >>> vit()[-2]
@@ -100,7 +101,7 @@ def vit() -> list[Rule]:
 def resnet() -> list[Rule]:
     """Lists the rules of ResNet: `ResNetForImageClassification`, of basic blocks or of bottlenecks.
 
-    The tree is that of `jdist.tasks.resnet.ResNet`, {"params": ..., "batch_stats": ...}.
+    The tree is that of `examples.models.resnet.ResNet`, {"params": ..., "batch_stats": ...}.
 
     Example:
         >>> resnet()[0][:2]

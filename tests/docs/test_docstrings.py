@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 API = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "api").glob("*.md")))
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for path in sorted((ROOT / "jdist").rglob("*.py"))
+    for folder in ("jdist", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
     if ">>> " in path.read_text()
 ]
 ROOMS = ("callbacks", "cluster", "data", "metrics", "ps", "reduction", "tasks", "train", "weights")
@@ -22,7 +23,7 @@ ROOMS = ("callbacks", "cluster", "data", "metrics", "ps", "reduction", "tasks", 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module(name, tmp_path, monkeypatch):
-    for read in ("configs", "jdist"):  # others write
+    for read in ("configs", "examples", "jdist"):  # others write
         (tmp_path / read).symlink_to(ROOT / read)
     monkeypatch.chdir(tmp_path)
     result = doctest.testmod(importlib.import_module(name))

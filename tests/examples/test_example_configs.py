@@ -11,11 +11,11 @@ import pytest
 
 import jdist
 from examples import digits_as_files, gpt2, resnet50
+from examples.models.vit import ViT
 from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.prepare import check_names
 from jdist.experiment.validate import validate
-from jdist.tasks.vit import ViT
 from tests.by_default import some
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

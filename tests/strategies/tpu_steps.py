@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 import jdist
+from examples.models.transformer import Block
 from jdist.plan.collectives import collectives, host_copies
 from jdist.plan.hlo import parse
 from jdist.tasks import digits
-from jdist.tasks.transformer import Block
 
 COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)")
 TOPOLOGIES = {"v4:2x2x1": 4, "v5e:2x4": 8, "v6e:16x16": 256, "v5p:16x16x16": 4096}

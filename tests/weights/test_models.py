@@ -7,10 +7,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jdist
+from examples.models.gpt2 import GPT2
+from examples.models.resnet import ResNet
+from examples.models.vit import ViT
 from jdist.errors import BatchError, CheckpointError
-from jdist.tasks.gpt2 import GPT2
-from jdist.tasks.resnet import ResNet
-from jdist.tasks.vit import ViT
 from tests.weights import reference
 
 TOLERANCE = 1e-4  # float32 against float64, over two layers

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.tasks.gpt2 import GPT2
-from jdist.tasks.resnet import ResNet
-from jdist.tasks.vit import ViT
+from examples.models.gpt2 import GPT2
+from examples.models.resnet import ResNet
+from examples.models.vit import ViT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is opened is on this disk
 WHERE = "transformers is not installed; `make test-loaders` runs these tests"

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdist.tasks.gpt2 import GPT2
+from examples.models.gpt2 import GPT2
 
 TOLERANCE = 1e-5  # float32; what was seen is 6e-7
 

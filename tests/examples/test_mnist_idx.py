@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from examples.tasks import mnist_idx
 from jdist.errors import ConfigError
-from jdist.tasks import mnist_idx
 from jdist.tasks.options import OptionError
 
 NAMES = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.tasks import corpus
 from jdist.errors import ConfigError
-from jdist.tasks import corpus
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from jdist.tasks import text
+from examples.models.transformer import Transformer
+from examples.tasks import text
 from jdist.tasks.options import OptionError
-from jdist.tasks.transformer import Transformer
 
 SMALL = {"length": 16, "layers": 1, "width": 16, "heads": 2}
 

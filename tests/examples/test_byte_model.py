@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.tasks import byte_model
+from examples.tasks import byte_model
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share the model
 

@@ -7,12 +7,14 @@ categories as hexadecimal hashes), in parts that fit into memory; without it row
 from __future__ import annotations
 
 import glob
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from pydantic import Field
 
 import jdist
 from jdist.tasks import Task, options
@@ -53,10 +55,10 @@ class Clicks(nn.Module):
 def make(
     *,
     files: str | None = None,
-    rows: int = 500_000,
-    buckets: int = 1000,
-    width: int = 16,
-    held_out: float = 0.1,
+    rows: Annotated[int, Field(ge=100)] = 500_000,
+    buckets: options.Count = 1000,
+    width: options.Count = 16,
+    held_out: options.Fraction = 0.1,
 ) -> Task:
     """Makes the task.
 
@@ -67,11 +69,11 @@ def make(
         width: features of an embedding.
         held_out: share of the drawn rows to evaluate on.
     """
-    model = Clicks(options.whole("buckets", buckets), options.whole("width", width), (256, 64))
+    model = Clicks(buckets, width, (256, 64))
     auc = jdist.metrics.auc()
     if files is None:
-        drawn = draw(options.whole("rows", rows, least=100))
-        cut = int(len(drawn["click"]) * (1 - options.fraction("held_out", held_out)))
+        drawn = draw(rows)
+        cut = int(len(drawn["click"]) * (1 - held_out))
         train, test = ({name: x[at] for name, x in drawn.items()} for at in (slice(cut), slice(cut, None)))
     else:
         paths = sorted(glob.glob(files))

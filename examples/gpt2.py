@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import sys
 from pathlib import Path
+from typing import Literal
 
 import grain
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def make(
     layers: int = 12,
     width: int = 768,
     heads: int = 12,
-    dtype: str = "bfloat16",
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> Task:
     """Makes the task.
 
@@ -46,7 +47,7 @@ def make(
         heads: of each layer's attention.
         dtype: of the activations; parameters are float32.
     """
-    activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
+    activations = jnp.dtype(dtype)
     model = GPT2(vocabulary, length, layers, width, heads, dropout=0.0, dtype=activations, stacked=True)
 
     def create_state(key, tx):

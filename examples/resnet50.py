@@ -10,6 +10,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import grain
 import jax
@@ -65,7 +66,7 @@ def make(
     workers: int = 16,
     depths: Sequence[int] = (3, 4, 6, 3),
     features: Sequence[int] = (256, 512, 1024, 2048),
-    dtype: str = "bfloat16",
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> Task:
     """Makes the task.
 
@@ -80,7 +81,7 @@ def make(
         features: of each stage's output.
         dtype: of the activations; parameters are float32.
     """
-    activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
+    activations = jnp.dtype(dtype)
     model = ResNet(classes, depths=tuple(depths), features=tuple(features), dtype=activations)
     top1, top5 = jdist.metrics.accuracy(), jdist.metrics.top_k(5)
 

@@ -6,6 +6,7 @@ The config's `init_from` reads its weights: safetensors under the names of Huggi
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +46,7 @@ def make(
     width: int = 768,
     heads: int = 12,
     hidden: int = 3072,
-    dtype: str = "bfloat16",
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
     workers: int = 8,
 ) -> Task:
     """Makes the task.
@@ -70,7 +71,7 @@ def make(
             raise options.OptionError(
                 option, f"the folders with images are {folders}, in training {', '.join(classes) or 'none'}"
             )
-    activations = jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16")))
+    activations = jnp.dtype(dtype)
     model = ViT(len(classes), patch, layers, width, heads, hidden, dtype=activations)
     accuracy = jdist.metrics.accuracy()
 

@@ -32,6 +32,8 @@ def load(patterns: Sequence[str] | None) -> Corpus:
     # Whether a file is held out depends on its path below the pattern's start folder, never on that
     # folder's place: one in ten by hash, and if that leaves a side empty, the one file whose hash
     # is next. None reads the `.py` files of the standard library.
+    if patterns is not None and not patterns:
+        raise ConfigError("no patterns are given; give one at least, or null for the standard library.")
     contents: dict[str, bytes] = {}
     seen: set[Path] = set()
     for pattern in [None] if patterns is None else patterns:

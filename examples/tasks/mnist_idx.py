@@ -83,7 +83,14 @@ def _content(path: Path) -> bytes:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) -> Task:
+@options.checked
+def make(
+    *,
+    folder: options.Text,
+    width: options.Count = 16,
+    dropout: options.Fraction = 0.3,
+    shift: options.Natural = 2,
+) -> Task:
     """Makes the classification of the images in a folder, with the network and the loss of the task `digits`.
 
     Args:
@@ -103,17 +110,12 @@ def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) 
     Example:
         task = make(folder="data/mnist")
     """
-    place = Path(options.text("folder", folder)).expanduser()
+    place = Path(folder).expanduser()
     with options.blaming("folder"):
         train, test = load(place, "train"), load(place, "t10k")
         classes = int(train["label"].max()) + 1
         _check_match(place, train, test, classes=classes)
-    model = ConvNet(
-        width=options.whole("width", width),
-        dropout=options.fraction("dropout", dropout),
-        num_classes=classes,
-    )
-    return image_task(model, train=train, test=test, shift=options.whole("shift", shift, least=0))
+    return image_task(ConvNet(width, dropout, num_classes=classes), train=train, test=test, shift=shift)
 
 
 def load(folder: Path, part: str) -> dict[str, np.ndarray]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from pydantic import Field
 
 import jdist
 from examples.models.transformer import Transformer
@@ -21,18 +22,19 @@ BEGIN = 256  # the token before the first byte; tokens 0 to 255 are the bytes
 VOCABULARY = 257
 
 
+@options.checked
 def make(
     *,
-    files: str | Sequence[str] | None = None,
-    length: int = 128,
-    layers: int = 3,
-    width: int = 128,
-    heads: int = 4,
-    dropout: float = 0.0,
-    dtype: str = "float32",
+    files: options.Text | Sequence[options.Text] | None = None,
+    length: Annotated[int, Field(ge=2)] = 128,
+    layers: options.Count = 3,
+    width: options.Count = 128,
+    heads: options.Count = 4,
+    dropout: options.Fraction = 0.0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     stacked: bool = False,
-    eval_context: int | None = None,
-    eval_bytes: int | None = None,
+    eval_context: options.Natural | None = None,
+    eval_bytes: options.Count | None = None,
 ) -> Task:
     """Makes the byte-level language model.
 
@@ -66,17 +68,23 @@ def make(
         >>> task.train_data(8, 0, 1).batch_at(0)["tokens"].shape
         (8, 65)
     """
-    length = options.whole("length", length, least=2)
-    context = length // 2 if eval_context is None else options.whole("eval_context", eval_context, least=0)
+    context = length // 2 if eval_context is None else eval_context
     if context >= length:
         raise OptionError(
             "eval_context",
             f"{context} is not less than length, which is {length}: a row scores the bytes that are left",
             others=["length"],
         )
-    model = _model(layers=layers, width=width, heads=heads, dropout=dropout, dtype=dtype, stacked=stacked)
+    if width % (2 * heads):
+        raise OptionError(
+            "width",
+            f"{width} is not a multiple of twice the heads, which are {heads}: rotary positions turn pairs of features "
+            "of each head",
+            others=["heads"],
+        )
+    model = Transformer(VOCABULARY, layers, width, heads, dropout, jnp.dtype(dtype), stacked)
     with options.blaming("files"):
-        data = corpus.load(_patterns(files))
+        data = corpus.load([files] if isinstance(files, str) else files)
     train_rows = training_rows(data.train, length=length)
     scored = length - context
     held_out = _held_out_bytes(data.held_out, scored=scored, limit=eval_bytes)
@@ -154,7 +162,7 @@ def _windows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
 
 def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.ndarray:
     """Takes at most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
-    count = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
+    count = data.size if limit is None else min(data.size, limit)
     if count < scored:
         raise OptionError(
             "length" if count == data.size else "eval_bytes",
@@ -164,35 +172,3 @@ def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.n
             others=["eval_bytes", "files", "length"],
         )
     return data[: count // scored * scored]
-
-
-def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str, stacked: bool) -> Transformer:
-    width, heads = options.whole("width", width), options.whole("heads", heads)
-    if width % (2 * heads):
-        raise OptionError(
-            "width",
-            f"{width} is not a multiple of twice the heads, which are {heads}: rotary positions turn pairs of features "
-            "of each head",
-            others=["heads"],
-        )
-    return Transformer(
-        vocabulary=VOCABULARY,
-        layers=options.whole("layers", layers),
-        width=width,
-        heads=heads,
-        dropout=options.fraction("dropout", dropout),
-        dtype=jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16"))),
-        stacked=options.switch("stacked", stacked),
-    )
-
-
-def _patterns(files: str | Sequence[str] | None) -> list[str] | None:
-    if files is None:
-        return None
-    if isinstance(files, str):
-        return [options.text("files", files)]
-    if not isinstance(files, list | tuple) or not files:
-        raise OptionError(
-            "files", f"{files!r} is not a glob pattern, a list of at least one, or null for the standard library"
-        )
-    return [options.text(f"files.{index}", pattern) for index, pattern in enumerate(files)]

@@ -11,17 +11,18 @@
 
 is a whole config: `name`, `task.make`, `train.global_batch`, `train.optimizer.name` and one of `train.steps`
 and `train.epochs` have no default. A key that is not here is refused, at every level, except options of the task, the
-strategy and the optimizer: they are checked against the signature of the function that takes them when the run starts.
+strategy, the optimizer and callbacks: they are checked against the signature of the function that takes them, before the run
+starts.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from jdist.report.metric_direction import Mode, better
+from jdist.report.metric_direction import Mode
 
 Count = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -163,6 +164,7 @@ class CheckpointSection(Section):
     keep: Count = Field(default=3, description="Newest checkpoints kept; older ones are deleted.")
     best: str | None = Field(
         default=None,
+        pattern=r"^eval/.",
         description="Evaluation metric whose best checkpoint is kept too, such as eval/accuracy; null for none.",
     )
     mode: Mode | None = Field(
@@ -172,131 +174,13 @@ class CheckpointSection(Section):
     )
 
 
-class EarlyStoppingOptions(Section):
-    """Options of the callback that ends a run that gets no better."""
-
-    metric: str = Field(
-        default="eval/loss",
-        pattern=r"^(eval|epoch)/.",
-        description='"eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.',
-    )
-    patience: Count = Field(default=3, description="How many of these may pass without improvement.")
-    min_delta: float = Field(default=0.0, ge=0, description="Smaller changes are not an improvement.")
-    mode: Mode | None = Field(default=None, description="Whether less or more is better; null: as its name says.")
-
-    @model_validator(mode="after")
-    def _has_a_mode(self) -> EarlyStoppingOptions:
-        if self.mode is None and better(self.metric) is None:
-            raise PydanticCustomError("mode", "cannot tell from the name whether higher is better; set `mode`")
-        return self
-
-
-class EmaOptions(Section):
-    """Options of the callback that averages the parameters over the last steps, and saves the average in the checkpoints."""
-
-    decay: float = Field(default=0.999, ge=0, lt=1, description="0.999 looks back over some thousand steps.")
-    name: str = Field(default="ema", min_length=1, description="Under which it is saved.")
-
-
-class LearningRateLogOptions(Section):
-    """Options of the callback that logs the optimizer's learning rate."""
-
-    name: str = Field(default="learning_rate", min_length=1, description="Its name in the rows.")
-
-
-class NanGuardOptions(Section):
-    """Options of the callback that ends a run whose metrics are NaN or infinite."""
-
-    metrics: list[str] = Field(default_factory=list, description="Names in a row, such as loss or eval/loss; []: all.")
-
-
-class CsvOptions(Section):
-    """Options of the callback that writes the rows as a table."""
-
-    path: str = Field(default="metrics.csv", min_length=1, description="The file; in the run folder.")
-
-
-class TensorboardOptions(Section):
-    """Options of the callback that writes the rows for TensorBoard."""
-
-    folder: str = Field(default="tensorboard", min_length=1, description="For `--logdir`; in the run folder.")
-
-
-class ProfilerOptions(Section):
-    """Options of the callback that traces some steps with JAX's profiler."""
-
-    folder: str = Field(default="profile", min_length=1, description="Where the trace goes; in the run folder.")
-    first: Count = Field(default=10, description="The first step of the trace.")
-    last: Count = Field(default=15, description="Its last step, `first` or later.")
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> ProfilerOptions:
-        if self.last < self.first:
-            raise PydanticCustomError("range", "`last` comes before `first`")
-        return self
-
-
-class WandbOptions(Section):
-    """Options of the callback that logs the rows to Weights & Biases; every key is an argument of `wandb.init`."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class TrackioOptions(Section):
-    """Options of the callback that logs the rows to Trackio; every further key is an argument of `trackio.init`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    project: str = Field(default="jdist", min_length=1, description="Where the run appears.")
-
-
-class MlflowOptions(Section):
-    """Options of the callback that logs the rows to MLflow."""
-
-    tracking_uri: str | None = Field(default=None, description="A server or a database; null: MLFLOW_TRACKING_URI.")
-    experiment: str | None = Field(
-        default=None, description="Made if there is none of that name; null: the default one."
-    )
-    run_name: str | None = Field(default=None, description="null: the name of the config.")
-    tags: dict[str, str] | None = Field(default=None, description="Tags of the run.")
-
-
-class CallbackSection(Section):
-    """One of `jdist.callbacks` by its name, alone or with its options: `ema`, or `{ema: {decay: 0.99}}`."""
-
-    early_stopping: EarlyStoppingOptions | None = None
-    ema: EmaOptions | None = None
-    learning_rate_log: LearningRateLogOptions | None = None
-    nan_guard: NanGuardOptions | None = None
-    csv: CsvOptions | None = None
-    tensorboard: TensorboardOptions | None = None
-    wandb: WandbOptions | None = None
-    mlflow: MlflowOptions | None = None
-    trackio: TrackioOptions | None = None
-    profiler: ProfilerOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_options(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {value: {}}
-        if isinstance(value, dict) and len(value) == 1:
-            return {name: {} if options is None else options for name, options in value.items()}
-        raise PydanticCustomError("callback", "one name, or one name with its options, such as {ema: {decay: 0.99}}")
-
-    @model_serializer
-    def _by_name(self) -> dict[str, Any]:
-        return {self.name: self.options.model_dump()}
-
-    @property
-    def name(self) -> str:
-        """The callback's name."""
-        return next(iter(self.model_fields_set))
-
-    @property
-    def options(self) -> Section:
-        """Its options."""
-        return getattr(self, self.name)
+def _with_options(value: Any) -> Any:
+    """Writes a callback that is named alone as a mapping of its name to no options."""
+    if isinstance(value, str):
+        return {value: {}}
+    if isinstance(value, dict) and len(value) == 1:
+        return {name: {} if options is None else options for name, options in value.items()}
+    raise PydanticCustomError("callback", "one name, or one name with its options, such as {ema: {decay: 0.99}}")
 
 
 class LogSection(Section):
@@ -343,7 +227,7 @@ class Config(Section):
     init_from: InitSection | None = Field(default=None, description="Weights to begin with; null for new ones.")
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    callbacks: list[CallbackSection] = Field(
+    callbacks: list[Annotated[dict[str, dict[str, Any]], BeforeValidator(_with_options)]] = Field(
         default_factory=list,
         description="What goes along with training: names of jdist.callbacks, or one-key mappings with options.",
     )

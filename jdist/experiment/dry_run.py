@@ -25,7 +25,6 @@ from jdist.experiment.record import RunFolder, check_can_be_made
 from jdist.experiment.render import describe
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.summary import arithmetic
-from jdist.experiment.validate import old_names
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
 from jdist.support.arrays import is_key
@@ -49,9 +48,9 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(describe(parts.values, document, derived=parts.derived))
     if config.strategy.name == "parameter_server":
         say("no server is started: what a worker computes, and the update, are compiled for one device here")
-    say("\n".join([*old_names(config, document), arithmetic(config, parts)]))
+    say(arithmetic(config, parts))
     folder = RunFolder(Path(config.log.folder) / config.name)
-    make_callbacks(config, parts, document, folder.path)
+    callbacks = make_callbacks(config, parts.values, parts.learning_rate, document, folder.path)
     check_can_be_made(folder.path)
     if not fresh:
         check_same_run(folder, parts.values, document)
@@ -67,7 +66,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
         init_from(config.init_from, jax.tree.map(_zeros, state), strategy, say)
     # Before eval_shape: an error in the step then says what it was called with.
     evaluation = make_eval_step(parts).lower(state, eval_batch)
-    check_watched_of_shapes(config, task, jax.eval_shape(task.eval_step, state, eval_batch), document)
+    check_watched_of_shapes(config, callbacks, task, jax.eval_shape(task.eval_step, state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(state, batch)))
     say(_compiled("evaluation", evaluation))

@@ -17,7 +17,8 @@ from jdist.errors import CheckpointError, ConfigError
 from jdist.experiment.config import InitSection
 from jdist.experiment.load import Document, Key
 from jdist.experiment.prepare import import_function
-from jdist.experiment.validate import Problem, refusal
+from jdist.experiment.validate import refusal
+from jdist.support.signature import Problem
 from jdist.weights.files import has_files
 from jdist.weights.load import load_part
 

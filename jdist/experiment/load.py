@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from jdist.errors import ConfigError
+from jdist.support.signature import Key
 from jdist.support.suggest import closest, nearest
-
-Key = tuple[str, ...]
 
 # YAML 1.1 reads `010` as 8 and `1:30` as 90, YAML 1.2 reads 10 and text: such values get a tag of their own.
 _AMBIGUOUS = "jdist:ambiguous"

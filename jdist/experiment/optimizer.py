@@ -15,9 +15,9 @@ import optax
 from jdist import scaling
 from jdist.errors import ConfigError, ScalingError
 from jdist.experiment.load import Key
-from jdist.experiment.options import alternatives, check_options, is_number, misfit
 from jdist.experiment.schedule import REFUSALS, build_value, check_schedules, fill_length, is_schedule, reason
-from jdist.experiment.validate import Problem, show
+from jdist.support.checks import as_real
+from jdist.support.signature import Problem, alternatives, check_options, misfit, show
 from jdist.support.suggest import nearest
 
 _OF_RATE: dict[str, Callable[..., Any]] = {"linear": scaling.linear, "square_root": scaling.square_root}
@@ -93,28 +93,30 @@ def _built(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: build_value(value) for name, value in options.items()}
 
 
-def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Describes a value's fault for a parameter of optax, by annotation and name; else None."""
+def _wrong(value: Any, parameter: inspect.Parameter, key: Key) -> Problem | None:
+    """Finds a value's fault for a parameter of optax, by annotation and name; else None."""
     # optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the
     # parameters (masks); a config can describe only the first kind of function.
     types = alternatives(parameter.annotation)
-    if value is None and (parameter.default is None or any(each is type(None) for each in types)):
+    if value is None and (parameter.default is None or type(None) in types):
         return None
     by_function = any(typing.get_origin(each) is collections.abc.Callable for each in types)
-    if any(each is float for each in types):
-        if by_function and not is_number(value) and not is_schedule(value):
-            return f"{show(value)} is neither a number nor a schedule, {{schedule: NAME, ...}}"
-        if not by_function and not is_number(value):
-            return f"{show(value)} is not a number"
-        if parameter.name == "learning_rate" and is_number(value) and not value >= 0:
-            return f"{show(value)} is not >= 0"
-        return None
-    if by_function:
-        is_mask = isinstance(value, bool)
-        return None if is_mask else f"{show(value)} is not true or false, the masks that a config can say"
-    if "dtype" in parameter.name:
-        return None if _is_dtype(value) else f"{show(value)} is not a dtype, such as float32 or bfloat16"
-    return misfit(value, parameter)
+    number = as_real(value)
+    fault = None
+    if float in types:
+        if by_function and number is None and not is_schedule(value):
+            fault = "is neither a number nor a schedule, {schedule: NAME, ...}"
+        elif not by_function and number is None:
+            fault = "is not a number"
+        elif parameter.name == "learning_rate" and number is not None and not number >= 0:
+            fault = "is not >= 0"
+    elif by_function:
+        fault = None if isinstance(value, bool) else "is not true or false, the masks that a config can say"
+    elif "dtype" in parameter.name:
+        fault = None if _is_dtype(value) else "is not a dtype, such as float32 or bfloat16"
+    else:
+        return misfit(value, parameter, key)
+    return None if fault is None else Problem(key=key, text=f"{show(value)} {fault}")
 
 
 def _is_dtype(value: Any) -> bool:

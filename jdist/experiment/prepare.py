@@ -20,18 +20,19 @@ from jdist.data.sources.protocol import RandomAccessSource
 from jdist.data.sources.rows import RowSource
 from jdist.data.sources.sequential import SequentialSource, resumable
 from jdist.errors import ConfigError, DeviceError, StrategyError
+from jdist.experiment.callbacks import check_callbacks
 from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
-from jdist.experiment.options import check_options
 from jdist.experiment.schedule import warn_beyond
-from jdist.experiment.validate import Problem, refusal, show
+from jdist.experiment.validate import refusal
 from jdist.loop.task import Task
 from jdist.step.decorator import distribute
 from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.strategies.devices import find_devices
 from jdist.support.checks import largest_divisor
+from jdist.support.signature import Problem, check_options, show
 from jdist.support.suggest import nearest
 from jdist.tasks.options import OptionError, near
 
@@ -90,7 +91,7 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
         except (StrategyError, DeviceError) as exc:
             strategy_problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
     task, problems = _make_task(config.task)
-    problems += strategy_problems
+    problems += [*strategy_problems, *check_callbacks(config)]
     train, one_epoch, rows, epoch_steps, steps = config.train, None, None, None, config.train.steps
     length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:
@@ -142,7 +143,7 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
 def check_names(config: Config, document: Document) -> None:
     """Refuses unknown names and options of strategy and optimizer, without devices and data."""
     *_, optimizer_problems = _optimizer(config.model_dump(), steps=config.train.steps, length=("train", "steps"))
-    if problems := [*_check_strategy(config), *optimizer_problems]:
+    if problems := [*_check_strategy(config), *check_callbacks(config), *optimizer_problems]:
         raise refusal(document, problems)
 
 

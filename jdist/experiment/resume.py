@@ -11,8 +11,9 @@ from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted, leaves, load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.render import flow
-from jdist.experiment.validate import Problem, refusal, validate
+from jdist.experiment.validate import refusal, validate
 from jdist.support.checks import largest_divisor
+from jdist.support.signature import Problem
 
 # What may change from one start of a run to the next: where and on what it runs, how often it reports and
 # saves, and how long it goes on. All else decides which parameters a step leads to.

@@ -36,7 +36,6 @@ from jdist.experiment.repeatable import Result, Start, differences_from, write_r
 from jdist.experiment.resume import check_goes_on, check_same_run
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
-from jdist.experiment.validate import old_names
 from jdist.loop.data import open_feed
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import MetricTotals
@@ -81,12 +80,12 @@ def run(
         say(resolved)
         # From here on a signal is a wish: an exception while XLA compiles would crash the process.
         stop = stack.enter_context(preemption(cluster))
-        say("\n".join([*old_names(config, document), arithmetic(config, parts)]))
+        say(arithmetic(config, parts))
         here = environment(parts, config.task.make)
         if original:
             say(differences_from(original, here))
         folder = RunFolder(Path(config.log.folder) / config.name)
-        callbacks = make_callbacks(config, parts, document, folder.path)
+        callbacks = make_callbacks(config, parts.values, parts.learning_rate, document, folder.path)
 
         # The run folder, held by the chief until it ends.
         with together("opening the run folder", _PREPARE_S, cluster):
@@ -106,12 +105,12 @@ def run(
             goes_on = cluster.exchange("whether the run goes on", folder.has_checkpoints(), _PREPARE_S)[0]
             state = state if goes_on else init_from(config.init_from, state, strategy, say)
         train_step, eval_step = make_train_step(config, parts), make_eval_step(parts)
-        if watches_evaluation(config, document):  # one batch shows what is measured, before training takes its time
+        if watches_evaluation(config, callbacks):  # one batch shows what is measured, before training takes its time
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
             evaluated = MetricTotals(task.metrics)
             with cluster.blocked():
                 evaluated.note(eval_step(state, next(one_batch)))
-                check_watched(config, evaluated.newest(), document)
+                check_watched(config, callbacks, evaluated.newest(), document)
 
         # Training: the loop of `jdist.fit`, with the run folder as one of its callbacks.
         keep, best = config.checkpoint.keep, config.checkpoint.best

@@ -10,9 +10,8 @@ from typing import Any, TypeGuard
 import optax
 
 from jdist.experiment.load import Key, dotted
-from jdist.experiment.options import check_options
-from jdist.experiment.validate import Problem, show
 from jdist.scaling import gradual_warmup
+from jdist.support.signature import Problem, check_options, show
 from jdist.support.suggest import closest, nearest
 from jdist.support.tracebacks import callers_level
 
@@ -21,7 +20,7 @@ REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, Arithme
 _LENGTHS = ("decay_steps", "transition_steps")
 _LONGEST = 2**40  # steps; no run is as long
 
-Wrong = Callable[[Any, inspect.Parameter], str | None]
+Wrong = Callable[[Any, inspect.Parameter, Key], Problem | None]
 
 
 def is_schedule(value: Any) -> TypeGuard[dict[str, Any]]:

@@ -19,8 +19,7 @@ class Task:
     """A model, its loss and its data, for `jdist run`.
 
     A config names a function that returns one, by import path (`my_package.my_task:make`); its `task.options` are the
-    keyword arguments, checked against the annotations. The function refuses one by a `jdist.tasks.options.OptionError`, or by
-    the checks in that module.
+    keyword arguments, checked against the annotations. The function refuses one by a `jdist.tasks.options.OptionError`.
 
     Attributes:
         create_state: `(key, tx) -> state`; pure, so that a strategy can allocate it in its own layout.

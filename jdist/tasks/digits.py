@@ -24,7 +24,8 @@ SPLIT_SEED = 0
 TEST_FRACTION = 0.2
 
 
-def make(*, width: int = 32, dropout: float = 0.3, shift: int = 1) -> Task:
+@options.checked
+def make(*, width: options.Count = 32, dropout: options.Fraction = 0.3, shift: options.Natural = 1) -> Task:
     """Makes the digits task.
 
     Args:
@@ -44,9 +45,8 @@ def make(*, width: int = 32, dropout: float = 0.3, shift: int = 1) -> Task:
         >>> task.train_data(32, 0, 1).batch_at(0)["image"].shape
         (32, 8, 8, 1)
     """
-    model = ConvNet(width=options.whole("width", width), dropout=options.fraction("dropout", dropout), num_classes=10)
     train, test = load_split()
-    return image_task(model, train=train, test=test, shift=options.whole("shift", shift, least=0))
+    return image_task(ConvNet(width, dropout, num_classes=10), train=train, test=test, shift=shift)
 
 
 class ConvNet(nn.Module):

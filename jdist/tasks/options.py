@@ -1,19 +1,25 @@
-"""Checks for the options of a task, and the error that names one.
-
-Each check takes the option's name, as the config writes it below `task.options`, and the value that the config gives. It
-returns the value, or raises an `OptionError` that says what is allowed.
-"""
+"""Options of a task: annotations that say what is allowed, and the error that names one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from jdist.errors import ConfigError
-from jdist.support.checks import as_int, as_real
+from jdist.support import checks
+from jdist.support.signature import check_options
 from jdist.support.suggest import closest
+
+Count = Annotated[int, Field(ge=1)]  # a whole number, 1 or more
+Natural = Annotated[int, Field(ge=0)]  # a whole number, 0 or more
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]  # text that is not empty, such as a path
+T = TypeVar("T")
 
 
 class OptionError(ConfigError):
@@ -39,6 +45,27 @@ class OptionError(ConfigError):
         self.others = tuple(others)
 
 
+def checked(make: Callable[..., T]) -> Callable[..., T]:
+    """Checks the options against the annotations also where a program calls `make`, as configs always do.
+
+    Example:
+        >>> @checked
+        ... def make(*, width: Count = 32): ...
+        >>> make(width=0)
+        Traceback (most recent call last):
+        jdist.tasks.options.OptionError: task.options.width: 0 is not >= 1.
+    """
+
+    @functools.wraps(make)
+    def call(**options: Any) -> T:
+        plain = {name: value if (n := checks.as_int(value)) is None else n for name, value in options.items()}
+        for problem in check_options(make, plain, called=make.__module__):
+            raise OptionError(".".join(problem.key), problem.text, remedy=problem.remedy)
+        return make(**plain)
+
+    return call
+
+
 @contextlib.contextmanager
 def blaming(option: str) -> Iterator[None]:
     """Turns a `ConfigError` that is raised in the block into an `OptionError` that names the option, such as that of a file."""
@@ -56,70 +83,3 @@ def near(path: Path, *, ending: str = "") -> str:
     there = {p.name.removesuffix(ending): p for p in path.parent.glob(f"*{ending}") if ending or p.is_dir()}
     name = closest(path.name.removesuffix(ending), there)
     return f" Did you mean {there[name]}?" if name else ""
-
-
-def whole(name: str, value: Any, *, least: int = 1) -> int:
-    """Checks for a whole number of at least `least`.
-
-    Example:
-        >>> whole("layers", 3)
-        3
-    """
-    number = as_int(value, least=least)
-    if number is None:
-        raise _refusal(name, value, f"a whole number, {least} or more")
-    return number
-
-
-def fraction(name: str, value: Any, *, open_below: bool = False) -> float:
-    """Checks for a number of at least 0, or with `open_below` above it, and less than 1; returns it as a float.
-
-    Example:
-        >>> fraction("dropout", 0.5)
-        0.5
-    """
-    number = as_real(value)
-    if number is None or not 0 <= number < 1 or (open_below and number == 0):
-        allowed = "a number above 0 and below 1" if open_below else "a number from 0 up to, but not including, 1"
-        raise _refusal(name, value, allowed)
-    return float(number)
-
-
-def switch(name: str, value: Any) -> bool:
-    """Checks for true or false.
-
-    Example:
-        >>> switch("standardise", True)
-        True
-    """
-    if not isinstance(value, bool):
-        raise _refusal(name, value, "true or false")
-    return value
-
-
-def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Checks for one of a few words.
-
-    Example:
-        >>> one_of("dtype", "float32", ("float32", "bfloat16"))
-        'float32'
-    """
-    if not isinstance(value, str) or value not in choices:
-        raise _refusal(name, value, f"one of {', '.join(choices)}")
-    return value
-
-
-def text(name: str, value: Any) -> str:
-    """Checks for a piece of text that is not empty, such as a path.
-
-    Example:
-        >>> text("path", "data.npz")
-        'data.npz'
-    """
-    if not isinstance(value, str) or not value.strip():
-        raise _refusal(name, value, "text that is not empty")
-    return value
-
-
-def _refusal(name: str, value: Any, allowed: str) -> OptionError:
-    return OptionError(name, f"{value!r} is not {allowed}")

@@ -30,7 +30,7 @@ def test_it_says_what_a_run_would_be_and_writes_nothing(jdist_run):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("checkpoint.best=clsoe", 'the task\'s evaluation has no metric "clsoe"'),
+        ("checkpoint.best=eval/clsoe", 'the task\'s evaluation has no metric "eval/clsoe"'),
         ("train.optimizer.b1=x", "train.optimizer.b1"),
         ("strategy.transform=jot", '"jot" is not "shard_map"'),
         ("task.options.features=0", "0 is not one or more"),

@@ -29,7 +29,7 @@ name: toy
 task: {make: "toy_regression:make"}
 train: {global_batch: 16, steps: 1500, optimizer: {name: adamw, learning_rate: 1e-3}}
 eval: {every: 500, global_batch: 8}
-checkpoint: {every: 150, best: close, mode: max}
+checkpoint: {every: 150, best: eval/close, mode: max}
 log: {every: 50}
 platform: {cpu_devices: 2}
 """

@@ -61,12 +61,12 @@ def test_metrics_are_exact_over_all_rows_and_the_run_repeats_to_the_bit(run, how
     ("arguments", "said"),
     [
         (
-            ["checkpoint.best=acuracy", "checkpoint.mode=max", "--dry-run"],
-            'no metric "acuracy" (override checkpoint.best=acuracy). Did you mean eval/accur',
+            ["checkpoint.best=eval/acuracy", "checkpoint.mode=max", "--dry-run"],
+            'no metric "eval/acuracy" (override checkpoint.best=eval/acuracy). Did you mean eval/accur',
         ),
         (["task.options.how=undeclared", "--dry-run"], "the step returned metric 'accuracy' of dict, not a scalar"),
         (
-            ["task.options.how='all at once'", "checkpoint.best=acuracy", "checkpoint.mode=max"],
+            ["task.options.how='all at once'", "checkpoint.best=eval/acuracy", "checkpoint.mode=max"],
             "Did you mean eval/accuracy?",
         ),
     ],
@@ -78,9 +78,9 @@ def test_what_is_no_metric_is_refused_before_training(run, arguments, said):
 
 
 def test_an_array_cannot_be_the_best(run):
-    code, _, err = run("classes.yaml", "checkpoint.best=confusion", "checkpoint.mode=max")
+    code, _, err = run("classes.yaml", "checkpoint.best=eval/confusion", "checkpoint.mode=max")
     assert code == 2
-    assert '"confusion" is an array of shape (2, 2), of which none is the best' in err
+    assert '"eval/confusion" is an array of shape (2, 2), and not one number' in err
     assert "It has: eval/accuracy, eval/auc, eval/loss." in err
 
 

@@ -67,8 +67,8 @@ SCHEDULE = (
         (["train.optimizer.learning_rate={schedule: cosine}"], "Did you mean cosine_decay_schedule?"),
         (["train.steps_per_call=5"], "5 does not divide the 24 steps of the run"),
         (
-            ["checkpoint.best=accuracy"],
-            'no metric "accuracy" (override checkpoint.best=accuracy). It has: eval/close, eval/loss',
+            ["checkpoint.best=eval/accuracy"],
+            'no metric "eval/accuracy" (override checkpoint.best=eval/accuracy). It has: eval/close, eval/loss',
         ),
         (["log.folder=toy.yaml"], "toy.yaml/toy: cannot be written: Not a directory"),
         (["log.folder=/dev/full"], "/dev/full/toy: cannot be written: Not a directory"),

@@ -45,10 +45,10 @@ def test_defaults_are_filled_in(check):
 @pytest.mark.parametrize(
     ("overrides", "mode"),
     [
-        (["checkpoint.best=loss"], "min"),
-        (["checkpoint.best=mean_absolute_error"], "min"),
-        (["checkpoint.best=accuracy"], "max"),
-        (["checkpoint.best=loss", "checkpoint.mode=max"], "max"),
+        (["checkpoint.best=eval/loss"], "min"),
+        (["checkpoint.best=eval/mean_absolute_error"], "min"),
+        (["checkpoint.best=eval/accuracy"], "max"),
+        (["checkpoint.best=eval/loss", "checkpoint.mode=max"], "max"),
     ],
 )
 def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mode):
@@ -59,15 +59,16 @@ def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mo
     ("override", "message"),
     [
         (
-            "checkpoint.best=close",
-            'checkpoint.best: cannot tell from the name "close" whether higher is better (override '
-            "checkpoint.best=close). Set checkpoint.mode=max or min.",
+            "checkpoint.best=eval/close",
+            'checkpoint.best: cannot tell from the name "eval/close" whether higher is better (override '
+            "checkpoint.best=eval/close). Set checkpoint.mode=max or min.",
         ),
         (
-            "checkpoint.best=acuracy",
-            'checkpoint.best: cannot tell from the name "acuracy" whether higher is better (override '
-            "checkpoint.best=acuracy). Did you mean eval/accuracy? Else set checkpoint.mode=max or min.",
+            "checkpoint.best=eval/acuracy",
+            'checkpoint.best: cannot tell from the name "eval/acuracy" whether higher is better (override '
+            "checkpoint.best=eval/acuracy). Did you mean eval/accuracy? Else set checkpoint.mode=max or min.",
         ),
+        ("checkpoint.best=loss", '"loss" is not of the right form (override checkpoint.best=loss). Evaluation metric'),
         ("train.step=3", "train.step: no such key (override train.step=3). Did you mean train.steps?"),
         ("steps=3", "steps: no such key (override steps=3). Did you mean train.steps?"),
         ("trian.steps=3", "trian: no such key (a.yaml). Did you mean train?"),

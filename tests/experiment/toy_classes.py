@@ -15,7 +15,7 @@ train:
   steps: 8
   optimizer: {name: sgd, learning_rate: 0.5}
 eval: {every: 4, global_batch: 8}
-checkpoint: {best: auc}
+checkpoint: {best: eval/auc}
 log: {every: 4}
 """
 X = np.random.default_rng(3).normal(size=(52, 2)).astype(np.float32)

@@ -18,7 +18,7 @@ train:
   steps: 24
   optimizer: {name: adamw, learning_rate: 1e-2}
 eval: {every: 8, global_batch: 8}
-checkpoint: {every: 8, best: close, mode: max}
+checkpoint: {every: 8, best: eval/close, mode: max}
 log: {every: 4}
 """
 

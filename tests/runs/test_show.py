@@ -67,7 +67,7 @@ def test_a_run_that_has_not_ended_is_running_or_stopped(jdist):
 def test_a_run_that_ended_with_an_error_has_failed(jdist):
     poisoned = ("task.options.poison_row=3", "name=poisoned")
     assert jdist("run", "toy.yaml", *poisoned)[0] == 1
-    assert jdist("run", "toy.yaml", "checkpoint.best=nothing", "name=refused")[0] == 2
+    assert jdist("run", "toy.yaml", "checkpoint.best=eval/nothing", "name=refused")[0] == 2
     assert {run["name"]: run["status"] for run in json.loads(jdist("runs", "--json")[1])} == {
         "poisoned": "failed",
         "refused": "failed",

@@ -13,11 +13,16 @@ import jdist
 from jdist.errors import JDistError, StepError
 from jdist.strategies.parameter_server import check_parameter_server
 from jdist.support import checks
-from jdist.tasks.options import whole
+from jdist.tasks.options import Count, checked
 
 
 def step(w, batch):
     return w, {}
+
+
+@checked
+def task(*, layers: Count):
+    return layers
 
 
 def parameter_server(**options):
@@ -110,7 +115,7 @@ TAKERS = {  # name: (what takes a whole number, one that it takes)
         1,
     ),
     "gather": (lambda n: jdist.one_device().gather(jdist.PerReplica(jnp.ones((1, 2, 2))), axis=n).tolist(), 1),
-    "a task's option": (lambda n: whole("layers", n), 2),
+    "a task's option": (lambda n: task(layers=n), 2),
 }
 KINDS = [np.int64, np.int32, np.uint8]
 

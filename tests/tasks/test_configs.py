@@ -7,8 +7,8 @@ import pytest
 
 from jdist.experiment.load import load
 from jdist.experiment.optimizer import check_optimizer, fill_lengths
-from jdist.experiment.options import check_options
 from jdist.experiment.validate import validate
+from jdist.support.signature import check_options
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

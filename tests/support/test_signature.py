@@ -1,14 +1,17 @@
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
-from jdist.experiment.options import alternatives, misfit, signature
+from jdist.support.signature import alternatives, misfit, signature
 
 
 def says(value, annotation, default=inspect.Parameter.empty):
-    return misfit(value, inspect.Parameter("n", inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default))
+    parameter = inspect.Parameter("n", inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+    problem = misfit(value, parameter, ("n",))
+    return None if problem is None else f"{'.'.join(problem.key[1:])} {problem.text}".lstrip()
 
 
 @pytest.mark.parametrize(
@@ -22,10 +25,11 @@ def says(value, annotation, default=inspect.Parameter.empty):
         (Sequence[int], [[1]], "a list"),
         (tuple[int, ...], [[1]], "a list"),
         (dict[str, int], [{"a": 1}], "a mapping of keys to values"),
+        (Annotated[int, Field(ge=3)], [3], "a whole number"),
         (Mapping, [{}], "a mapping of keys to values"),
         (int | None, [3, None], "a whole number or null"),
         (str | Sequence[str] | None, ["x", ["x"], None], "text or a list or null"),
-        (Literal["a", "b"], ["a", "b"], '"a" or "b"'),
+        (Literal["a", "b"], ["a", "b"], "'a' or 'b'"),
     ],
 )
 def test_values_of_the_type_are_allowed_and_no_others(annotation, fits, words):
@@ -36,6 +40,20 @@ def test_values_of_the_type_are_allowed_and_no_others(annotation, fits, words):
         kinds = {type(fit) for fit in fits} | ({int} if annotation is float else set())
         if type(value) not in kinds:
             assert says(value, annotation) == f"{shown} is not {words}"
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "words"),
+    [
+        (2, Annotated[int, Field(ge=3)], "2 is not >= 3"),
+        (2, Annotated[int, Field(ge=3)] | None, "2 is not >= 3 or null"),
+        ([1, "x"], Sequence[int], '1 "x" is not a whole number'),
+        ([1, "x"], str | Sequence[int] | None, '1 "x" is not a whole number'),
+        ({"a": [1, 2.5]}, dict[str, list[int]], "a.1 2.5 is not a whole number"),
+    ],
+)
+def test_limits_and_items_are_checked(value, annotation, words):
+    assert says(value, annotation) == words
 
 
 @pytest.mark.parametrize("annotation", [inspect.Parameter.empty, Any, bytes, int | bytes, "int", list[int] | set])

@@ -5,8 +5,8 @@
 `--write` puts them into the pages of docs/design/ that show a walk.
 
 Two calls of a step under `mirrored`, the first, which traces it, and one after it; and one step under `parameter_server`
-after the first, in the program, a worker and a server. Counted are Python functions of jdist/ that are called meanwhile, by
-any thread: what only defines something (an import, the body of a class) is not.
+after the first, in the program, a worker and a server; and a config to its run. Counted are Python functions of jdist/ that are
+called meanwhile, by any thread: what only defines something (an import, the body of a class) is not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -101,6 +102,26 @@ def mirrored(recorder: Recorder) -> dict[str, Walk]:
         jax.block_until_ready(metrics)
         walks[name] = recorder.stop()
     return walks
+
+
+def config(recorder: Recorder) -> dict[str, Walk]:
+    """A config from the command line to the first step of its run, in jdist/experiment/ alone."""
+    from jdist.cli.main import main
+    from jdist.loop.run import Run
+
+    class Reached(Exception):
+        pass
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        unittest.mock.patch.object(Run, "train", side_effect=Reached),
+        contextlib.suppress(Reached),
+        contextlib.redirect_stdout(None),
+    ):
+        recorder.start()
+        main(["run", str(ROOT / "configs" / "digits.yaml"), f"log.folder={folder}"])
+    walk = recorder.stop()
+    return {"a config to its run": {file: names for file, names in walk.items() if file.startswith("experiment/")}}
 
 
 def parameter_server(recorder: Recorder) -> dict[str, Walk]:
@@ -206,7 +227,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder()
     ps = parameter_server(recorder)
-    for name, files in (mirrored(recorder) | ps).items():
+    for name, files in (mirrored(recorder) | config(recorder) | ps).items():
         print(f"{name}: {len(files)} files")
         print(textwrap.indent("\n".join(lines(files, functions=arguments.functions)), "  "))
         if arguments.write:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from jdist.cluster import tf_config
 from jdist.errors import ConfigError
 
+
+def metavar(name: str) -> Any:
+    """Names an argument's value in the help, without a word on its default."""
+    return tyro.conf.arg(metavar=name, help_behavior_hint="")
+
+
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
-ConfigFile = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")]
-Overrides = Annotated[
-    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="")
-]
+ConfigFile = Annotated[str, tyro.conf.Positional, metavar("CONFIG")]
+Overrides = Annotated[tuple[str, ...], tyro.conf.Positional, metavar("[KEY=VALUE ...]")]
 
 
 def run(
@@ -80,7 +84,7 @@ def run(
 
     spec = tf_config(os.environ)
     if spec is not None and spec.task_type == "evaluator":
-        from jdist.experiment.follow import follow
+        from jdist.experiment.run import follow
 
         return follow(checked, document)
 
@@ -98,12 +102,10 @@ def sweep(
     config: ConfigFile,
     overrides: Overrides = (),
     *,
-    grid: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=V1,V2,...", help_behavior_hint="")
-    ] = (),
-    name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
-    metric: Annotated[str | None, tyro.conf.arg(metavar="METRIC", help_behavior_hint="")] = None,
-    mode: Annotated[str | None, tyro.conf.arg(metavar="max|min", help_behavior_hint="")] = None,
+    grid: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], metavar("KEY=V1,V2,...")] = (),
+    name: Annotated[str | None, metavar("NAME")] = None,
+    metric: Annotated[str | None, metavar("METRIC")] = None,
+    mode: Annotated[str | None, metavar("max|min")] = None,
     fresh: Flag = False,
 ) -> int:
     """Run a config with each combination of values.
@@ -137,9 +139,7 @@ def sweep(
 
 
 def runs(
-    folders: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER | A B]", help_behavior_hint="")
-    ] = (),
+    folders: Annotated[tuple[str, ...], tyro.conf.Positional, metavar("[FOLDER | A B]")] = (),
     *,
     json: Flag = False,
     timeline: Flag = False,
@@ -172,7 +172,7 @@ def runs(
 
 
 def checkpoint(
-    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH", help_behavior_hint="")],
+    path: Annotated[str, tyro.conf.Positional, metavar("PATH")],
 ) -> int:
     """List what a checkpoint holds.
 
@@ -199,11 +199,11 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = (),
     *,
-    topology: Annotated[str, tyro.conf.arg(metavar="TOPOLOGY", help_behavior_hint="")],
+    topology: Annotated[str, metavar("TOPOLOGY")],
     json: Flag = False,
-    sweep: Annotated[str | None, tyro.conf.arg(metavar="global_batch=...", help_behavior_hint="")] = None,
+    sweep: Annotated[str | None, metavar("global_batch=...")] = None,
     suggest: Flag = False,
-    svg: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    svg: Annotated[str | None, metavar("FILE")] = None,
     no_check: Flag = False,
 ) -> int:
     """Say what a config needs on hardware that is not here.

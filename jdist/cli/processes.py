@@ -7,17 +7,15 @@ from typing import Annotated
 
 import tyro
 
-from jdist.cli.configs import Flag
+from jdist.cli.configs import Flag, metavar
 
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Address = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")]
-File = Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+Count = Annotated[int | None, metavar("N")]
+Address = Annotated[str | None, metavar("HOST:PORT")]
+File = Annotated[str | None, metavar("FILE")]
 
 
 def launch(
-    command: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
-    ],
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, metavar("-- COMMAND ...")],
     *,
     processes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX", help_behavior_hint="(default: 2)")] = None,
     workers: Count = None,
@@ -25,7 +23,7 @@ def launch(
     devices_per_process: Count = None,
     evaluator: Flag = False,
     max_restarts: Count = None,
-    log_dir: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
+    log_dir: Annotated[str | None, metavar("DIR")] = None,
     grace_s: float = 10.0,
     stop_timeout_s: float = 300.0,
     regrow_s: float = 300.0,
@@ -92,18 +90,14 @@ def launch(
 
 def serve(
     *,
-    role: Annotated[
-        str | None,
-        tyro.conf.DisallowNone,
-        tyro.conf.arg(metavar="worker|ps", help_behavior_hint=""),
-    ] = None,
+    role: Annotated[str | None, tyro.conf.DisallowNone, metavar("worker|ps")] = None,
     address: Address = None,
     grace_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
     tls_cert: File = None,
     tls_key: File = None,
     tls_ca: File = None,
     health_address: Address = None,
-    allow_custom_call: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
+    allow_custom_call: Annotated[tuple[str, ...], metavar("NAME")] = (),
     script: File = None,
     insecure: Flag = False,
     with_parent: Flag = False,
@@ -163,7 +157,7 @@ def doctor(
     *,
     json: Flag = False,
     alone: Flag = False,
-    timeout_s: Annotated[float, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")] = 60.0,
+    timeout_s: Annotated[float, metavar("SECONDS")] = 60.0,
 ) -> int:
     """Check this machine and its cluster.
 

@@ -18,12 +18,10 @@ from jdist.data.options import FeedOptions, InputOptions
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config
-from jdist.experiment.init_from import check_init_from, init_from
-from jdist.experiment.load import Document
+from jdist.experiment.load import Document, describe
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, check_can_be_made
-from jdist.experiment.render import describe
-from jdist.experiment.resume import check_same_run
+from jdist.experiment.resume import check_init_from, check_same_run, init_from
 from jdist.experiment.summary import arithmetic
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server

@@ -1,4 +1,4 @@
-"""A YAML file and dotted overrides -> plain values, each with the place it came from.
+"""A YAML file and dotted overrides -> plain values, each with the place it came from; and back to YAML, with these places.
 
 What YAML has and a config does not (tags, dates, aliases without end, values that its versions read differently) is refused.
 """
@@ -204,6 +204,13 @@ def leaves(values: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, A
             yield path, value
 
 
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
+    """Finds the leaves in which two mappings differ, with both values; "not set" for one that is missing."""
+    a, b = dict(leaves(there)), dict(leaves(here))
+    both = {key: (a.get(key, "not set"), b.get(key, "not set")) for key in {**b, **a}}
+    return {key: (x, y) for key, (x, y) in both.items() if x != y}
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -251,3 +258,62 @@ def _override(values: dict[str, Any], origins: dict[Key, str], text: str) -> str
     origins[path] = where
     origins.update(inner)
     return None
+
+
+class _OneLine(yaml.SafeDumper):
+    """A dumper that escapes line breaks, writes out what occurs twice, and quotes text that `load` would read otherwise."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _resolved, _pattern, _firsts in RESOLVERS:
+    _OneLine.add_implicit_resolver(_resolved, _pattern, list(_firsts))
+
+_OneLine.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
+def describe(values: Mapping[str, Any], document: Document, *, derived: Mapping[Key, str] | None = None) -> str:
+    """Writes a config as YAML, each line ending in a comment with the origin of its value."""
+    # `derived` gives the origin of each value that follows from others.
+    lines = list(_lines(values, (), document, derived or {}))
+    width = min(60, max(len(text) for text, origin in lines if origin))
+    return "".join(f"{text:<{width}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
+
+
+def _lines(
+    values: Mapping[str, Any], above: Key, document: Document, derived: Mapping[Key, str]
+) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        key = (*above, str(name))
+        indent = "  " * len(above)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{flow(name)}:", ""
+            yield from _lines(value, key, document, derived)
+        else:
+            yield f"{indent}{flow(name)}: {flow(value)}", derived.get(key) or _origin(key, document)
+
+
+def _origin(key: Key, document: Document) -> str:
+    """Finds a value's own origin; within a list or mapping given as a whole, that of the whole."""
+    origin = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in document.origins), None)
+    if origin is None or (origin != key and isinstance(_at(document.values, origin), Mapping)):
+        return "default"
+    return document.origins[origin]
+
+
+def _at(values: Any, key: Key) -> Any:
+    for part in key:
+        values = values[part] if part in values else values[int(part)]
+    return values
+
+
+def flow(value: Any) -> str:
+    """Writes a value on one line of YAML."""
+    text = str(yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=float("inf"), allow_unicode=True))
+    return text.removesuffix("\n").removesuffix("\n...").strip()

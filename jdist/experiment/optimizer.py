@@ -28,12 +28,7 @@ KEY: Key = ("train", "optimizer")
 
 
 def fill_lengths(section: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
-    """Gives each schedule of `train.optimizer` without a required length the length of the run.
-
-    Example:
-        >>> fill_lengths({"name": "sgd", "learning_rate": {"schedule": "cosine_decay_schedule"}}, steps=9)
-        {'name': 'sgd', 'learning_rate': {'schedule': 'cosine_decay_schedule', 'decay_steps': 9}}
-    """
+    """Gives each schedule of `train.optimizer` without a required length the length of the run."""
     return {name: fill_length(value, steps=steps) for name, value in section.items()}
 
 
@@ -171,13 +166,7 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
 def scale_options(
     section: Mapping[str, Any] | None, options: Mapping[str, Any], *, global_batch: int
 ) -> dict[str, Any]:
-    """Converts an optimizer's options, with schedules made, to the run's global batch.
-
-    Example:
-        >>> section = {"rule": "linear", "base_batch": 32}
-        >>> scale_options(section, {"learning_rate": 0.1, "momentum": 0.9}, global_batch=64)
-        {'learning_rate': 0.2, 'momentum': 0.9}
-    """
+    """Converts an optimizer's options, with schedules made, to the run's global batch."""
     if section is None:
         return dict(options)
     batches = {"base_batch": section["base_batch"], "global_batch": global_batch}
@@ -211,13 +200,7 @@ def _check_scaling(
 
 
 def explain(optimizer: Mapping[str, Any], *, global_batch: int) -> str:
-    """Describes the effect of the scaling of `train.optimizer`, given as plain values.
-
-    Example:
-        >>> scaling = {"rule": "linear", "base_batch": 256}
-        >>> explain({"name": "sgd", "learning_rate": 0.1, "scaling": scaling}, global_batch=1024)
-        'learning rate x 4 by the linear rule: a global batch of 1,024 in place of 256'
-    """
+    """Describes the effect of the scaling of `train.optimizer`, given as plain values."""
     section = optimizer["scaling"]
     of_one = scale_options(section, {**optimizer, "learning_rate": 1.0}, global_batch=global_batch)
     averages = [f"{name} {of_one[name]:g}" for name in _OF_ADAM[1:] if section["rule"] == "adam"]

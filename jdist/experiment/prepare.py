@@ -98,28 +98,19 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
         one_epoch = _training_data(task, train, 1)
         rows, epoch_steps = _rows(one_epoch), one_epoch.num_steps
         if steps is None and epoch_steps is None:
-            known = isinstance(one_epoch, RandomAccessSource)
-            problems.append(
-                Problem(
-                    key=("train", "epochs"),
-                    text="the training data has no end, so it has no epochs"
-                    if known
-                    else "the training data does not tell how many batches it has, so the length of an epoch is not known",
-                    remedy=" Say train.steps instead.",
-                )
-            )
+            text = "does not tell how many batches it has, so the length of an epoch is not known"
+            if isinstance(one_epoch, RandomAccessSource):
+                text = "has no end, so it has no epochs"
+            remedy = " Say train.steps instead."
+            problems.append(Problem(key=("train", "epochs"), text=f"the training data {text}", remedy=remedy))
         elif steps is None and train.epochs is not None and epoch_steps is not None:
             steps = train.epochs * epoch_steps
     problems += _check_numbers(train, strategy, rows=rows if to_run else None, steps=steps)
     train_data = None if task is None else _training_data(task, train, None)
     if isinstance(train_data, RandomAccessSource) and steps is not None and (train_data.num_steps or steps) < steps:
-        problems.append(
-            Problem(
-                key=length,
-                text=f"the training data ends after {train_data.num_steps:,} of {steps:,} steps",
-                remedy=" A task's train_data(global_batch, seed, epochs=None) is to repeat without end.",
-            )
-        )
+        text = f"the training data ends after {train_data.num_steps:,} of {steps:,} steps"
+        remedy = " A task's train_data(global_batch, seed, epochs=None) must repeat without end."
+        problems.append(Problem(key=length, text=text, remedy=remedy))
     section, filled, optimizer_problems = _optimizer(values, steps=steps, length=length)
     problems += optimizer_problems
     if problems or task is None or strategy is None or steps is None or one_epoch is None:

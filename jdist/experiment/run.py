@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,32 +19,46 @@ from jdist.callbacks import Callback, Moment, Resume
 from jdist.callbacks.checkpoint import saving
 from jdist.callbacks.rows import reporting
 from jdist.checkpoint import Checkpointer, CheckpointWarning
+from jdist.checkpoint.evaluator import new_checkpoints
 from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.runtime import together
 from jdist.cluster.stop import preemption
+from jdist.core.strategy import Strategy
 from jdist.data.position import write_state
 from jdist.data.sources.protocol import RandomAccessSource
 from jdist.errors import NonFiniteError
 from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
-from jdist.experiment.environment import checksums, environment
-from jdist.experiment.init_from import check_init_from, init_from
-from jdist.experiment.load import Document
+from jdist.experiment.load import Document, describe
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
-from jdist.experiment.record import RunFolder, open_folder, set_aside
-from jdist.experiment.render import describe
-from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
-from jdist.experiment.resume import check_goes_on, check_same_run
-from jdist.experiment.sources import changed_sources
+from jdist.experiment.record import (
+    Result,
+    RunFolder,
+    Start,
+    changed_sources,
+    checksums,
+    differences_from,
+    environment,
+    open_folder,
+    set_aside,
+    write_result,
+    write_start,
+)
+from jdist.experiment.resume import check_goes_on, check_init_from, check_same_run, init_from
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.loop.data import open_feed
-from jdist.loop.evaluate import Evaluation
+from jdist.loop.evaluate import Evaluation, measure
 from jdist.loop.metric_totals import MetricTotals
 from jdist.loop.run import Run
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import OF_ROWS, MetricsFile, Row, read_rows
+from jdist.report.progress import figures
+from jdist.strategies.by_name import make_strategy
+from jdist.support.file_lock import is_held
 
+_TOGETHER_S = 300.0  # as long as processes may take to come together
+_POLL_S = 1.0
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 
 
@@ -81,7 +96,8 @@ def run(
         # From here on a signal is a wish: an exception while XLA compiles would crash the process.
         stop = stack.enter_context(preemption(cluster))
         say(arithmetic(config, parts))
-        here = environment(parts, config.task.make)
+        sources = {"training data": parts.train_data, "evaluation data": task.eval_data(parts.eval_batch)}
+        here = environment(strategy, config.task.make, sources)
         if original:
             say(differences_from(original, here))
         folder = RunFolder(Path(config.log.folder) / config.name)
@@ -260,3 +276,44 @@ def _of_history(row: Row, steps_per_epoch: int | None) -> Row:
     epoch = 0 if steps_per_epoch is None else row["step"] // steps_per_epoch
     values = {name: math.nan if value is None else value for name, value in row.items() if name not in OF_ROWS}
     return {"step": row["step"], "epoch": epoch, "time_s": row.get("time_s", 0.0), **values}
+
+
+def follow(config: Config, document: Document, *, console: Console | None = None) -> int:
+    """Evaluates each checkpoint of a running job into its eval.jsonl; returns the exit code."""
+    # The job never waits for this. It ends with the evaluation of the run's last step (0), on a
+    # signal (130, 143), or when nobody has trained for five minutes. `config` was checked and its
+    # `platform` applied.
+    console = console or Console(soft_wrap=True)
+    parts = prepare(config, document, make=_of_one_process)
+    folder = RunFolder(Path(config.log.folder) / config.name)
+    strategy, task, total = parts.strategy, parts.task, parts.total_steps
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(preemption())
+        like = strategy.init(*state_maker(config, parts))
+        eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
+        eval_step = make_eval_step(parts)
+        file: MetricsFile | None = None
+        for restored in new_checkpoints(
+            folder.checkpoints,
+            like,
+            final_step=total,
+            is_alive=lambda: is_held(folder.lock),
+            is_over=lambda: stop.reason is not None,
+            timeout_s=_TOGETHER_S,
+            poll_s=_POLL_S,
+            known=[row["step"] for row in read_rows(folder.evaluations)],
+        ):
+            measured = measure(eval_step, restored.state, eval_set, metrics=task.metrics)
+            if file is None:  # not before there is a checkpoint: the folder is the job's to make
+                file = MetricsFile.open(folder.evaluations, step=sys.maxsize)
+                stack.callback(file.close)
+            file.write(restored.step, measured)
+            line = f"step {restored.step}/{total}  evaluation: {figures(measured)}"
+            console.print(line, markup=False, highlight=False, emoji=False)
+            del restored  # not kept while the next is read
+        return stop.exit_code
+
+
+def _of_one_process(name: str, **options: Any) -> Strategy:
+    """Makes the evaluator's strategy: of its own devices, also where the job runs on those of many processes."""
+    return make_strategy("mirrored") if name == "multi_worker" else make_strategy(name, **options)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jdist.errors import ConfigError
-from jdist.experiment.load import load
+from jdist.experiment.load import flow, load
 from jdist.experiment.platform import VARIABLES, apply_platform
-from jdist.experiment.record import RunFolder
-from jdist.experiment.render import flow
-from jdist.experiment.repeatable import read_result, read_starts
+from jdist.experiment.record import RunFolder, read_result, read_starts
 from jdist.experiment.validate import validate
 from jdist.report.metrics_file import COSTS, Row, read_rows
 from jdist.runs.summary import near_run
@@ -29,13 +27,11 @@ def replay(folder: str, *, fresh: bool = False) -> int:
         near = near_run(Path(folder)) or " Name one, as runs/digits."
         raise ConfigError(f"{folder}: no run folder: there is no config.yaml in it.{near}")
     starts, result = read_starts(original), read_result(original)
-    if not starts and original.environment.is_file():
-        raise ConfigError(
-            f"{original.environment}: lists no start of the run, so nothing says what to repeat; it was changed after the run. "
-            "Restore the file, or start the run again with --fresh."
-        )
     if not starts:
-        raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
+        raise ConfigError(
+            f"{original.environment}: lists no start of the run, so nothing says what to repeat. Restore the file, or start "
+            "the run again with --fresh."
+        )
     if result is None or not result.is_end(starts[-1].total_steps):
         raise ConfigError(
             f"{folder}: this run has not come to its {starts[-1].total_steps:,} steps, so there is no end to compare with. "

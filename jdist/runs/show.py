@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jdist.errors import ConfigError
-from jdist.experiment.load import dotted, leaves
-from jdist.experiment.record import RunFolder
-from jdist.experiment.render import flow
-from jdist.experiment.repeatable import read_starts
+from jdist.experiment.load import dotted, flow, leaves
+from jdist.experiment.record import RunFolder, read_starts
 from jdist.report.files import write_atomically
 from jdist.report.progress import duration, percent
-from jdist.runs.perfetto import trace
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RUNS, RunSummary, figure, find_runs, read_run
-from jdist.runs.timeline import read_timeline
+from jdist.runs.timeline import CHECKPOINT, EVALUATION, LOST, Timeline, describe, read_timeline
 from jdist.runs.timeline_picture import draw
 from jdist.support.table import Table
 
@@ -128,3 +125,77 @@ def _table(runs: Sequence[RunSummary]) -> str:
         for run in runs
     ]
     return str(Table("", rows, header))
+
+
+_RUN = 1  # the number of the run among the trace's processes; those of the job follow
+_LANES = {"attempts": 1, "time": 2, "evaluations": 3, "checkpoints": 4, "steps done again": 5}
+_LANE_OF = {EVALUATION: "evaluations", CHECKPOINT: "checkpoints", LOST: "steps done again"}
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """Makes a timeline's trace for https://ui.perfetto.dev, in the Trace Event Format."""
+    # It has complete events ("X") of attempts, parts and processes, a counter ("C") of steps,
+    # instants ("i") of restarts, kills and signals, and metadata ("M") with the names. Times are in
+    # microseconds from the beginning. See
+    # https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    events: list[dict[str, Any]] = []
+
+    def us(at: float) -> int:
+        return round((at - timeline.begin) * 1e6)
+
+    def name_lane(kind: str, lane: tuple[int, int], name: str) -> None:
+        events.append({"name": kind, "ph": "M", "pid": lane[0], "tid": lane[1], "args": {"name": name}})
+
+    def add(
+        category: str,
+        name: str,
+        lane: tuple[int, int],
+        at: float,
+        until: float | None = None,
+        *,
+        s: str = "g",
+        **args: Any,
+    ) -> None:
+        """Adds a stretch of time, or without `until` an instant, which concerns the run or a process (`s`)."""
+        kind = {"ph": "i", "s": s} if until is None else {"ph": "X", "dur": us(until) - us(at)}
+        place = {"ts": us(at), "pid": lane[0], "tid": lane[1]}
+        events.append({"name": name, "cat": category, **kind, **place, "args": args})
+
+    name_lane("process_name", (_RUN, 0), f"run {timeline.name}")
+    for name, number in _LANES.items():
+        name_lane("thread_name", (_RUN, number), name)
+    of_attempts = (_RUN, _LANES["attempts"])
+    for attempt in timeline.attempts:
+        add(
+            *("attempt", f"attempt {attempt.number}: {attempt.outcome}", of_attempts, attempt.begin, attempt.end),
+            first_step=attempt.first,
+            last_step=attempt.last,
+            kept_step=attempt.kept,
+            steps_done_again=attempt.lost_steps,
+            outcome=attempt.outcome,
+        )
+        if attempt.number:
+            add("restart", f"restart from step {attempt.first:,}", of_attempts, attempt.begin)
+        if attempt.outcome in ("killed", "failed"):
+            add("end", attempt.outcome, of_attempts, attempt.end, what=describe(timeline, attempt))
+        for span in attempt.spans:
+            lane = (_RUN, _LANES[_LANE_OF.get(span.part, "time")])
+            args = {"first_step": span.first, "last_step": span.last, "attempt": attempt.number}
+            add("part", span.part, lane, span.begin, span.end, **args)
+            counter = {"ph": "C", "cat": "steps", "pid": _RUN, "tid": 0, "name": "step"}
+            events.append({**counter, "ts": us(span.end), "args": {"step": span.last}})
+    for number, name in enumerate(dict.fromkeys(process.name for process in timeline.processes), start=_RUN + 1):
+        name_lane("process_name", (number, 0), name)
+        name_lane("thread_name", (number, 1), name)
+        for process in timeline.processes:
+            if process.name == name:
+                end = timeline.end_of(process)
+                args = {"code": process.code, "how": process.how, "attempt": process.attempt}
+                add("process", name, (number, 1), process.begin, end, **args)
+                if process.code not in (0, None):
+                    add("end", process.how, (number, 1), end, s="p", **args)
+    for at, name in timeline.signals:
+        add("signal", name, of_attempts, at)
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
+    other = {"run": timeline.name, "began_at": timeline.begin, "written_by": "jdist runs --timeline"}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}

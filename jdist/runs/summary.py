@@ -13,8 +13,7 @@ from typing import Any, Literal
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import load
-from jdist.experiment.record import RunFolder
-from jdist.experiment.repeatable import read_result, read_starts
+from jdist.experiment.record import RunFolder, read_result, read_starts
 from jdist.experiment.validate import validate
 from jdist.report.curves import points_of
 from jdist.report.metric_direction import Mode, better

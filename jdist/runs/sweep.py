@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.load import Document, dotted, leaves, load
-from jdist.experiment.record import RunFolder
-from jdist.experiment.render import flow
-from jdist.experiment.sources import changed_sources
+from jdist.experiment.load import Document, differences, dotted, flow, load
+from jdist.experiment.record import RunFolder, changed_sources
 from jdist.experiment.validate import validate
+from jdist.launcher.process import GuardPipe
 from jdist.report.files import writing
 from jdist.report.progress import duration
-from jdist.runs.child import Stop, run_child
-from jdist.runs.grid import Point, parse_grid, points
-from jdist.runs.outcome import Ranking, write_outcome
+from jdist.runs.grid import Point, Ranking, parse_grid, points, write_outcome
 from jdist.runs.summary import RunSummary, figure, main_metric, mode_of, read_run
+from jdist.support import checks
 
 # Keys that a run may fill in, and writes with its config.
 _FILLED_IN = ("decay_steps", "transition_steps")
@@ -38,10 +39,6 @@ def sweep(
     fresh: bool = False,
 ) -> int:
     """Runs a config with each combination of values, one after the other, and compares the runs."""
-    # `name` defaults to NAME-sweep of the config; `metric` to `checkpoint.best` of the config, else
-    # the loss; `mode` to the config's for that metric, else to the metric's name. `fresh` repeats
-    # finished runs. Returns exit code 0 if all finished, 1 if some failed, 130 or 143 if it was
-    # stopped.
     trials = points(parse_grid(grid))
     base = validate(load(config, [*overrides, *trials[0].overrides]))
     ranking = _ranking(base, metric, mode)
@@ -99,13 +96,13 @@ def _checked(document: Document) -> Config:
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
     """Makes the ranking from the command line, else from the config."""
     metric = main_metric(config) if metric is None else metric.removeprefix("eval/")
-    best = mode or mode_of(config, metric)
+    if mode is not None:
+        return Ranking(metric=metric, mode=checks.choice("--mode", mode, ("max", "min"), ConfigError))
+    best = mode_of(config, metric)
     if best is None:
         raise ConfigError(
             f"--metric {metric}: its name does not say whether more or less is better. Say --mode max or min."
         )
-    if best not in ("max", "min"):
-        raise ConfigError(f"--mode is {mode!r}; it must be max or min.")
     return Ranking(metric=metric, mode=best)
 
 
@@ -123,11 +120,10 @@ def _finished(path: Path, wanted: Config) -> RunSummary | None:
     """Reads the run of a folder if it has finished; refuses one with another config."""
     if not RunFolder(path).result.is_file() or (run := read_run(path)).status != "finished":
         return None  # `jdist run` says whether it may go on
-    then, now = dict(leaves(run.config.model_dump())), dict(leaves(wanted.model_dump()))
     different = [
-        f"{dotted(key)}: {then.get(key, 'not set')} there, {now.get(key, 'not set')} now"
-        for key in {**now, **then}
-        if then.get(key) != now.get(key) and not (key[-1] in _FILLED_IN and key not in now)
+        f"{dotted(key)}: {then} there, {now} now"
+        for key, (then, now) in differences(run.config.model_dump(), wanted.model_dump()).items()
+        if not (key[-1] in _FILLED_IN and now == "not set")
     ]
     if different:
         raise ConfigError(
@@ -151,3 +147,56 @@ def failure(code: int, log: Path) -> str:
     raised = [] if since is None else [line for line in lines[since + 1 :] if _RAISED.fullmatch(line)]
     last = next(iter(raised or lines[-1:]), "")  # an exception's notes follow its own line
     return f"{ended}, {last.strip()}" if last else ended
+
+
+class Stop:
+    """A wish to stop, by Ctrl-C or SIGTERM; it is handed on to the running command."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._pass_on: Callable[[signal.Signals], None] | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listens while the block runs: the first signal is passed on, a second one kills."""
+
+        def on_signal(number: int, frame: object) -> None:
+            again, self.asked = self.asked is not None, signal.Signals(number)
+            if self._pass_on is not None:
+                self._pass_on(signal.SIGKILL if again else self.asked)
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def passed_on(self, send: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """Hands signals to `send` while the block runs, one that came before it too."""
+        self._pass_on = send
+        if self.asked is not None:
+            send(self.asked)
+        try:
+            yield
+        finally:
+            self._pass_on = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 plus the number of the signal; None if there was none."""
+        return None if self.asked is None else 128 + self.asked
+
+
+def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
+    """Runs a command to its end; returns its exit code, or minus the signal that killed it."""
+    # It runs under the launcher's guard (`jdist/launcher/guard.py`), so that it, and all that it
+    # starts, ends with this process, however that ends. `stop` forwards it the signals that come
+    # here.
+    with writing(log), log.open("wb") as output:
+        guard = GuardPipe(command, os.environ, output=output)
+        with contextlib.closing(guard), stop.passed_on(guard.send):
+            while not guard.is_gone():  # waits as long as the run lasts; signals get through meanwhile
+                pass
+    return guard.end()[0]

@@ -28,9 +28,7 @@ TRAIN, STARTUP, EVALUATION, CHECKPOINT, LOST = "train", "startup", "evaluation",
 class Span:
     """A stretch of an attempt."""
 
-    # "startup", "train", "evaluation", "checkpoint"; or "lost": a later attempt did these steps
-    # again
-    part: str
+    part: str  # "startup", "train", "evaluation", "checkpoint"; or "lost": a later attempt did these steps again
     begin: float  # in seconds since 1970
     end: float
     first: int  # steps done before it
@@ -66,10 +64,8 @@ class Attempt:
     end: float  # of a killed one, the last known time
     first: int  # the step from which it trained
     last: int  # the last step that it is known to have reached
-    # the last of its steps that the run continued from, or ended with; later ones were repeated
-    kept: int
-    # "finished", "stopped", "interrupted", "preempted", "failed", "running"; "killed": it wrote no
-    # end
+    kept: int  # the last of its steps that the run continued from, or ended with; later ones were repeated
+    # "finished", "stopped", "interrupted", "preempted", "failed", "running"; "killed": it wrote no end
     outcome: str
     spans: tuple[Span, ...]  # its parts in order, with lost steps separate
 
@@ -89,11 +85,9 @@ class Timeline:
     """The events of a run, with their times."""
 
     name: str
-    # its starts, in order; none of a launch whose program is no run of jdist
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Attempt, ...]  # its starts, in order; none of a launch whose program is no run of jdist
     processes: tuple[ProcessSpan, ...] = ()  # those of its launches, in order of their beginning
-    # when the launcher was asked to stop, and by which signal
-    signals: tuple[tuple[float, str], ...] = ()
+    signals: tuple[tuple[float, str], ...] = ()  # when the launcher was asked to stop, and by which signal
 
     @property
     def begin(self) -> float:
@@ -268,29 +262,22 @@ def _attempts(
     lines: Sequence[Mapping[str, Any]], processes: Sequence[ProcessSpan], logged: int, *, is_running: bool
 ) -> Iterator[Attempt]:
     """Makes the attempts of their lines; `logged` is the step of the last row, which the newest attempt came to as well."""
-    numbers = sorted({line["attempt"] for line in lines if "attempt" in line})
-    firsts = {line["attempt"]: line["step"] for line in lines if line.get("event") == "begin"}
-    for number in numbers:
+    newest = max((line["attempt"] for line in lines if "attempt" in line), default=None)
+    begins = {line["attempt"]: line for line in lines if line.get("event") == "begin"}
+    for number in sorted(begins):
+        begin, first = begins[number]["at"], begins[number]["step"]
+        later = [line for each, line in begins.items() if each > number]
         own = [line for line in lines if line.get("attempt") == number]
-        begin = next((line["at"] for line in own if line.get("event") == "begin"), None)
-        if begin is None:
-            continue
         end = next((line for line in own if line.get("event") == "end"), None)
         spans = [
             Span(part=x["part"], begin=x["begin"], end=x["end"], first=x["first"], last=x["step"])
             for x in own
             if "part" in x
         ]
-        first, timed = firsts[number], max(line["step"] for line in own)
-        is_last = number == numbers[-1]
+        is_last, timed = number == newest, max(line["step"] for line in own)
         last = max(timed, logged) if is_last and end is None else timed
-        later = [firsts[n] for n in numbers if n > number and n in firsts]
-        kept = min([last, *later])
-        # Servers outlive an attempt.
-        until = min(
-            (line["at"] for line in lines if line.get("event") == "begin" and line["attempt"] > number),
-            default=math.inf,
-        )
+        kept = min([last, *(line["step"] for line in later)])
+        until = min([math.inf, *(line["at"] for line in later)])  # servers outlive an attempt
         gone = [p.end for p in processes if p.attempt == number and p.end is not None and p.end <= until]
         known = max([begin, *(span.end for span in spans)])
         ended = end["at"] if end is not None else max([known, *gone])

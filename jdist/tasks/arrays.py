@@ -28,39 +28,19 @@ Kind = Literal["classification", "regression"]
 @options.checked
 def make(
     *,
+    # an `.npz` file with `x`, numbers [rows, ...], and `y`: [rows] classes (whole numbers, bools or
+    # strings), or numbers [rows] or [rows, outputs]
     path: options.Text,
-    kind: Kind | None = None,
-    hidden: Sequence[options.Count] = (),
-    dropout: options.Fraction = 0.0,
-    standardise: bool = True,
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2,
-    split_seed: options.Natural = 0,
+    kind: Kind | None = None,  # None: regression if `y` is floating point, else classification
+    hidden: Sequence[options.Count] = (),  # widths of the hidden layers; empty for a linear model
+    dropout: options.Fraction = 0.0,  # share of each hidden layer dropped in training
+    standardise: bool = True,  # `x`, and `y` in regression, to mean 0 and variance 1 on the training rows
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2,  # share of the rows to evaluate on
+    split_seed: options.Natural = 0,  # seeds the choice of those rows
 ) -> Task:
-    """Makes the task of predicting `y` from `x`.
-
-    Args:
-        path: an `.npz` file with `x`, numbers [rows, ...], and `y`: [rows] classes (whole numbers, bools or
-            strings), or numbers [rows] or [rows, outputs].
-        kind: "classification" or "regression"; None: regression if `y` is floating point, else
-            classification.
-        hidden: widths of the hidden layers; empty for a linear model.
-        dropout: share of each hidden layer dropped in training.
-        standardise: shift and scale `x`, and `y` in regression, to mean 0 and variance 1 on the training
-            rows.
-        held_out: share of the rows to evaluate on.
-        split_seed: seeds the choice of those rows.
-
-    Returns:
-        A task with batches {"x": float32 [rows, features], "y": int32 [rows] or float32 [rows, outputs]}. Its
-        metrics are "loss" and "accuracy", or "loss" (squared error, in variances of `y` if standardised) and
-        "mean_absolute_error" (in units of `y`); its baseline is the best constant prediction.
-
-    Raises:
-        ConfigError: an option is out of range, or the file does not serve.
-
-    Example:
-        task = make(path="data/diabetes.npz", hidden=[32])
-    """
+    """Makes the task of predicting `y` from `x`: batches {"x": float32 [rows, features], "y": ...}."""
+    # Its metrics are "loss" and "accuracy", or "loss" (squared error, in variances of `y` if
+    # standardised) and "mean_absolute_error" (in units of `y`).
     with options.blaming("path"):
         data = load(path, kind=kind, standardise=standardise, held_out=held_out, split_seed=split_seed)
     model = MLP(widths=tuple(hidden), outputs=data.outputs, dropout=dropout)

@@ -25,26 +25,14 @@ TEST_FRACTION = 0.2
 
 
 @options.checked
-def make(*, width: options.Count = 32, dropout: options.Fraction = 0.3, shift: options.Natural = 1) -> Task:
-    """Makes the digits task.
-
-    Args:
-        width: features of the first convolution; the second has twice as many, the hidden layer four times.
-        dropout: share of the hidden layer dropped in training.
-        shift: training images are moved at random by up to so many pixels each way; 0 for none.
-
-    Returns:
-        A task with batches {"image": float32 [rows, 8, 8, 1] in [0, 1], "label": int32 [rows]}; 1,437 rows to
-        train on, 360 to test, with the same share of each digit in both.
-
-    Raises:
-        ConfigError: an option is out of range, or scikit-learn is not installed.
-
-    Example:
-        >>> task = make(width=16)
-        >>> task.train_data(32, 0, 1).batch_at(0)["image"].shape
-        (32, 8, 8, 1)
-    """
+def make(
+    *,
+    width: options.Count = 32,  # features of the first convolution; the second has twice as many, the hidden layer four times
+    dropout: options.Fraction = 0.3,  # share of the hidden layer dropped in training
+    shift: options.Natural = 1,  # training images are moved at random by up to so many pixels each way
+) -> Task:
+    """Makes the digits task: batches {"image": float32 [rows, 8, 8, 1] in [0, 1], "label": int32 [rows]}."""
+    # 1,437 rows to train on and 360 to test, with the same share of each digit in both.
     train, test = load_split()
     return image_task(ConvNet(width, dropout, num_classes=10), train=train, test=test, shift=shift)
 

@@ -23,20 +23,11 @@ T = TypeVar("T")
 
 
 class OptionError(ConfigError):
-    """An option of a task is not valid; raised in a task's `make`, it is reported with the place where the option was given.
+    """An option of a task is not valid; raised in a task's `make`, it is reported with the place where the option was given."""
 
-    Args:
-        option: the option, as the config writes it below `task.options`: `width`, or `hidden.0` for an item of a list.
-        text: what is wrong, with the value.
-        remedy: how to mend it; opens with a space, or is empty.
-        others: further options that have to do with it.
-
-    Example:
-        >>> raise OptionError("rows", "3 is not an even number")
-        Traceback (most recent call last):
-        jdist.tasks.options.OptionError: task.options.rows: 3 is not an even number.
-    """
-
+    # `option`: as the config writes it below `task.options`: `width`, or `hidden.0` for an item of a list.
+    # `text`: what is wrong, with the value. `remedy`: how to mend it; opens with a space, or is empty.
+    # `others`: further options that have to do with it.
     def __init__(self, option: str, text: str, *, remedy: str = "", others: Sequence[str] = ()) -> None:
         super().__init__(f"task.options.{option}: {text.rstrip('.')}.{remedy}")
         self.option = option
@@ -46,15 +37,7 @@ class OptionError(ConfigError):
 
 
 def checked(make: Callable[..., T]) -> Callable[..., T]:
-    """Checks the options against the annotations also where a program calls `make`, as configs always do.
-
-    Example:
-        >>> @checked
-        ... def make(*, width: Count = 32): ...
-        >>> make(width=0)
-        Traceback (most recent call last):
-        jdist.tasks.options.OptionError: task.options.width: 0 is not >= 1.
-    """
+    """Checks the options against the annotations also where a program calls `make`, as configs always do."""
 
     @functools.wraps(make)
     def call(**options: Any) -> T:

@@ -63,7 +63,11 @@ def test_how_gradients_are_reduced(options, name):
         ({"cluster": "localhost:2222"}, StrategyError, r"`cluster` is a str; pass a `jdist\.cluster\.ClusterSpec`"),
         ({"transform": "pmap"}, StrategyError, r"`transform` is 'pmap'; it must be 'shard_map' or 'jit'"),
         ({"communication": 10}, StrategyError, r"`communication` is a int; pass a `jdist\.CommunicationOptions`"),
-        ({"communication": {"timeout": 10}}, StrategyError, r"no option 'timeout'\. .*It has: bytes_per_pack, timeout_s"),
+        (
+            {"communication": {"timeout": 10}},
+            StrategyError,
+            r"no option 'timeout'\. .*It has: bytes_per_pack, timeout_s",
+        ),
         ({"communication": {"timeout_s": -1}}, StrategyError, r"`timeout_s` is -1"),
         (
             {"communication": {"implementation": "nccl"}},

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from jdist.errors import ConfigError
-from jdist.experiment.load import parse
-from jdist.experiment.render import flow
+from jdist.experiment.load import flow, parse
 
 
 def refused(text, **options):

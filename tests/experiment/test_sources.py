@@ -3,7 +3,7 @@ import os
 import sys
 from types import ModuleType
 
-from jdist.experiment.sources import changed_sources, digest, folder_sources, task_sources
+from jdist.experiment.record import changed_sources, digest, folder_sources, task_sources
 
 
 def test_a_task_of_a_package_is_all_that_was_loaded_of_it(tmp_path, monkeypatch):

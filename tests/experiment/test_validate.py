@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.load import load
-from jdist.experiment.render import describe, flow
+from jdist.experiment.load import describe, flow, load
 from jdist.experiment.validate import validate
 
 GOOD = """\

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.runs.child import Stop, run_child
+from jdist.runs.sweep import Stop, run_child
 
 
 def python(code):

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jdist.runs.grid import parse_grid, points
-from jdist.runs.outcome import Ranking, write_outcome
+from jdist.runs.grid import Ranking, parse_grid, points, write_outcome
 from jdist.runs.summary import RunSummary
 
 

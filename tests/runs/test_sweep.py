@@ -142,7 +142,7 @@ def test_a_log_tells_why_a_run_failed(tmp_path, code, log, said):
             ["toy.yaml", "checkpoint.best=null", "--grid", "train.seed=1", "--metric", "close"],
             "--metric close: its name does not say whether more or less is better",
         ),
-        (["toy.yaml", "--grid", "train.seed=1", "--mode", "least"], "--mode is 'least'; it must be max or min."),
+        (["toy.yaml", "--grid", "train.seed=1", "--mode", "least"], "`--mode` is 'least'; it must be 'max' or 'min'."),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_runs(jdist, arguments, said):

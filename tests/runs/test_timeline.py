@@ -11,7 +11,7 @@ from jdist.cli.main import main
 from jdist.errors import ConfigError
 from jdist.launcher.record import Record, launch_of
 from jdist.report.times import TimesFile
-from jdist.runs.perfetto import trace
+from jdist.runs.show import trace
 from jdist.runs.timeline import LOST, read_timeline
 from jdist.runs.timeline_picture import draw
 from tests.pictures import check_picture

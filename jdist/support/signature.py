@@ -90,7 +90,9 @@ def check_options(
     # `called` names the function in messages, such as `optax.adamw`; `wrong` stands in for `misfit`.
     parameters = signature(function).parameters.values()
     by_keyword = {
-        p.name: p.replace(annotation=list[p.annotation], default=()) if p.kind is p.VAR_POSITIONAL else p
+        p.name: p.replace(kind=p.KEYWORD_ONLY, annotation=list[p.annotation], default=())
+        if p.kind is p.VAR_POSITIONAL
+        else p
         for p in parameters
         if p.kind not in (p.POSITIONAL_ONLY, p.VAR_KEYWORD)
     }

@@ -32,7 +32,7 @@ def test_it_says_what_a_run_would_be_and_writes_nothing(jdist_run):
     [
         ("checkpoint.best=eval/clsoe", 'the task\'s evaluation has no metric "eval/clsoe"'),
         ("train.optimizer.b1=x", "train.optimizer.b1"),
-        ("strategy.transform=jot", '"jot" is not "shard_map"'),
+        ("strategy.transform=jot", "\"jot\" is not 'shard_map', 'pmap' or 'jit'"),
         ("task.options.features=0", "0 is not one or more"),
         ("train.steps_per_call=5", "5 does not divide the 24 steps"),
     ],

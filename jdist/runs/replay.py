@@ -29,8 +29,8 @@ def replay(folder: str, *, fresh: bool = False) -> int:
     starts, result = read_starts(original), read_result(original)
     if not starts:
         raise ConfigError(
-            f"{original.environment}: lists no start of the run, so nothing says what to repeat. Restore the file, or start "
-            "the run again with --fresh."
+            f"{original.environment}: missing, or lists no start of the run, so nothing says what to repeat. Restore the file, "
+            "or start the run again with --fresh."
         )
     if result is None or not result.is_end(starts[-1].total_steps):
         raise ConfigError(

@@ -85,9 +85,9 @@ def test_what_cannot_be_repeated_is_refused(jdist):
     assert code == 2
     assert "has not come to its 8 steps" in err
     Path("runs/toy/environment.json").write_text('{"starts": []}')
-    assert "environment.json: lists no start of the run" in jdist("run", "--replay", "runs/toy")[2]
+    assert "environment.json: missing, or lists no start of the run" in jdist("run", "--replay", "runs/toy")[2]
     Path("runs/toy/environment.json").unlink()
-    assert "has no environment.json" in jdist("run", "--replay", "runs/toy")[2]
+    assert "environment.json: missing, or lists no start of the run" in jdist("run", "--replay", "runs/toy")[2]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,20 +115,20 @@ def _difference(saved: Any, now: str) -> str:
     )
 
 
-def describe_place(source: SequentialSource, place: Place) -> dict[str, Any]:
-    """Describes what is this process's own of a place, in values that JSON can hold."""
-    plain = None if place.state is None else source.to_plain(place.state)
-    return {"state": plain, "full_batch": place.full, "ended": place.ended, "fingerprint": source.fingerprint}
-
-
-def write_place(source: SequentialSource, place: Place, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Writes a place as a JSON dict; `sources` has a `describe_place` result for each process with its own source."""
+def write_place(source: SequentialSource, place: Place, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """Writes a place as a JSON dict; `gather` lists what each process with its own source has."""
+    own = {
+        "state": None if place.state is None else source.to_plain(place.state),
+        "full_batch": place.full,
+        "ended": place.ended,
+        "fingerprint": source.fingerprint,
+    }
     return {
         "version": STATE_VERSION,
         "step": place.step,
         "epoch": place.epoch,
         "fingerprint": source.fingerprint,
-        "sources": list(sources),
+        "sources": gather(own),
     }
 
 

@@ -19,13 +19,12 @@ from jdist.data.position import (
     Part,
     Place,
     ProcessShard,
-    describe_place,
     read_place,
     read_state,
     write_place,
     write_state,
 )
-from jdist.data.prefetch import StopRequest
+from jdist.data.prefetch import StopRequest, ordered_map
 from jdist.data.sources.protocol import (
     JointSource,
     RandomAccessSource,
@@ -36,7 +35,6 @@ from jdist.data.sources.protocol import (
 )
 from jdist.data.sources.rows import RowsByNumber
 from jdist.data.sources.sequential import IterableSource, SequentialSource, resumable
-from jdist.data.workers import ordered_map
 from jdist.errors import BatchError
 
 PyTree = Any
@@ -110,7 +108,7 @@ class GlobalReader:
         resumable(self.source)
         if full is not None:
             place = place._replace(full=self._full_of_source(full))
-        return shapes | write_place(self._sequential, place, self._gather(describe_place(self._sequential, place)))
+        return shapes | write_place(self._sequential, place, self._gather)
 
     def read(self, saved: Any) -> Place:
         """Reads a place that `write` wrote; refuses that of another source."""

@@ -44,7 +44,10 @@ def run(source, position=None):
 
 
 def saved(position):
-    return file_position(json.loads(json.dumps(position._asdict())))
+    source = Files([1]).source(1)
+    plain = source.to_plain(position)
+    assert json.loads(json.dumps(plain)) == plain, "as a checkpoint requires"
+    return source.from_plain(plain)
 
 
 sources = st.fixed_dictionaries(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist.data import from_arrays, from_rows
-from jdist.data.sources.index_order import rows_at
+from jdist.data.sources.rows import rows_at
 from jdist.errors import DatasetError
 from tests.data.counting import distributed_dataset, feed
 

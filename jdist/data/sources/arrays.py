@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.sources.index_order import rows_at
-from jdist.data.sources.rows import RowsByNumber, rows_options
+from jdist.data.sources.rows import RowsByNumber, rows_at, rows_options
 from jdist.errors import DatasetError
 from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, join, to_numpy
+from jdist.data.prefetch import ordered_map
 from jdist.data.sources.file_window import FileCheck, FilePosition, FileWindow, LoadedFile, check_counts, file_position
 from jdist.data.sources.rows import rows_options
 from jdist.data.sources.sequential import Batches, SequentialSource
-from jdist.data.workers import ordered_map
 from jdist.errors import DatasetError
 from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
@@ -149,7 +149,7 @@ class FileSource(SequentialSource):
         return self.batches(start, end)
 
     def to_plain(self, state: FilePosition) -> dict[str, Any]:
-        return state._asdict()
+        return state._asdict() | {"counts": list(state.counts)}
 
     def from_plain(self, value: Any) -> FilePosition:
         return file_position(value)

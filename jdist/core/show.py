@@ -136,9 +136,9 @@ def _planned(strategy: Strategy, state: PyTree) -> tuple[list[Leaf], str | None]
 
 
 def _placed(strategy: Strategy, x: Any) -> jax.ShapeDtypeStruct:
-    """Describes a leaf of a state that is kept whole, but for what an all-reduce keeps of gradients."""
+    """Describes a leaf of a state under a strategy that keeps arrays whole."""
     sharding, aval = strategy.replicated_sharding or jnp.zeros(()).sharding, aval_of(x)
-    # Of that each replica has a part of its own.
+    # Residuals of compressed gradients stay as they are: each replica has its own part.
     if isinstance(x, jax.Array) and not x.is_deleted() and not x.sharding.is_fully_replicated:
         sharding = x.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

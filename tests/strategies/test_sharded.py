@@ -388,9 +388,8 @@ class TestWhereThingsAre:
     def test_it_shows_what_it_is(self):
         strategy = jdist.sharded(whole_below=24)
         state = strategy.init(create)
-        assert repr(state.params["flat"]) == (
-            "ShardedLeaf(float32[24, 7, 5] in 8 parts over replica: [3, 7, 5] each; strategy.fetch gives the array)"
-        )
+        kept = "in 8 parts over replica: [24, 1, 5] each, stored as [24, 8, 5]"
+        assert repr(state.params["flat"]) == f"ShardedLeaf(float32[24, 7, 5] {kept}; strategy.fetch gives the array)"
         text = str(strategy.report(state))
         assert re.search(
             r"params\['layers'\]\['w'\] +float32\[3, 24, 24\] +6,912  in 8 parts over replica: \[3, 3, 24\] each +864\n",

@@ -180,7 +180,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             add("end", attempt.outcome, of_attempts, attempt.end, what=describe(timeline, attempt))
         for span in attempt.spans:
             lane = (_RUN, _LANES[_LANE_OF.get(span.part, "time")])
-            args = {"first_step": span.first, "last_step": span.last, "attempt": attempt.number}
+            args: dict[str, Any] = {"first_step": span.first, "last_step": span.last, "attempt": attempt.number}
             add("part", span.part, lane, span.begin, span.end, **args)
             counter = {"ph": "C", "cat": "steps", "pid": _RUN, "tid": 0, "name": "step"}
             events.append({**counter, "ts": us(span.end), "args": {"step": span.last}})

@@ -11,8 +11,8 @@ import numpy as np
 
 from jdist.cluster.runtime import Runtime
 from jdist.core.per_replica import PerReplica
-from jdist.data.adapters import plain as trees
 from jdist.data.batching import mask_of
+from jdist.data.sources import sequential as trees
 from jdist.errors import StepError
 from jdist.metrics import Metric
 from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES, from_plain, to_plain

@@ -169,21 +169,26 @@ class Transformer(nn.Module):
         return nn.Dense(CLASSES)(x.mean(1))
 
 
+def small_params(key: jax.Array) -> Any:
+    k1, k2 = jax.random.split(key)
+    return {"w": jax.random.normal(k1, (6, 8)) * 0.3, "v": jax.random.normal(k2, (8, CLASSES)) * 0.3}
+
+
+def small_loss(params: Any, batch: Any) -> jax.Array:
+    logits = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return jdist.mean(losses, batch["mask"])
+
+
 def plain_pytree(strategy: jdist.Strategy, tx: optax.GradientTransformation, **options: Any) -> Run:
     """A dict of parameters and raw optax, as many programs have it."""
 
     def create(key: jax.Array) -> Any:
-        k1, k2 = jax.random.split(key)
-        params = {"w": jax.random.normal(k1, (6, 8)) * 0.3, "v": jax.random.normal(k2, (8, CLASSES)) * 0.3}
+        params = small_params(key)
         return {"params": params, "opt": tx.init(params)}
 
     def step(state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            logits = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-            return jdist.mean(losses, batch["mask"])
-
-        loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+        loss, grads = jdist.value_and_grad(lambda params: small_loss(params, batch))(state["params"])
         updates, opt = jdist.optimizer(tx).update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 
@@ -194,17 +199,11 @@ def params_and_opt_state(strategy: jdist.Strategy, tx: optax.GradientTransformat
     """Parameters and the optimiser's state as two arguments."""
 
     def create(key: jax.Array) -> Any:
-        k1, k2 = jax.random.split(key)
-        params = {"w": jax.random.normal(k1, (6, 8)) * 0.3, "v": jax.random.normal(k2, (8, CLASSES)) * 0.3}
+        params = small_params(key)
         return params, tx.init(params)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            logits = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-            return jdist.mean(losses, batch["mask"])
-
-        loss, grads = jdist.value_and_grad(loss_fn)(params)
+        loss, grads = jdist.value_and_grad(lambda params: small_loss(params, batch))(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {"loss": loss}
 

@@ -141,12 +141,9 @@ def test_saved_on_eight_devices_read_on_one_four_and_eight(tmp_path):
             assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_steps_that_take_over_the_buffers_do_not_reach_the_save(tmp_path, num_devices, monkeypatch):
-    replicated = NamedSharding(mesh(num_devices), PartitionSpec())
-    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0, out_shardings=replicated)
-    started, go_on = threading.Event(), threading.Event()
-    write = checkpoint_together.write_pieces
+def slow_writes(monkeypatch):
+    """Lets each write wait; returns the events that it has begun, and that it may go on."""
+    started, go_on, write = threading.Event(), threading.Event(), checkpoint_together.write_pieces
 
     def slow_write(file, leaves):
         started.set()
@@ -154,6 +151,14 @@ def test_steps_that_take_over_the_buffers_do_not_reach_the_save(tmp_path, num_de
         return write(file, leaves)
 
     monkeypatch.setattr(checkpoint_together, "write_pieces", slow_write)
+    return started, go_on
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_steps_that_take_over_the_buffers_do_not_reach_the_save(tmp_path, num_devices, monkeypatch):
+    replicated = NamedSharding(mesh(num_devices), PartitionSpec())
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0, out_shardings=replicated)
+    started, go_on = slow_writes(monkeypatch)
     state = step(
         {"w": jax.device_put(jnp.arange(100_000.0), replicated), "n": jax.device_put(jnp.int32(0), replicated)}
     )
@@ -377,13 +382,7 @@ def test_no_thread_and_no_open_file_is_left(tmp_path):
 
 
 def test_every_wait_ends(tmp_path, monkeypatch):
-    go_on, write = threading.Event(), checkpoint_together.write_pieces
-
-    def stuck(file, leaves):
-        assert go_on.wait(60)
-        return write(file, leaves)
-
-    monkeypatch.setattr(checkpoint_together, "write_pieces", stuck)
+    _, go_on = slow_writes(monkeypatch)
     checkpoints = Checkpointer(tmp_path, timeout_s=0.05)
     checkpoints.save(1, {"n": 1})
     for call in (checkpoints.wait, lambda: checkpoints.save(2, {"n": 2}), lambda: checkpoints.restore({"n": 1})):
@@ -411,14 +410,7 @@ def test_what_was_waited_for_in_vain_is_not_waited_for_again_at_the_end(tmp_path
 
 
 def test_a_live_save_is_not_taken_for_debris_and_a_second_writer_waits(tmp_path, monkeypatch):
-    started, go_on, write = threading.Event(), threading.Event(), checkpoint_together.write_pieces
-
-    def slow_write(file, leaves):
-        started.set()
-        assert go_on.wait(60)
-        return write(file, leaves)
-
-    monkeypatch.setattr(checkpoint_together, "write_pieces", slow_write)
+    started, go_on = slow_writes(monkeypatch)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"n": 1})
         assert started.wait(60)

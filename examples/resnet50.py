@@ -81,8 +81,7 @@ def make(
         features: of each stage's output.
         dtype: of the activations; parameters are float32.
     """
-    activations = jnp.dtype(dtype)
-    model = ResNet(classes, depths=tuple(depths), features=tuple(features), dtype=activations)
+    model = ResNet(classes, depths=tuple(depths), features=tuple(features), dtype=jnp.dtype(dtype))
     top1, top5 = jdist.metrics.accuracy(), jdist.metrics.top_k(5)
 
     def create_state(key, tx):

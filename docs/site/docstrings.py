@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LISTED = set(re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.M))
-# The methods of TracedStep are shown as DistributedStep's.
-LAST_NAMES = {name.rpartition(".")[2] for name in LISTED} | {"TracedStep"}
+# Their members are shown as those of DistributedStep and Strategy.
+LAST_NAMES = {name.rpartition(".")[2] for name in LISTED} | {"TracedStep", "ReplicaMesh"}
 # Where the docstrings are the specification, a command's help, or the text of a config's schema.
 EXCEPTIONS = (
     "jdist/ps/protocol/",

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 from jdist.cluster.runtime import Runtime, alone
 from jdist.core import context, host_reduce
 from jdist.core.operations import Operations, Parts
-from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
+from jdist.core.per_replica import PerReplica, ValueContext, values_from_function
 from jdist.core.remote import Coordinator
+from jdist.core.replica_mesh import ReplicaMesh
 from jdist.data.options import FeedOptions, input_options
-from jdist.errors import DeviceError
-from jdist.reduction import Reduction
 from jdist.support.table import Table
 from jdist.support.tracebacks import without_own_frames
 
@@ -30,12 +25,10 @@ if TYPE_CHECKING:
     from jdist.data.sources.protocol import RandomAccessSource
 
 PyTree = Any
-Device = Any  # jax.Device, which type checkers take for a variable
-Transform = Literal["shard_map", "pmap", "jit"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Strategy:
+class Strategy(ReplicaMesh):
     """A way to spread a train step over devices: an immutable value that `jdist.mirrored()` and its like build.
 
     Attributes:
@@ -52,15 +45,8 @@ class Strategy:
         parts: how states are kept in parts; None: every replica holds them whole.
     """
 
-    name: str
-    devices: tuple[Device, ...] = ()
-    mesh: Mesh | None = None
-    axes: tuple[str, ...] = ()
-    transform: Transform | None = None
-    reduction: Reduction
     operations: Operations = field(repr=False)
     cluster: Runtime = field(default_factory=alone)
-    topology: str | None = None
     parts: Parts | None = None
 
     if not TYPE_CHECKING:  # for type checkers there are the fields and methods alone
@@ -74,55 +60,6 @@ class Strategy:
     def coordinator(self) -> Coordinator | None:
         """Schedules functions on the workers of a parameter server; None elsewhere."""
         return self.operations.coordinator
-
-    @functools.cached_property
-    def num_replicas(self) -> int:
-        """The number of copies of the model that compute at the same time."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def model_axes(self) -> tuple[str, ...]:
-        """The mesh axes inside a replica; empty where each replica is one device."""
-        return () if self.mesh is None else tuple(axis for axis in self.mesh.axis_names if axis not in self.axes)
-
-    @property
-    def first_devices(self) -> tuple[Device, ...]:
-        """The first device of each replica."""
-        return self.devices[:: len(self.devices) // self.num_replicas or 1]
-
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas, and those among them that this process drives."""
-        local = range(self.num_replicas)
-        if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
-            here = self.batch_sharding.addressable_devices
-            local = (i for i in local if self.first_devices[i] in here)
-        return Replicas(count=self.num_replicas, local=tuple(local), by_replica=self.batch_sharding)
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether the all-reduce keeps something of each gradient: steps return a `jdist.StepState` with residuals."""
-        return self.num_replicas > 1 and not self.reduction.exact
-
-    @property
-    def is_global_view(self) -> bool:
-        """Whether a step sees the whole batch, and the compiler spreads it."""
-        return self.transform == "jit"
-
-    @property
-    def bound_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which replicas exchange in a step; empty with one replica and in the global view."""
-        return self.axes if self.num_replicas > 1 and not self.is_global_view else ()
-
-    @property
-    def replicated_sharding(self) -> NamedSharding | None:
-        """The sharding of what every replica holds whole; None under default."""
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def batch_sharding(self) -> NamedSharding | None:
-        """The sharding of a global batch, rows spread over the replicas; None under default."""
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(self.axes))
 
     @without_own_frames
     @context.in_own_settings
@@ -175,11 +112,10 @@ class Strategy:
     def report(self, state: PyTree | None = None) -> StateReport:
         """Shows this strategy's devices, hosts and servers, and which part of a state each of them holds, leaf by leaf.
 
-        It is what this strategy makes of such a state, wherever the given one is now; `jdist.show` says where that is.
-        A state that the strategy would refuse, as too much of it would stay whole, is marked so.
+        It plans: `jdist.show` says where a state is now. A state that the strategy would refuse is marked so.
 
         Args:
-            state: arrays, or their shapes (`jax.eval_shape(create, key)`). None: the devices alone.
+            state: arrays, or their shapes (`jax.eval_shape(create, key)`); None for the devices alone.
 
         Returns:
             The report: a notebook draws it, `print` writes it as text, `report.save("state.svg")` keeps the picture.
@@ -204,7 +140,7 @@ class Strategy:
 
     @without_own_frames
     def shapes(self, state: PyTree) -> PyTree:
-        """Describes a state as this strategy lays it out: `Checkpointer.restore` fills that, with no state made first.
+        """Describes a state in this strategy's layout: `Checkpointer.restore` fills that, with no state made first.
 
         Args:
             state: a tree of arrays, or of their shapes: all of a state or some of it.
@@ -356,8 +292,7 @@ class Strategy:
             dataset: `jdist.data.from_arrays(...)`, a dataset of Grain, Hugging Face, PyTorch or `tf.data` whose elements are
                 batches, or any iterable of numpy pytrees, one global batch each. With several processes all make the same
                 one, unless `autoshard` of the options says otherwise.
-            options: how batches are made ahead, and how several processes share the dataset; None:
-                `jdist.InputOptions()`.
+            options: how batches are made ahead, and how several processes share the dataset: `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: pad it and mask the padding,
                 leave it out, or refuse it.
             with_mask: yield `(batch, mask)` with the batch's own tree unchanged. Without it a dict gains the mask as its leaf
@@ -415,17 +350,14 @@ class Strategy:
         Args:
             fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.
             options: how batches are made ahead; None: `jdist.InputOptions()`.
-            partial: what to do with a global batch that has fewer rows than per-replica batches as large as the
-                first would make: pad it and mask the padding, leave it out, or refuse it.
-            with_mask: as for `distribute_dataset`.
-            steps_per_call: as for `distribute_dataset`.
-            batch_axis: as for `distribute_dataset`.
+            partial: as for `distribute_dataset`; a full batch is one of per-replica batches as large as the first.
+            with_mask, steps_per_call, batch_axis: as for `distribute_dataset`.
 
         Returns:
             An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.
 
         Raises:
-            DatasetError: `fn` is no function, or made no source.
+            DatasetError: `fn` is not a function, or made no source.
             BatchError: per-replica batches of one step differ in more than their rows.
 
         Example:
@@ -449,15 +381,6 @@ class Strategy:
         )
         return self.operations.feed_pipelines(self, fn, asked)
 
-    def need_devices(self, what: str) -> None:
-        """Raises DeviceError for what needs devices, if the strategy was built for some that are not here."""
-        if self.topology is not None:
-            raise DeviceError(
-                f"these devices are not here: the strategy was built for the topology {self.topology!r}, to compile "
-                f"for, so `{what}` cannot run. `step.lower(state, batch).compile()` with `jax.ShapeDtypeStruct`s "
-                "works, and so does `jdist plan`. Where the devices are, leave `topology` out."
-            )
-
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it.
 
@@ -473,6 +396,6 @@ class Strategy:
         rows = {"strategy": self.name, "replicas": self.num_replicas}
         if self.mesh is not None:
             devices = ", ".join(map(str, self.devices[:8])) + (", ..." if len(self.devices) > 8 else "")
-            rows |= {"devices": devices, "mesh": dict(self.mesh.shape)}
-            rows |= {"transform": self.transform, "all-reduce": self.reduction.name}
+            rows |= {"devices": devices, "mesh": dict(self.mesh.shape), "transform": self.transform}
+            rows["all-reduce"] = self.reduction.name
         return Table("", [*rows.items()])._repr_html_()

@@ -15,9 +15,10 @@ import jax
 
 from jdist.checkpoint.folder import Place
 from jdist.core.remote import shapes_of
+from jdist.core.replica_mesh import Device
 from jdist.core.sharded_leaf import map_leaves
 from jdist.core.step_state import user_state
-from jdist.core.strategy import Device, Strategy
+from jdist.core.strategy import Strategy
 from jdist.jaxpr.flops import is_countable, products_of
 from jdist.launcher.record import launch_of
 from jdist.loop.memory import peak_memory_bytes

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from jdist.core.layout import HOST_MEMORIES
+from jdist.core.replica_mesh import Device
 from jdist.core.sharded_leaf import is_sharded_leaf
-from jdist.core.strategy import Device, Strategy
+from jdist.core.strategy import Strategy
 from jdist.errors import LiveLeaf, OutOfMemoryError
 from jdist.support.arrays import is_key
 from jdist.support.units import counted, size

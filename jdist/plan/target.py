@@ -15,7 +15,8 @@ from jdist.experiment.platform import apply_platform
 from jdist.support.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from jdist.core.strategy import Device, Strategy
+    from jdist.core.replica_mesh import Device
+    from jdist.core.strategy import Strategy
 
 # Options of strategies that say where they run.
 _PLACES = ("devices", "device", "topology", "name", "cluster")

@@ -9,7 +9,8 @@ from typing import Any, Unpack
 from jdist.cluster.communication import CommunicationOptions
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Shard
-from jdist.core.strategy import Strategy, Transform
+from jdist.core.replica_mesh import Transform
+from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.central_storage import central_storage

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.strategy import Device
+from jdist.core.replica_mesh import Device
 from jdist.errors import DeviceError, StrategyError
 from jdist.strategies import cuda
 from jdist.strategies.topology import topology_devices

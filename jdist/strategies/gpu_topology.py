@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jaxlib.version
 from jax.experimental import topologies
 
-from jdist.core.strategy import Device
+from jdist.core.replica_mesh import Device
 from jdist.errors import DeviceError
 from jdist.strategies import cuda
 from jdist.support.tracebacks import callers_level

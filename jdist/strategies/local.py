@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist.core.operations import Operations, Parts, Shard
+from jdist.core.replica_mesh import Device, Transform
 from jdist.core.show import report
-from jdist.core.strategy import Device, Strategy, Transform
+from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement

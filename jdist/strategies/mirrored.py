@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdist.core.operations import Shard
-from jdist.core.strategy import Strategy, Transform
+from jdist.core.replica_mesh import Transform
+from jdist.core.strategy import Strategy
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.devices import devices_or_topology

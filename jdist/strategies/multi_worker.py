@@ -16,7 +16,8 @@ from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Shard
-from jdist.core.strategy import Device, Strategy, Transform
+from jdist.core.replica_mesh import Device, Transform
+from jdist.core.strategy import Strategy
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce

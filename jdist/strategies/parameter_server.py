@@ -290,11 +290,10 @@ def _strategy(job: Session) -> Strategy:
             )
         return state.show()
 
-    rounds = job.options.rounds
-    num_replicas = (1 if rounds is None else rounds.size) * job.on_worker.num_replicas
-
     def feed(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:
         check_axes(options.batch_axis, DatasetError)
+        rounds = job.options.rounds
+        num_replicas = (1 if rounds is None else rounds.size) * job.on_worker.num_replicas
         return distributed_dataset(source, on_host(dataclasses.replace(options, num_replicas=num_replicas)))
 
     def feed_on_workers(strategy: Strategy, fn: Callable[..., Any], options: FeedOptions) -> WorkerDataset:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.experimental import mesh_utils, topologies
 
-from jdist.core.strategy import Device
+from jdist.core.replica_mesh import Device
 from jdist.errors import DeviceError
 from jdist.strategies import libtpu
 from jdist.strategies.gpu_topology import GPUS, gpu_devices

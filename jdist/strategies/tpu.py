@@ -12,7 +12,8 @@ from jdist.cluster.communication import CommunicationOptions
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.core.operations import Shard
-from jdist.core.strategy import Strategy, Transform
+from jdist.core.replica_mesh import Transform
+from jdist.core.strategy import Strategy
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce

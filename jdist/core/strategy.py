@@ -66,8 +66,7 @@ class Strategy(ReplicaMesh):
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Creates a state in the strategy's own layout.
 
-        Shapes come first, by `jax.eval_shape`; then every leaf is computed directly in its sharding, so the
-        state is never built twice, and what is in parts is never whole.
+        Every leaf is computed in its sharding, so the state is never built twice, and an array in parts is never whole.
 
         Args:
             fn: a pure function that makes the state, for example `create_state(key)`.
@@ -194,7 +193,7 @@ class Strategy(ReplicaMesh):
             value: a `PerReplica`, a distributed batch (each replica's rows), or a tree with such in it.
 
         Returns:
-            One tree of numpy arrays for each replica, in order; `(value,)` where nothing in it differs between replicas.
+            A tree of numpy arrays for each replica, in order; `(value,)` where nothing in it differs between replicas.
 
         Raises:
             StepError: a `PerReplica` of another number of replicas.

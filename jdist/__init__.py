@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jdist import reduction as reduction
     from jdist import scaling as scaling
     from jdist import train as train
+    from jdist import typing as typing
     from jdist import weights as weights
     from jdist.checkpoint.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
@@ -84,6 +85,7 @@ _MODULES = (
     "reduction",
     "scaling",
     "train",
+    "typing",
     "weights",
 )
 _NAMES = {

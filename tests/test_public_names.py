@@ -70,6 +70,7 @@ NAMES = [
     "tpu",
     "train",
     "train_and_evaluate",
+    "typing",
     "value_and_grad",
     "verify",
     "weights",

@@ -9,6 +9,7 @@ import jdist
 ROOT = Path(jdist.__file__).parent
 # From the lowest to the highest; a room imports those before it.
 ORDER = [
+    "typing",
     "errors",
     "support",
     "scaling",
@@ -48,7 +49,7 @@ ORDER = [
 ]
 # Files that stand for a user's own, and import what users import.
 AS_USERS = ("jdist.tasks.", "jdist.doctor.report")
-LOOSE = {"__init__", "__main__", "errors", "scaling", "train"}
+LOOSE = {"__init__", "__main__", "errors", "scaling", "train", "typing"}
 
 
 def modules():

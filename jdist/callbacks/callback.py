@@ -11,11 +11,11 @@ from jdist.errors import StepError
 from jdist.report.history import History
 from jdist.report.metrics_file import COSTS, OF_ROWS
 from jdist.support.checks import is_number
+from jdist.typing import PyTree
 
 if TYPE_CHECKING:
     from jdist.core.strategy import Strategy
 
-PyTree = Any
 Event = Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
 
 

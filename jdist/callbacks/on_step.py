@@ -19,8 +19,7 @@ from jdist.errors import StepError
 from jdist.step.tree_checks import kind_of
 from jdist.support import checks
 from jdist.support.arrays import promote_types, to_host
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,8 @@ from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support import checks
 from jdist.support.tracebacks import callers_level
+from jdist.typing import PyTree
 
-PyTree = Any
 _opened = itertools.count(1)
 _CLAIM_S = 10.0  # an earlier run may be about to end
 

@@ -14,8 +14,8 @@ from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.stop import preemption
 from jdist.errors import CheckpointError, ClusterError
 from jdist.support.file_lock import hold, is_held
+from jdist.typing import PyTree
 
-PyTree = Any
 LOCK = ".run.lock"
 
 

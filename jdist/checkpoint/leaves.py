@@ -14,8 +14,8 @@ from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
+from jdist.typing import PyTree
 
-PyTree = Any
 BESIDE = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
 

@@ -34,8 +34,8 @@ from jdist.support.arrays import is_key
 from jdist.support.paths import names_in
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import callers_level
+from jdist.typing import PyTree
 
-PyTree = Any
 Names = tuple[str, ...]
 
 TIMEOUT_S = 600.0

@@ -25,8 +25,7 @@ from jdist.support import checks
 from jdist.support.arrays import is_key
 from jdist.support.paths import names_in
 from jdist.support.tracebacks import callers_level
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def to_orbax(

@@ -23,11 +23,11 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jdist.errors import StrategyError
+from jdist.typing import PyTree
 
 if TYPE_CHECKING:
     from jdist.core.precision import Precision
 
-PyTree = Any
 F = TypeVar("F", bound=Callable[..., Any])
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 

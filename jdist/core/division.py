@@ -16,8 +16,8 @@ from jdist.core.rules import Rule, rules_of
 from jdist.core.sharded_leaf import ShardedLeaf, is_sharded_leaf
 from jdist.errors import StepError
 from jdist.support.tracebacks import callers_level
+from jdist.typing import PyTree
 
-PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 _SMALL_STATE = 1 << 20  # bytes; a state of less fits anywhere, in parts or not
 _OPTIMIZER = re.compile(r"opt(im(i[sz]er)?)?(_?states?)?")

@@ -18,8 +18,8 @@ from jdist.core.per_replica import PerReplica, Replicas, as_axis, is_per_replica
 from jdist.errors import StepError
 from jdist.support import checks
 from jdist.support.arrays import check_not_donated, is_key, local_rows, promote_types, to_host
+from jdist.typing import PyTree
 
-PyTree = Any
 HostReduceOp = Literal["mean", "sum", "MEAN", "SUM"]  # the latter are TensorFlow's
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions
+from jdist.typing import PyTree
 
 if TYPE_CHECKING:
     from jdist.core.state_report import StateReport
     from jdist.data.dataset import DistributedDataset
 
-PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 

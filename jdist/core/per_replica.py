@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist.errors import StepError
 from jdist.support.arrays import check_not_donated, is_key, local_rows, put_rows, to_host
 from jdist.support.checks import as_int
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @jax.tree_util.register_dataclass

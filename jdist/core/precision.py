@@ -18,8 +18,8 @@ from jdist.core.step_state import LossScale, pack, unpack
 from jdist.errors import StepError
 from jdist.support import checks
 from jdist.support.suggest import did_you_mean
+from jdist.typing import PyTree
 
-PyTree = Any
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 SMALLEST = 1.0  # a smaller scale would mend no overflow that remains at this one
 FACTOR = 2.0

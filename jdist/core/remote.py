@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 
+from jdist.typing import PyTree
+
 if TYPE_CHECKING:
     from jdist.core.state_report import StateReport
-
-PyTree = Any
 
 
 class RemoteTree(abc.ABC):

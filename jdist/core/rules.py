@@ -15,8 +15,8 @@ from jdist.core.layout import axes_of, names_in
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import StepError
 from jdist.support.paths import join_path, matches_path, nearest_path
+from jdist.typing import PyTree
 
-PyTree = Any
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 _SHARDINGS = ("out_sharding", "sharding_names", "sharding")  # of a variable of nnx, in flax's versions
 

@@ -16,13 +16,14 @@ from jdist.core.context import current_trace
 from jdist.errors import DeviceError, StepError
 from jdist.support.arrays import to_host
 from jdist.support.leaves import describe
+from jdist.typing import PyTree
 
-PyTree = Any
 _FETCH = "outside of a step, compute with what `strategy.fetch(state)` returns; a step gets the array itself"
 _CLOSED_OVER = (
     'a step closes over it, and gets only its arguments as arrays. Pass it to the step with the role "replicated", or as a '
     "second state"
 )
+
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 

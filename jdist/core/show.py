@@ -23,8 +23,8 @@ from jdist.errors import StepError
 from jdist.support.leaves import Leaf, Way, describe, leaves_of, path_of
 from jdist.support.tracebacks import without_own_frames
 from jdist.support.units import counted, size
+from jdist.typing import PyTree
 
-PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 _HOST_MEMORY = "host memory"

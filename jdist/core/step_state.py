@@ -19,8 +19,7 @@ import numpy as np
 import optax
 
 from jdist.errors import StepError
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ from jdist.core.replica_mesh import ReplicaMesh
 from jdist.data.options import FeedOptions, input_options
 from jdist.support.table import Table
 from jdist.support.tracebacks import without_own_frames
+from jdist.typing import PyTree, State
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from jdist.data.dataset import DistributedDataset
     from jdist.data.options import InputContext, InputOptions
     from jdist.data.sources.protocol import RandomAccessSource
-
-PyTree = Any
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +62,7 @@ class Strategy(ReplicaMesh):
 
     @without_own_frames
     @context.in_own_settings
-    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    def init(self, fn: Callable[..., State], *args: PyTree) -> State:
         """Creates a state in the strategy's own layout.
 
         Every leaf is computed in its sharding, so the state is never built twice, and an array in parts is never whole.
@@ -90,7 +89,7 @@ class Strategy(ReplicaMesh):
 
     @without_own_frames
     @context.in_own_settings
-    def fetch(self, state: PyTree) -> PyTree:
+    def fetch(self, state: State) -> State:
         """Fetches the whole state to the host, once the steps in flight are done and the replicas were compared.
 
         Args:
@@ -108,7 +107,7 @@ class Strategy(ReplicaMesh):
             return self.operations.fetch(self, state)
 
     @without_own_frames
-    def report(self, state: PyTree | None = None) -> StateReport:
+    def report(self, state: State | None = None) -> StateReport:
         """Shows this strategy's devices, hosts and servers, and which part of a state each of them holds, leaf by leaf.
 
         It plans: `jdist.show` says where a state is now. A state that the strategy would refuse is marked so.
@@ -156,7 +155,7 @@ class Strategy(ReplicaMesh):
 
     @without_own_frames
     @context.in_own_settings
-    def check(self, state: PyTree) -> None:
+    def check(self, state: State) -> None:
         """Waits for the steps in flight and compares the replicas' copies of `state` bit by bit; call it before every save.
 
         Raises:

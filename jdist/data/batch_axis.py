@@ -19,8 +19,8 @@ from jdist.data.leaves import MASK, to_numpy
 from jdist.data.options import FeedOptions
 from jdist.errors import BatchError
 from jdist.support.checks import as_int
+from jdist.typing import PyTree
 
-PyTree = Any
 BatchAxis = Any  # an int, or a tree of them that a batch's tree begins with
 Take = Callable[[PyTree], PyTree]  # makes numpy arrays of a source's batch, rows first
 

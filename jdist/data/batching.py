@@ -14,8 +14,7 @@ from jdist.data.options import FeedOptions
 from jdist.data.position import LocalRows
 from jdist.errors import BatchError
 from jdist.support.arrays import to_host
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class Masked(NamedTuple):

@@ -20,8 +20,8 @@ from jdist.errors import DatasetError
 from jdist.support.leaves import leaves_of, table_of
 from jdist.support.table import Table
 from jdist.support.tracebacks import without_own_frames
+from jdist.typing import PyTree
 
-PyTree = Any
 _LOG = logging.getLogger(__name__)
 
 

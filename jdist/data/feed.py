@@ -24,8 +24,7 @@ from jdist.data.sources.rows import BatchSource, RowsByNumber
 from jdist.data.sources.sequential import IterableSource, SequentialSource
 from jdist.data.sources.shards import by_file, has_files_for
 from jdist.errors import BatchError, DatasetError
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def distributed_dataset(source: Iterable[PyTree] | RandomAccessSource, options: FeedOptions) -> DistributedDataset:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import BatchError
+from jdist.typing import PyTree
 
-PyTree = Any
 MASK = "mask"
 ROWS_REMEDY = (
     "Every leaf needs one row for each example. Pass an array without rows to the step as an argument of its own, with the "

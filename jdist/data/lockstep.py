@@ -22,8 +22,8 @@ from jdist.data.leaves import TreeSpec, check_rows, check_same, count_rows, leav
 from jdist.data.position import LocalRows, Part, Place, ProcessShard
 from jdist.data.prefetch import StopRequest
 from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
+from jdist.typing import PyTree
 
-PyTree = Any
 T = TypeVar("T")
 Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 # For a live process: its source may be slow, or its loop pause. A dead one is noticed long before.

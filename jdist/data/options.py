@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from jdist.data.position import WHOLE, ProcessShard
 from jdist.errors import BatchError, DatasetError
 from jdist.support import checks
+from jdist.typing import PyTree
 
 if TYPE_CHECKING:
     from jdist.data.lockstep import Peers
 
-PyTree = Any
 Partial = Literal["pad", "drop", "error"]
 Policy = Literal["auto", "file", "data", "off"]
 Replication = Literal["per_worker", "per_replica"]

@@ -22,8 +22,8 @@ from jdist.data.prefetch import Prefetcher
 from jdist.data.readers import GlobalReader
 from jdist.errors import BatchError, DatasetError
 from jdist.support.tracebacks import hide_own_frames
+from jdist.typing import PyTree
 
-PyTree = Any
 Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 
 

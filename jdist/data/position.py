@@ -10,8 +10,8 @@ from jdist.data.sources.protocol import Resumable, fields
 from jdist.data.sources.sequential import SequentialSource
 from jdist.errors import DatasetError
 from jdist.support import checks
+from jdist.typing import PyTree
 
-PyTree = Any
 STATE_VERSION = 1
 
 

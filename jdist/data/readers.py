@@ -36,8 +36,8 @@ from jdist.data.sources.protocol import (
 from jdist.data.sources.rows import RowsByNumber
 from jdist.data.sources.sequential import IterableSource, SequentialSource, resumable
 from jdist.errors import BatchError
+from jdist.typing import PyTree
 
-PyTree = Any
 Source = RandomAccessSource | SequentialSource
 
 

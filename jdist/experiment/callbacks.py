@@ -20,8 +20,8 @@ from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.support.signature import Problem, check_options, show
 from jdist.support.suggest import nearest
+from jdist.typing import PyTree
 
-PyTree = Any
 # Of `jdist.callbacks`: a run has its own of these, or they take what no config can say.
 _NOT_IN_CONFIGS = ("checkpoint", "progress", "jsonl", "track")
 _IN_FOLDER = ("path", "folder", "dir")  # arguments that are relative to the run folder

@@ -27,8 +27,7 @@ from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
 from jdist.support.arrays import is_key
 from jdist.support.units import size
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def dry_run(config: Config, document: Document, *, fresh: bool = False, console: Console | None = None) -> int:

@@ -35,10 +35,10 @@ from jdist.support.checks import largest_divisor
 from jdist.support.signature import Problem, check_options, show
 from jdist.support.suggest import nearest
 from jdist.tasks.options import OptionError, near
+from jdist.typing import PyTree
 
 _MAKE: Key = ("task", "make")
 _OPTIONS: Key = ("task", "options")
-PyTree = Any
 _LONG = 10**9  # stands for the length of a run that is not known yet: enough for every schedule
 
 

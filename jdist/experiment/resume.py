@@ -22,6 +22,7 @@ from jdist.experiment.record import RunFolder
 from jdist.experiment.validate import refusal, validate
 from jdist.support.checks import largest_divisor
 from jdist.support.signature import Problem
+from jdist.typing import PyTree
 from jdist.weights.files import has_files
 from jdist.weights.load import load_part
 
@@ -32,10 +33,10 @@ FREE = (
     *("train.steps", "train.epochs", "train.accumulate", "train.steps_per_call"),
     *("train.non_finite", "train.check_replicas", "train.verify"),
 )
+
 _INIT: Key = ("init_from",)
 _MOST_NAMED = 5
 _OPTION = re.compile(r"`(only|rename|skip_mismatch|rules)`")
-PyTree = Any
 
 
 def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Document) -> None:

@@ -16,8 +16,7 @@ from jdist.experiment.prepare import Parts
 from jdist.report.metrics_file import Row
 from jdist.report.progress import readable
 from jdist.support.checks import largest_divisor
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def arithmetic(config: Config, parts: Parts) -> str:

@@ -15,8 +15,8 @@ import jax
 
 from jdist.core.collective_marks import Collective, collective_of
 from jdist.jaxpr import graph
+from jdist.typing import PyTree
 
-PyTree = Any
 Var = graph.Var
 
 

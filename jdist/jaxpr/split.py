@@ -26,8 +26,8 @@ from jdist.jaxpr import graph, variation
 from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
 from jdist.jaxpr.phases import Carried, Cut, Phase, PhaseContents, Split, StepJaxpr, is_cut, schedule
 from jdist.replica import collectives
+from jdist.typing import PyTree
 
-PyTree = Any
 Step = Callable[..., tuple[PyTree, PyTree]]
 
 

@@ -28,8 +28,8 @@ from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.default import default
 from jdist.support.chips import Chip, chip_of
+from jdist.typing import PyTree
 
-PyTree = Any
 _COMPILING = "/jax/core/compile/"  # the durations of tracing, lowering and compiling
 _SHORT_S = 0.001  # what is shorter has no line of its own in the file of times
 _LINE_S = 1.0  # between two lines of a loop that goes round undisturbed, at least

@@ -20,11 +20,11 @@ from jdist.data.sources.protocol import RandomAccessSource
 from jdist.data.sources.rows import Epochs, RowsByNumber, RowSource
 from jdist.errors import DatasetError
 from jdist.support import checks
+from jdist.typing import PyTree
 
 if TYPE_CHECKING:  # brings gRPC
     from jdist.ps.coordinator.datasets import WorkerDataset
 
-PyTree = Any
 _PASSED, _PASS = "passed", "pass"
 _PLAIN = (
     "it is a plain iterable. Arrays, `jdist.data.from_arrays(...)`, and a source with `num_steps`, `global_batch`, "

@@ -26,8 +26,8 @@ from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
 from jdist.support.arrays import to_host
 from jdist.support.suggest import did_you_mean
+from jdist.typing import PyTree
 
-PyTree = Any
 _AHEAD = 8  # batches whose results may wait to be read
 
 

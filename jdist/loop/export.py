@@ -18,8 +18,8 @@ from jdist.loop.keras_hints import with_hints
 from jdist.loop.steps import eval_step_of, strategy_of
 from jdist.step.base import Distributed
 from jdist.step.tree_checks import check_arrays
+from jdist.typing import PyTree
 
-PyTree = Any
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 

@@ -30,8 +30,7 @@ from jdist.report.history import History
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
 from jdist.support import checks
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @with_hints

@@ -20,8 +20,8 @@ from jdist.core.strategy import Strategy
 from jdist.errors import LiveLeaf, OutOfMemoryError
 from jdist.support.arrays import is_key
 from jdist.support.units import counted, size
+from jdist.typing import PyTree
 
-PyTree = Any
 _LISTED = 10
 # As accelerators say it, and CPU devices; other resources than memory are a message that is too long, or a quota.
 _NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: *(.*(?i:memory|alloc).*)|.*(Out of memory allocating .*)")

@@ -18,8 +18,8 @@ from jdist.metrics import Metric
 from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES, from_plain, to_plain
 from jdist.step.tree_checks import kind_of
 from jdist.support.arrays import local_rows
+from jdist.typing import PyTree
 
-PyTree = Any
 Measured = dict[str, Any]
 Metrics = Mapping[str, Metric] | Metric | None
 _WHOLE = "metrics"  # the name of a metric that stands for all that a step returns

@@ -31,8 +31,7 @@ from jdist.report.progress import Meter
 from jdist.report.times import Outcome
 from jdist.step.base import Distributed
 from jdist.step.options import Verify
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(kw_only=True, eq=False)

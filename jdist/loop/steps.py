@@ -24,8 +24,7 @@ from jdist.step.decorator import distribute
 from jdist.step.options import ReturnRole
 from jdist.strategies.default import get_strategy
 from jdist.support.suggest import did_you_mean
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:

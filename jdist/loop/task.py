@@ -10,8 +10,7 @@ import jax
 import optax
 
 from jdist.metrics import Metric
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from jdist.metrics.in_step import all_rows, class_ids, class_labels, class_score
 from jdist.metrics.metric import Metric, mean_sums, of_mean, of_sums, undefined
 from jdist.support import checks
 from jdist.support.arrays import promote_types, to_host
+from jdist.typing import PyTree
 
-PyTree = Any
 Average = Literal["macro", "micro", "weighted", "binary"]
 Rows = dict[str, np.ndarray]
 _NAMES = {"score", "label", "weight"}  # of the rows of `auc`

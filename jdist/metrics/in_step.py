@@ -12,8 +12,7 @@ from jdist.core.per_replica import as_array, countable
 from jdist.errors import StepError
 from jdist.replica import collectives
 from jdist.support.arrays import is_key, promote_types
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def all_rows(rows: PyTree) -> PyTree:

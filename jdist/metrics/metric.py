@@ -19,8 +19,7 @@ from jdist.metrics.in_step import real_numbers, weights
 from jdist.replica import collectives
 from jdist.support.arrays import promote_types, to_host
 from jdist.support.suggest import did_you_mean
-
-PyTree = Any
+from jdist.typing import PyTree
 
 # How many contributions may wait to be read: steps run ahead, and a parameter server's workers all
 # have work, while the memory that contributions take stays bounded.

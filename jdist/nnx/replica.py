@@ -23,8 +23,8 @@ from flax import nnx
 from jdist.core import context
 from jdist.errors import StepError
 from jdist.replica import collectives, gradients
+from jdist.typing import PyTree
 
-PyTree = Any
 MetricOps = Mapping[type, collectives.ReduceOp]  # how the replicas' states of a class of metrics come together
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
 

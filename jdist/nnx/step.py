@@ -24,8 +24,7 @@ from jdist.step.options import ArgRole, ReturnRole, RunKeywords, Verify, spellin
 from jdist.step.signature import check_no_batch
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @spelling_keywords

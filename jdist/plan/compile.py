@@ -22,8 +22,7 @@ from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.default import default
 from jdist.support.arrays import is_key
 from jdist.support.chips import ProductKind
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)

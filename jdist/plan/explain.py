@@ -15,8 +15,8 @@ from jdist.plan.table import table_of_collectives
 from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.table import Table
+from jdist.typing import PyTree
 
-PyTree = Any
 _GATHERS = "gathers of arrays in parts, and the bytes that a device then holds"
 
 

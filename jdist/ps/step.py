@@ -34,8 +34,7 @@ from jdist.step.signature import Call, Signature, Step, is_same_state
 from jdist.step.tree_checks import check_arrays, check_batch, check_not_traced, check_state, summary
 from jdist.support.arrays import check_not_donated
 from jdist.support.tracebacks import without_own_frames
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class PsStep(Distributed):

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.errors import StrategyError
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class Reduction(NamedTuple):

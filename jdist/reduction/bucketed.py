@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, keeping_nothing
 from jdist.support import checks
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def bucketed(bytes_per_pack: int) -> Reduction:

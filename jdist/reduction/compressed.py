@@ -13,8 +13,8 @@ from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, axes_size
 from jdist.reduction.bucketed import concatenate, padded, split
 from jdist.support import checks
+from jdist.typing import PyTree
 
-PyTree = Any
 CompressedType = Literal["bf16", "int8"]
 # float32 [rows, elements] -> (what crosses the wire [rows, words], what the receiver decodes, as the input)
 Encode = Callable[[jax.Array], tuple[jax.Array, jax.Array]]

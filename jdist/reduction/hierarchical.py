@@ -11,8 +11,7 @@ from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
 from jdist.reduction.bucketed import by_vectors, padded
 from jdist.support import gloo
 from jdist.support.checks import as_int
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def hierarchical(inner: int | str, outer: int | str) -> Reduction:

@@ -17,8 +17,8 @@ from jdist.core.collective_marks import Collective
 from jdist.core.per_replica import as_arrays, named
 from jdist.errors import StepError
 from jdist.replica import collectives
+from jdist.typing import PyTree
 
-PyTree = Any
 Aggregation = Literal["mean", "sum", "first", "per_replica"]
 _NOT_GIVEN: Any = object()
 

@@ -10,7 +10,7 @@ means what it means on one device with the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from jdist.reduction.algorithm import apply_reduction, axes_size, psum
 from jdist.support import checks
 from jdist.support.arrays import is_key, promote_types
 from jdist.support.checks import as_int
+from jdist.typing import PyTree
 
-PyTree = Any
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
 

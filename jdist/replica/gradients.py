@@ -18,8 +18,8 @@ from jdist.replica.collectives import all_reduce, combine, num_replicas, replica
 from jdist.support import checks
 from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import without_own_frames
+from jdist.typing import PyTree
 
-PyTree = Any
 # What flax (a collection) and Haliax (a base class) replace by its "gradient": maxima, and scales that follow from them.
 OVERWRITTEN, OVERWRITTEN_CLASS = "_overwrite_with_gradient", "OverwriteWithGradient"
 GradientOp = Literal["mean", "sum"]

@@ -17,8 +17,7 @@ from jdist.replica.gradients import OVERWRITTEN
 from jdist.support.leaves import leaves_of, table_of
 from jdist.support.suggest import did_you_mean
 from jdist.support.table import Table
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:

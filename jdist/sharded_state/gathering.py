@@ -27,8 +27,8 @@ from jdist.jaxpr import graph
 from jdist.jaxpr.phases import Split
 from jdist.sharded_state.on_parts import EvaluationOnParts, Part
 from jdist.step.program_spec import Pure
+from jdist.typing import PyTree
 
-PyTree = Any
 READ_OUTSIDE = "read outside of the step's own jdist.value_and_grad"
 Differentiate = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -29,8 +29,7 @@ from jdist.step.options import StepOptions
 from jdist.step.signature import Step
 from jdist.step.tree_checks import check_state, check_whole
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, put, to_host
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:

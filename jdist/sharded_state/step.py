@@ -27,8 +27,7 @@ from jdist.step.non_finite import STEP_ENTRIES, guarded
 from jdist.step.outputs import LOCAL, ROWS
 from jdist.step.program_spec import FiniteFlags, ProgramSpec
 from jdist.step.tree_checks import check_same_state
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def make_program(spec: ProgramSpec) -> Program:

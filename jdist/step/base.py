@@ -16,8 +16,8 @@ from jdist.errors import StepError
 from jdist.jaxpr import graph
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced
+from jdist.typing import PyTree
 
-PyTree = Any
 IGNORES_MASK = (
     'never reads batch["mask"], and batches of its data are filled up with rows that are not real: these count like the '
     'others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and to each metric; or choose a global batch '

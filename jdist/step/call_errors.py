@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import MASK
 from jdist.errors import JDistError, StepError
 from jdist.step.signature import Call, Others, Signature
 from jdist.support.arrays import check_not_donated
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def explain(

@@ -18,8 +18,6 @@ import numpy as np
 
 from jdist.support.arrays import is_key
 
-PyTree = Any
-
 IN_JIT = (
     'If the step means the whole batch throughout, `transform="jit"` of the strategy computes that from the same text.'
 )

@@ -23,8 +23,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import ReplicaDivergenceError
 from jdist.jaxpr import graph, variation
 from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
-
-PyTree = Any
+from jdist.typing import PyTree
 
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}

@@ -15,8 +15,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.reduction.algorithm import apply_reduction
 from jdist.step.in_flight import is_newest
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass

@@ -23,8 +23,7 @@ from jdist.data.sources.replica_batches import from_function
 from jdist.errors import DatasetError
 from jdist.step.placement import rows_sharding, share_of
 from jdist.support.arrays import put_rows
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def feed_batches(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:

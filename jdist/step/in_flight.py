@@ -19,8 +19,8 @@ import numpy as np
 from jdist.core.step_state import carried_by, has_static, unpack
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
+from jdist.typing import PyTree
 
-PyTree = Any
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 

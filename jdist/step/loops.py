@@ -14,8 +14,7 @@ from jdist.jaxpr import graph
 from jdist.step.non_finite import STEP_ENTRIES, VERDICT
 from jdist.step.outputs import LOCAL, kinds_of
 from jdist.step.program_spec import ProgramSpec, StepFn
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def repeated(spec: ProgramSpec, step: StepFn) -> StepFn:

@@ -22,8 +22,8 @@ from jdist.step.placement import adopt_state, check_rows, compare_replicas
 from jdist.step.program_spec import ProgramSpec, StepFn
 from jdist.step.replica_program import replica_program
 from jdist.step.signature import Others
+from jdist.typing import PyTree
 
-PyTree = Any
 Function = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
 
 

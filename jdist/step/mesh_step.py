@@ -35,8 +35,8 @@ from jdist.step.traced_step import TracedStep
 from jdist.step.tree_checks import check_not_traced
 from jdist.support.arrays import check_not_donated, to_host
 from jdist.support.tracebacks import callers_level, hide_own_frames
+from jdist.typing import PyTree
 
-PyTree = Any
 _NO_OTHERS = Others((), {})
 
 

@@ -23,8 +23,8 @@ from jdist.step.outputs import LOCAL, METRIC, ROWS, OutputKind, check_means, row
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
 from jdist.support.arrays import promote_types
+from jdist.typing import PyTree
 
-PyTree = Any
 # (cuts of a phase, the arrays of this replica for each) -> those of all replicas
 Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
 

@@ -17,9 +17,7 @@ from jdist.jaxpr import graph
 from jdist.step.options import NonFinite
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.support.arrays import put
-
-PyTree = Any
-
+from jdist.typing import PyTree
 
 # A token is an int32 array that each call takes from the one before, and that the host reads some calls later. Its entries:
 # the verdict (under "raise" the code of the first non-finite value, 0 for none; under "skip" how many steps were left out),

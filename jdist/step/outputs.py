@@ -19,8 +19,7 @@ from jdist.step.options import StepOptions
 from jdist.step.signature import join_states, put_parts, split_states, take_parts
 from jdist.step.tree_checks import check_arrays, check_same_state, kind_of
 from jdist.support.arrays import is_key, take_rows
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class OutputKind(enum.Enum):

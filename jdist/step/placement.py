@@ -27,8 +27,7 @@ from jdist.step.error_feedback import check_residuals
 from jdist.step.options import StepOptions
 from jdist.step.tree_checks import check_batch, check_no_parts, check_state, check_whole
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, is_key, put, to_host
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class CreatedState(NamedTuple):

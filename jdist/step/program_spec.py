@@ -17,8 +17,7 @@ from jdist.step.options import NonFinite, StepOptions
 from jdist.step.outputs import METRIC, OutputKind, Traced, differs, kinds_of, rows_of, sort_results
 from jdist.step.signature import Call, Others, Step
 from jdist.step.tree_checks import check_state
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(frozen=True)

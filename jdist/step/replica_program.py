@@ -22,8 +22,7 @@ from jdist.step.outputs import LOCAL, METRIC, OutputKind, check_means, kinds_of,
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.step.signature import Others
 from jdist.step.tree_checks import check_same_state
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def replica_program(spec: ProgramSpec) -> StepFn:

@@ -21,8 +21,7 @@ from jdist.jaxpr import graph, variation
 from jdist.step.notices import notice
 from jdist.step.tree_checks import check_arrays, check_no_parts
 from jdist.support.arrays import check_arguments_not_donated, put
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

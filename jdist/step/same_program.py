@@ -21,8 +21,8 @@ from jdist.errors import ClusterError, ReplicaDivergenceError
 from jdist.jaxpr import graph
 from jdist.step.placement import hash_replicas
 from jdist.support.arrays import is_key, to_host
+from jdist.typing import PyTree
 
-PyTree = Any
 # `Runtime.exchange`: (what, this process's value, timeout_s) -> the values of all processes
 Exchange = Callable[[str, Any, float], list[Any]]
 _WAIT_S = 600.0  # the others may trace longer

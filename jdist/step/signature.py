@@ -20,8 +20,8 @@ from jdist.errors import StepError
 from jdist.step.options import StepOptions
 from jdist.step.tree_checks import check_arrays, kind_of, summary
 from jdist.support.arrays import check_values_not_donated
+from jdist.typing import PyTree
 
-PyTree = Any
 Step = Callable[..., Any]
 
 

@@ -25,8 +25,7 @@ from jdist.step.placement import shapes_in
 from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Call, Others, Signature, Step, split_states
 from jdist.support.tracebacks import without_own_frames
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class TracedStep(Distributed):

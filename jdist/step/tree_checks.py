@@ -14,8 +14,7 @@ from jdist.core.step_state import StaticLeaf, is_static
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import ROWS_REMEDY, check_static_parts, is_numeric, numbers_of
 from jdist.errors import BatchError, StepError
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def check_same_state(before: PyTree, after: PyTree) -> PyTree:

@@ -29,8 +29,8 @@ from jdist.step.non_finite import new_token
 from jdist.step.outputs import Traced
 from jdist.step.placement import place_batches, replicate
 from jdist.step.signature import Call
+from jdist.typing import PyTree
 
-PyTree = Any
 Run = Callable[[tuple[PyTree, ...]], Any]  # from `(token, state, batches, others)` to `(token, state, outputs)`
 
 _UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution

@@ -44,8 +44,7 @@ from jdist.step.placement import compare_replicas
 from jdist.step.trace_causes import Evidence
 from jdist.step.trial import Result, Trial, calls_the_host, draws, draws_until, named_leaves, on_host
 from jdist.support.tracebacks import callers_level
-
-PyTree = Any
+from jdist.typing import PyTree
 
 _MATMUL_EPS = 2.0**-8  # accelerators may multiply float32 in fewer digits
 

@@ -47,8 +47,8 @@ from jdist.support import checks
 from jdist.support.arrays import check_arguments_not_donated, to_host
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
+from jdist.typing import PyTree
 
-PyTree = Any
 Mode = Literal["async", "sync"]
 _LOCAL = ("local_workers", "local_ps", "devices_per_worker")
 _LEAST = {**dict.fromkeys(_LOCAL, 1), "backup_workers": 0, "max_staleness": 0, "ps_replicas": 1}

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jdist.support.table import Table
+from jdist.typing import PyTree
 
-PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
 _HEADER = ("leaf", "array", "bytes", "how it is kept", "bytes a device")
 _MOST_LEAVES = 100

@@ -22,11 +22,11 @@ from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support.arrays import promote_types
 from jdist.support.tracebacks import callers_level
+from jdist.typing import PyTree
 from jdist.weights.axes import View
 from jdist.weights.files import CONFIG, Reader, Tensor
 from jdist.weights.rules import Rule, Rules, Source, parse_rules, sources_of
 
-PyTree = Any
 _TIMEOUT_S = 600.0
 
 

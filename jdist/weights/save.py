@@ -26,11 +26,11 @@ from jdist.core.step_state import pack
 from jdist.errors import CheckpointError
 from jdist.support import checks
 from jdist.support.file_lock import hold
+from jdist.typing import PyTree
 from jdist.weights.axes import View
 from jdist.weights.files import DTYPES, INDEX, METADATA, NAME, local_path
 from jdist.weights.rules import Rule, Rules, Source, parse_rules, sources_of
 
-PyTree = Any
 _TIMEOUT_S = 600.0
 _CODES = {jnp.dtype(name): code for code, name in DTYPES.items()}
 _MOST_FILES = 99_999

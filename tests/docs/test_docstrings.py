@@ -32,7 +32,7 @@ def test_the_examples_of_a_module(name, tmp_path, monkeypatch):
 
 
 def public_names():
-    yield from (f"jdist.{name}" for name in jdist.__all__ if name not in (*ROOMS, "errors", "nnx"))
+    yield from (f"jdist.{name}" for name in jdist.__all__ if name not in (*ROOMS, "errors", "nnx", "typing"))
     for room in ROOMS:
         module = importlib.import_module(f"jdist.{room}")
         # A room without `__all__` names what it is for by `import x as x`.

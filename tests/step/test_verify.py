@@ -532,7 +532,7 @@ class TestFirst:
             step(state(), batch())
 
     def test_another_word(self):
-        with pytest.raises(StepError, match=r"`verify` has 'frist'.*Did you mean"):
+        with pytest.raises(StepError, match=r"`verify` is 'frist'.*Did you mean"):
             jdist.distribute(right, jdist.mirrored(), verify="frist")
 
 

@@ -15,8 +15,7 @@ from jdist.data.sources.rows import RowSource, rows_options
 from jdist.errors import BatchError, DatasetError
 from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @without_tensorflow_keywords

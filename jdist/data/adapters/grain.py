@@ -18,8 +18,8 @@ from jdist.data.sources.elements import Elements, content_hash
 from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.errors import DatasetError
+from jdist.typing import PyTree
 
-PyTree = Any
 _WORKERS = 4  # threads that read batches; Grain's own default is 16, which hold 500 batches
 
 

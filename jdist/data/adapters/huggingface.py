@@ -14,8 +14,8 @@ from jdist.data.sources.elements import Elements
 from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.data.sources.sequential import PlainSource
 from jdist.errors import BatchError, DatasetError
+from jdist.typing import PyTree
 
-PyTree = Any
 _TABLES = (None, "pandas", "polars", "arrow")  # formats whose rows are no arrays
 
 

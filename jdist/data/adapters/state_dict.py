@@ -8,8 +8,7 @@ from typing import Any
 
 from jdist.data.adapters.recognize import refuse_rows
 from jdist.data.sources.sequential import Batches, SequentialSource
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class StateDictSource(SequentialSource):

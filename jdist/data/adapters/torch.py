@@ -12,8 +12,8 @@ from jdist.data.adapters.state_dict import StateDictSource
 from jdist.data.sources.elements import unlike_row
 from jdist.data.sources.sequential import Batches, PlainSource
 from jdist.errors import DatasetError
+from jdist.typing import PyTree
 
-PyTree = Any
 _HOW_TO_SHARE = "`sampler=DistributedSampler(dataset, num_replicas=num_processes, rank=process_index)`"
 
 

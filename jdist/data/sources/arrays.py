@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import numpy as np
@@ -15,8 +15,8 @@ from jdist.data.sources.rows import RowsByNumber, rows_at, rows_options
 from jdist.errors import DatasetError
 from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
+from jdist.typing import PyTree
 
-PyTree = Any
 Shuffle = Literal["permutation", "index"]
 _SAMPLED_BYTES = 4096
 

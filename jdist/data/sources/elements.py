@@ -13,8 +13,8 @@ import numpy as np
 
 from jdist.data.leaves import differences, tree_spec
 from jdist.errors import BatchError
+from jdist.typing import PyTree
 
-PyTree = Any
 _SAMPLED_BYTES = 4096
 
 

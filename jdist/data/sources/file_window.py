@@ -11,8 +11,7 @@ import numpy as np
 from jdist.data.leaves import TreeSpec, count_rows, differences, tree_spec
 from jdist.errors import BatchError, DatasetError
 from jdist.support.checks import as_int
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class FilePosition(NamedTuple):

@@ -20,8 +20,8 @@ from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.errors import DatasetError
 from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
+from jdist.typing import PyTree
 
-PyTree = Any
 Path = str | os.PathLike[str]
 SHUFFLE_WINDOW = 4
 

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from jdist.errors import DatasetError
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @runtime_checkable

@@ -18,8 +18,7 @@ from jdist.data.sources.protocol import RandomAccessSource, check_source, steps_
 from jdist.data.sources.rows import check_step
 from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.errors import DatasetError
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def from_function(

@@ -17,8 +17,8 @@ from jdist.data.sources.elements import Elements
 from jdist.data.sources.protocol import kind_of, refuse_a_row, steps_from
 from jdist.errors import DatasetError
 from jdist.support import checks
+from jdist.typing import PyTree
 
-PyTree = Any
 # Fewer rounds leave small orders uneven: with 6, the 120 orders of 5 rows differ in frequency by a third.
 _ROUNDS = 10
 _ENDLESS = 1 << 48  # rows; Grain gives a dataset without end a length of about 2**60

@@ -14,8 +14,8 @@ import numpy as np
 
 from jdist.data.sources.protocol import RandomAccessSource
 from jdist.errors import DatasetError
+from jdist.typing import PyTree
 
-PyTree = Any
 _TYPE = "__type__"
 # The batches of a pass, each with the state behind it; at the end it returns the state that the next pass begins with.
 Batches = Generator[tuple[PyTree, Any], None, Any]

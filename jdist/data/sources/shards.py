@@ -22,8 +22,7 @@ from jdist.data.sources.protocol import (
 from jdist.data.sources.rows import check_step
 from jdist.errors import DatasetError
 from jdist.support import checks
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> Any:

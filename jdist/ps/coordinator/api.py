@@ -18,8 +18,8 @@ from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.protocol.wire import spec_of
 from jdist.step.tree_checks import check_arrays
 from jdist.support.arrays import is_key
+from jdist.typing import PyTree
 
-PyTree = Any
 _INDEX: contextvars.ContextVar[Any] = contextvars.ContextVar("worker_index", default=None)
 
 

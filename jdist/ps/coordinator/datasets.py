@@ -21,8 +21,8 @@ from jdist.ps.coordinator.remote_value import Pending, RemoteValue
 from jdist.ps.program.artifact import sent_of
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.worker.data import SCRIPT, from_structure
+from jdist.typing import PyTree
 
-PyTree = Any
 BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
 AHEAD = 16  # batches that a worker of a dataset without a known end reads ahead
 _POLL_S = 0.01

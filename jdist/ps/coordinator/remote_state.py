@@ -16,8 +16,7 @@ from jdist.core.state_report import StateReport
 from jdist.core.step_state import unpack
 from jdist.support.arrays import is_key
 from jdist.support.leaves import leaves_of, table_of
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 class Job(Protocol):

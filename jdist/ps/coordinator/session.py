@@ -33,8 +33,6 @@ from jdist.ps.protocol.times import Times
 from jdist.ps.transport.routed import two_copies
 from jdist.ps.transport.shard_client import ShardClient
 
-PyTree = Any
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PsOptions:

@@ -21,8 +21,7 @@ from jdist.jaxpr.affine import AffineRule, Slope, wide
 from jdist.jaxpr.phases import Split
 from jdist.step.microbatches import PhaseResults, Plan, microbatches
 from jdist.support.arrays import is_key
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jdist.errors import ArtifactError
 from jdist.jaxpr import graph
 from jdist.ps.program import trial
 from jdist.support.arrays import is_key
+from jdist.typing import PyTree
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
@@ -125,9 +126,6 @@ def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[A
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if i < num_rows else whole)
         for i, x in enumerate(arguments)
     ]
-
-
-PyTree = Any
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["impl"])

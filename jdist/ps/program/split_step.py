@@ -30,8 +30,7 @@ from jdist.step.outputs import LOCAL, ROWS, OutputKind
 from jdist.step.program_spec import ProgramSpec, Pure
 from jdist.step.tree_checks import check_same_state
 from jdist.support.arrays import is_key
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

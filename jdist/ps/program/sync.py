@@ -26,8 +26,7 @@ from jdist.ps.protocol.wire import mean_of_integers
 from jdist.replica.gradients import all_finite
 from jdist.step.microbatches import PhaseResults, axis_of_rows
 from jdist.step.outputs import LOCAL, METRIC, OutputKind
-
-PyTree = Any
+from jdist.typing import PyTree
 
 
 def make_sync_function(step: SplitStep, closures: int) -> StepFunction:

@@ -289,8 +289,10 @@ def _opened(source: Source, start: Place) -> Iterator[tuple[PyTree, Any]]:
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
     """Takes this process's part of a global batch of numpy arrays that is padded to `rows` over all processes."""
     num_rows = count_rows(batch)
+    if share.count == 1:
+        return LocalRows(batch, (num_rows,))
     sizes = share.sizes(num_rows, rows)
-    if share.count == 1 or num_rows == 0:
+    if num_rows == 0:
         return LocalRows(batch, sizes)
     selected = _select(num_rows, share, rows)
     return LocalRows(jax.tree.map(lambda leaf: leaf[selected], batch), sizes)

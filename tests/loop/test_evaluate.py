@@ -176,7 +176,7 @@ def test_the_first_batch_is_verified_once_for_each_step(name):
     with pytest.warns(jdist.VerificationWarning, match=r"metrics\['result'\]"):
         run()
     run()  # it has been said
-    with pytest.raises(StepError, match="`verify` has 'frist'"):
+    with pytest.raises(StepError, match="`verify` is 'frist'"):
         run(verify="frist")
 
 

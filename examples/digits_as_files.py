@@ -1,6 +1,6 @@
 """scikit-learn's 1,797 handwritten digits as JPEG files, to try the examples that read images.
 
-`python examples/digits_as_files.py FOLDER [SIDE]` writes FOLDER/train and FOLDER/test, each with a folder for each digit;
+`python -m examples.digits_as_files FOLDER [SIDE]` writes FOLDER/train and FOLDER/test, each with a folder for each digit;
 the longer side of an image has SIDE pixels, 256 if nothing is said.
 """
 

@@ -1,6 +1,6 @@
 """GPT-2 of 124 million parameters, from the beginning, on texts that Grain packs into rows without padding.
 
-`python examples/gpt2.py PATTERN FOLDER` writes text files as records of tokens: FOLDER/train.arrayrecord and, of one text in
+`python -m examples.gpt2 PATTERN FOLDER` writes text files as records of tokens: FOLDER/train.arrayrecord and, of one text in
 ten, FOLDER/test.arrayrecord. Each byte is a token there; for GPT-2's own tokens let `encode` call a tokeniser.
 """
 

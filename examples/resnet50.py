@@ -1,6 +1,6 @@
 """ResNet-50 on a set of the shape of ImageNet: image files of all sizes, in ArrayRecord files, which Grain decodes and crops.
 
-`python examples/resnet50.py FOLDER FILE` writes such a file of a folder that has a folder of images for each class.
+`python -m examples.resnet50 FOLDER FILE` writes such a file of a folder that has a folder of images for each class.
 """
 
 from __future__ import annotations

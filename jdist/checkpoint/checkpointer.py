@@ -305,7 +305,7 @@ class Checkpointer:
             ([1.0, 1.0], ('count', 'params/new_head'))
         """
         if step is not None:
-            step = checks.whole_number("step", step, CheckpointError, least=0)
+            step = checks.whole_number("step", step, CheckpointError, least=0, fix="None takes the newest.")
         selection = Selection(only, rename, skip_mismatch)
         self.wait()
         # What is left keeps its value.

@@ -129,7 +129,7 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
     from etils import epath  # comes with Orbax
 
     if step is not None:
-        step = checks.whole_number("step", step, CheckpointError, least=0)
+        step = checks.whole_number("step", step, CheckpointError, least=0, fix="None takes the newest.")
     directory = epath.Path(as_orbax_takes(path))
     if (ours := _ours(directory)) is not None:
         raise CheckpointError(

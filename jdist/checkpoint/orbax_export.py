@@ -94,7 +94,7 @@ def to_orbax(
 def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Place:
     """Finds the checkpoint of jdist's that was saved last, or last of a step."""
     if step is not None:
-        step = checks.whole_number("step", step, CheckpointError, least=0)
+        step = checks.whole_number("step", step, CheckpointError, least=0, fix="None takes the newest.")
     folder = open_path(directory, TIMEOUT_S)
     paths = disk.list_committed(folder)
     if step is not None:

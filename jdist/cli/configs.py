@@ -62,6 +62,8 @@ def run(
     """
     if dry_run and replay:
         raise ConfigError("--dry-run and --replay are given; a replay runs, so take one of them.")
+    # Readers in threads would hold up the loop for Python's 5 ms each (benchmarks/readers.py).
+    sys.setswitchinterval(0.0005)
     if replay:
         if overrides:
             raise ConfigError(f"--replay repeats a run as it was, so it takes no overrides: leave out {overrides[0]}.")
@@ -91,8 +93,6 @@ def run(
     from jdist.cluster.environment import ATTEMPT
     from jdist.experiment.run import run as run_experiment
 
-    # Readers in threads would hold up the loop for Python's 5 ms each (benchmarks/readers.py).
-    sys.setswitchinterval(0.0005)
     start = ["jdist", "launch", "...", "--"] if ATTEMPT in os.environ else ["jdist", "run"]
     command = shlex.join([*start, config, *overrides])
     return run_experiment(checked, document, command=command, fresh=fresh)

@@ -46,7 +46,9 @@ def run(file: IO[bytes]) -> None:
         linecache.cache |= {name: (0, None, text, name) for name, text in lines.items()}
         unpickler = pickle.Unpickler(file)  # noqa: S301
         anchor, fn, *args = [unpickler.load() for _ in range(2 + count)]
-    vars(sys.modules["__main__"]).update(anchor.__globals__)  # for pickles that name a class of the notebook
+    # For pickles that name a class of the notebook. Without its file, which `multiprocessing` would run again.
+    own = {name: value for name, value in anchor.__globals__.items() if name not in ("__file__", "__package__")}
+    vars(sys.modules["__main__"]).update(own)
     if isinstance(fn, str):
         module, _, name = fn.partition(":")
         fn = getattr(importlib.import_module(module), name)

@@ -44,7 +44,7 @@ def real_number(
     """Returns `value` as a finite number above `above`, or of at least `least`; else raises `error`."""
     number = as_real(value)
     low = number is not None and ((above is not None and number <= above) or (least is not None and number < least))
-    if number is None or not math.isfinite(number) or low:
+    if number is None or number != number or abs(number) == math.inf or low:
         span = f" above {above:g}" if above is not None else f", {least:g} or more" if least is not None else ""
         raise _refusal(
             name, value, f"a{'' if unit else ' finite'} number{f' of {unit}' if unit else ''}{span}", error, call, fix
@@ -112,10 +112,12 @@ def as_real(value: Any) -> float | None:
         >>> as_real(np.float32(0.5)), as_real(2), as_real("2"), as_real(True)
         (0.5, 2, None, None)
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    as_python = getattr(value, "item", None)  # NumPy's numbers have it
-    return as_python() if as_python is not None else value  # type: ignore[return-value]  # `Real` is not known as float
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy or JAX
+        try:
+            value = value.item()
+        except TypeError:  # JAX raises it for a traced one
+            return None
+    return None if isinstance(value, bool) or not isinstance(value, numbers.Real) else value  # type: ignore[return-value]  # `Real` is not known as float
 
 
 def as_bool(value: Any) -> bool | None:

@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
+from jdist.core.context import mesh_of_program
 from jdist.core.division import shapes
 from jdist.core.operations import Parts
 from jdist.sharded_state.operations import BACKEND
@@ -73,7 +74,9 @@ def compiled(name, operations, backend, state, **options):
     }
     token = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=strategy.replicated_sharding)
     program = backend.make_program(ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), [], "step"))
-    return program.lower(token, shapes(strategy, state), (batch,), Others((), {})).compile()
+    traced = program.trace(token, shapes(strategy, state), (batch,), Others((), {}))
+    with mesh_of_program(strategy):
+        return traced.lower().compile()
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,8 @@ def test_each_check_has_one_phrasing(call, words):
 
 def test_checks_return_python_values():
     assert checks.whole_number("k", np.int64(3), StepError) == 3
-    assert checks.real_number("x", np.float32(0.5), StepError) == 0.5
+    for half in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
+        assert checks.real_number("x", half, StepError) == 0.5
     assert checks.flag("on", np.bool_(False), StepError) is False
     assert checks.choice("mode", None, ("sync", None), StepError) is None
 

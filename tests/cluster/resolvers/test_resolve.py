@@ -83,7 +83,7 @@ def test_the_environment_of_this_process(monkeypatch):
 def test_each_resolver_is_public():
     named = {"jax_env", "kubernetes", "open_mpi", "sagemaker", "simple", "slurm", "tf_config", "tpu", "union"}
     named |= {"leader_worker_set", "lsf", "mpi", "skypilot", "submitit", "torchrun", "vertex"}
-    assert named | {"ClusterSpec", "DEFAULT", "Resolver", "launch", "preemption", "resolve"} == set(cluster.__all__)
+    assert named | {"ClusterSpec", "DEFAULT", "Resolver", "preemption", "resolve"} == set(cluster.__all__)
 
 
 def test_it_imports_no_jax_and_opens_nothing():

@@ -1,0 +1,1 @@
+"""Tasks that configs/ names: text, and MNIST's files."""

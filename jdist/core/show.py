@@ -72,7 +72,8 @@ def show(state: PyTree) -> StateReport:
     leaves = leaves_of(state, is_sharded_leaf)
     found = {device for leaf in leaves if leaf.way is not None for device in leaf.way.part_of}
     shardings = [getattr(x, "sharding", None) for x in arrays if not isinstance(x, Tracer)]
-    mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding) and each.device_set == found), None)
+    named = [each for each in shardings if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)]
+    mesh = next((each.mesh for each in named if each.device_set == found), None)
     here = jax.process_index() if found else None
     if not isinstance(mesh, Mesh) or len(found) == 1:
         devices = sorted(found, key=lambda device: (device.process_index, device.id))

@@ -16,6 +16,8 @@ from jdist.data.position import Part, Place, write_state
 from jdist.data.prefetch import Prefetcher, StopRequest
 from jdist.data.readers import GlobalReader
 from jdist.data.sources.protocol import kind_of
+from jdist.data.sources.rows import RowsByNumber
+from jdist.data.sources.sequential import PlainSource
 from jdist.errors import DatasetError
 from jdist.support.leaves import leaves_of, table_of
 from jdist.support.table import Table
@@ -70,7 +72,9 @@ class DistributedDataset:
     def steps_per_pass(self) -> int | None:
         """Steps of a whole pass, of an iterable by its `len()`; None: not known."""
         # Alone, a `RowsByNumber` counts the batches that are left, see `distributed_dataset`.
-        counts_left = self._reader.num_sources == 1 and getattr(self._source, "drop_short", False)
+        counts_left = (
+            self._reader.num_sources == 1 and isinstance(self._source, RowsByNumber) and self._source.drop_short
+        )
         return self._reader.num_steps if self._options.partial != "drop" or counts_left else None
 
     def __len__(self) -> int:
@@ -167,6 +171,8 @@ class DistributedDataset:
         if self._finished:
             self._next_pass()
         elif self.is_resumable:
+            if self._place is not self._begin:
+                self._peeked = None  # it begins at the place that was left
             self._place = self._begin
 
     def skip(self, count: int, *, number: int = 0) -> None:
@@ -175,8 +181,10 @@ class DistributedDataset:
         `number` is that of the pass, for libraries whose order depends on it.
         """
         self._skip = count
-        if number:  # else what was looked at is the beginning of that pass
-            self._peeked, self._pass = None, number
+        if number:
+            self._pass = number
+            if isinstance(self._source, PlainSource):  # else what was looked at is the beginning of that pass
+                self._peeked = None
 
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from jdist.data.adapters.recognize import adapted
-from jdist.data.batch_axis import is_first
 from jdist.data.batching import check_divisible
 from jdist.data.dataset import DistributedDataset
 from jdist.data.lockstep import Peers, check_alike
@@ -20,6 +19,7 @@ from jdist.data.position import ProcessShard
 from jdist.data.readers import GlobalReader, LocalReader, Source
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, check_source, fields, kind_of
+from jdist.data.sources.replica_batches import check_turns
 from jdist.data.sources.rows import BatchSource, RowsByNumber
 from jdist.data.sources.sequential import IterableSource, SequentialSource
 from jdist.data.sources.shards import by_file, has_files_for
@@ -47,11 +47,7 @@ def distributed_dataset(source: Iterable[PyTree] | RandomAccessSource, options: 
     """
     source = adapted(source)
     check_source(source)
-    if not is_first(options.batch_axis) and isinstance(source, RowsByNumber | FileSource):
-        raise DatasetError(
-            f"`batch_axis` is {options.batch_axis!r}, but {source!r} takes rows from the first axis of its arrays. Leave "
-            "`batch_axis` out and swap the axes in the step, or pass an iterable of batches"
-        )
+    check_turns(source, options.batch_axis)
     if not isinstance(source, RandomAccessSource | SequentialSource):
         source = IterableSource(source)
     reader = _reader(source, options)

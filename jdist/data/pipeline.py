@@ -128,7 +128,8 @@ class DatasetIterator(Iterator[PyTree]):
         self._finalizer: weakref.finalize | None = None
         if isinstance(batches, Prefetcher):
             # At exit prefetch.py itself closes what still runs.
-            self._finalizer = weakref.finalize(self, batches.abandon)
+            self._turn = batches.turn
+            self._finalizer = weakref.finalize(self, batches.abandon, self._turn)
             self._finalizer.atexit = False
 
     if not TYPE_CHECKING:
@@ -147,7 +148,8 @@ class DatasetIterator(Iterator[PyTree]):
         if self._done:
             raise StopIteration
         try:
-            place, batch = next(self._batches)
+            batches = self._batches
+            place, batch = batches.take(self._turn) if isinstance(batches, Prefetcher) else next(batches)
             if self._hand_over is not None:
                 batch = put(batch, self._hand_over)
         except StopIteration:
@@ -159,7 +161,7 @@ class DatasetIterator(Iterator[PyTree]):
             # An interrupt too: `iter` goes on behind the batch that was handed out last.
             self._done = True
             if isinstance(self._batches, Prefetcher):
-                self._batches.abandon()
+                self._batches.abandon(self._turn)
             if isinstance(exc, Exception):
                 hide_own_frames(exc)
             raise

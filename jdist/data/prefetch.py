@@ -35,7 +35,8 @@ class Prefetcher(Iterator[T]):
     # The thread holds the iterator and this object, never the consumer, which arranges that `close`
     # or `abandon` is called when it goes away. Only the thread calls `items`; None items are
     # dropped. With `keep_unused`, items that were not taken stay for the consumer that calls
-    # `resume`. `stop` asks the iterator to stop waiting, which it answers by None.
+    # `resume`. `stop` asks the iterator to stop waiting, which it answers by None. Each `resume`
+    # begins a turn: a consumer of an earlier one takes nothing more, and stops nobody.
 
     def __init__(
         self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: StopRequest | None = None
@@ -48,6 +49,7 @@ class Prefetcher(Iterator[T]):
         self._stop = stop or StopRequest()
         self._ended = False
         self._error: BaseException | None = None
+        self.turn, self._stopped_turn = 0, -1
         self._thread: threading.Thread | None = None  # None: it has seen that it is to stop
         _running.add(self)
         self.resume()
@@ -55,7 +57,8 @@ class Prefetcher(Iterator[T]):
     def resume(self) -> None:
         """Goes on where `close` or `abandon` stopped, with the thread that still works on an item or a new one."""
         with self._changed:
-            self._stopped = self._stop.asked = False
+            self.turn += 1
+            self._stop.asked = False
             if not self._ended and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=self._run, daemon=True, name=THREAD_NAME)
                 self._thread.start()
@@ -65,18 +68,25 @@ class Prefetcher(Iterator[T]):
         """Whether nothing is left."""
         return self._ended and not self._ready and self._error is None
 
+    @property
+    def _stopped(self) -> bool:
+        return self._stopped_turn == self.turn
+
     def __next__(self) -> T:
-        """Waits for the next item; raises the iterator's own exception."""
+        return self.take(self.turn)
+
+    def take(self, turn: int) -> T:
+        """Waits for the next item; raises the iterator's own exception, or StopIteration once the turn is over."""
         with self._changed:
-            if not (self._ready or self._ended or self._stopped):
+            if not (self._ready or self._ended or self._is_over(turn)):
                 with awaiting(self._thread and self._thread.ident):
-                    self._wait()
-            if self._ready and not self._stopped:
+                    self._wait(turn)
+            if self._ready and not self._is_over(turn):
                 item = self._ready.popleft()
                 self._changed.notify_all()
                 return item
             error = None
-            if not self._stopped:
+            if not self._is_over(turn):
                 error, self._error = self._error, None
         if error is None:
             raise StopIteration
@@ -85,8 +95,11 @@ class Prefetcher(Iterator[T]):
         finally:
             del error  # as above
 
-    def _wait(self) -> None:
-        while not (self._ready or self._ended or self._stopped):
+    def _is_over(self, turn: int) -> bool:
+        return self._stopped or turn != self.turn
+
+    def _wait(self, turn: int) -> None:
+        while not (self._ready or self._ended or self._is_over(turn)):
             if self._thread is None or not self._thread.is_alive():
                 raise DatasetError(
                     "the prefetch thread is gone without having ended, as happens in a forked process; "
@@ -94,9 +107,12 @@ class Prefetcher(Iterator[T]):
                 )
             self._changed.wait(_RECHECK_S)
 
-    def abandon(self) -> None:
-        """Stops the thread without waiting for anything, so that the garbage collector may call it."""
-        self._stopped = self._stop.asked = True
+    def abandon(self, turn: int) -> None:
+        """Stops the thread in a turn, without waiting for anything, so that the garbage collector may call it."""
+        self._stopped_turn = turn
+        if not self._stopped:
+            return
+        self._stop.asked = True
         if not self._keep_unused:
             self._ready.clear()
         if self._changed.acquire(blocking=False):
@@ -106,7 +122,7 @@ class Prefetcher(Iterator[T]):
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stops the thread and waits at most `timeout_s` for its end, which an iterator that blocks puts off."""
         with self._changed:
-            self._stopped = self._stop.asked = True
+            self._stopped_turn, self._stop.asked = self.turn, True
             if not self._keep_unused:
                 self._ready.clear()
             self._changed.notify_all()
@@ -124,6 +140,8 @@ class Prefetcher(Iterator[T]):
             self._end(None)
         except BaseException as error:  # noqa: BLE001 - raised again where the consumer is
             self._end(error)
+        if not self._keep_unused:  # nobody goes on with them: what they hold ends with the thread
+            self._items = iter(())
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
@@ -180,7 +198,7 @@ def ordered_map(
                 del item  # else it stays in memory while the next one is waited for
     finally:
         for thread in threads:
-            thread.abandon()
+            thread.abandon(thread.turn)
 
 
 _running: weakref.WeakSet[Prefetcher] = weakref.WeakSet()

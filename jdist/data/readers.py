@@ -146,8 +146,6 @@ class GlobalReader:
         def read(number: int) -> Part:
             return Place(number + 1), read_part(source, number, share, rows, self._take)
 
-        if workers == 1:
-            return map(read, steps_from(source, start))
         return ordered_map(read, lambda: steps_from(source, start), workers=workers)
 
     def _parts(self, batches: Iterator[tuple[Place, PyTree] | None]) -> Iterator[Part | None]:

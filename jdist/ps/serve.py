@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -80,7 +81,8 @@ def serve(
     # With `with_parent` it ends with its parent process instead. The flags of `jdist serve`
     # document the arguments. If a call still runs at the end, `leave` ends the process by an exit
     # code: the interpreter's own end would abort it.
-    checks.seconds("--grace-s", grace_s, LaunchError)
+    if grace_s != math.inf:  # it waits without end
+        checks.seconds("--grace-s", grace_s, LaunchError)
     if script is not None and not Path(script).is_file():
         raise LaunchError(f"--script is {script!r}; it must be a file, and there is none.")
     _check(address, security, insecure=insecure)

@@ -13,7 +13,7 @@ import jax
 
 from jdist.core.context import own_settings
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import check_axes, is_first, on_host, taker, turn_back
+from jdist.data.batch_axis import check_axes, is_first, on_host, turn_back
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.lockstep import Peers
@@ -59,7 +59,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     ]
 
     def make() -> Any:
-        return from_function(fn, contexts, num_replicas=n // share.count, take=taker(options.batch_axis))
+        return from_function(fn, contexts, num_replicas=n // share.count, batch_axis=options.batch_axis)
 
     source = make() if peers is None else peers.together("the dataset function", make, lambda _: None)[0]
     return distributed_dataset(source, dataclasses.replace(options, batch_axis=0))  # their rows are first now

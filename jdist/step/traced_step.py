@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,9 +62,7 @@ class TracedStep(Distributed):
         Returns:
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
-        traced, _, _ = self._trace(args, kwargs)
-        with mesh_of_program(self.strategy):
-            return traced.lower()
+        return self._trace(args, kwargs, lambda traced: traced.lower())[0]
 
     @without_own_frames
     @in_own_settings
@@ -101,8 +100,10 @@ class TracedStep(Distributed):
         traced, _, _ = self._trace(args, kwargs)
         return traced.jaxpr
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, tuple[PyTree, ...]]:
-        """Traces a call: what JAX has traced, what is known of the results, and the arguments."""
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[Any], Any] = lambda traced: traced
+    ) -> tuple[Any, Traced, tuple[PyTree, ...]]:
+        """Traces a call: what JAX has traced, or `then` makes of it; what is known of the results; the arguments."""
         call, state, batches, others = self._bind_shapes(args, kwargs)
         try:
             program, traced = self.program(call)
@@ -116,11 +117,12 @@ class TracedStep(Distributed):
             else:
                 state = shapes(self.strategy, state)
             arguments = token, state, batches, others
-            jax_traced = program.trace(*arguments)
+            with mesh_of_program(self.strategy):
+                made = then(program.trace(*arguments))
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
-        return jax_traced, traced, arguments
+        return made, traced, arguments
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
         """Sorts the arguments of a call by role: `(call, state, batches, others)`."""

@@ -244,7 +244,7 @@ def parameter_server(cluster: ClusterSpec | None = None, **options: Unpack[PsKey
     return _strategy(Session(servers, ps_options, counts=counts))
 
 
-parameter_server.__signature__ = inspect.signature(PsArguments).replace(  # type: ignore[attr-defined]  # `inspect` reads it
+parameter_server.__signature__ = inspect.signature(PsArguments, eval_str=True).replace(  # type: ignore[attr-defined]  # `inspect` reads it
     return_annotation=Strategy
 )
 

@@ -115,7 +115,7 @@ def as_real(value: Any) -> float | None:
     if getattr(value, "ndim", None) == 0:  # a number of NumPy or JAX
         try:
             value = value.item()
-        except TypeError:  # JAX raises it for a traced one
+        except (TypeError, RuntimeError):  # JAX raises them for a traced one, and for one that was deleted
             return None
     return None if isinstance(value, bool) or not isinstance(value, numbers.Real) else value  # type: ignore[return-value]  # `Real` is not known as float
 

@@ -101,7 +101,7 @@ def strategy_of_rows(x):
 def test_a_step_is_a_whole_number(folder, step):
     with (
         Checkpointer(folder) as checkpoints,
-        pytest.raises(jdist.errors.CheckpointError, match="must be a whole number, 0 or more. None takes the newest"),
+        pytest.raises(jdist.errors.CheckpointError, match=r"must be a whole number, 0 or more\. None takes the newest"),
     ):
         checkpoints.restore({}, step=step)
 

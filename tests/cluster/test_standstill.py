@@ -165,7 +165,7 @@ def test_patience_follows_from_how_long_calls_take(calls_s, patience_s):
 
 @pytest.mark.parametrize("value", [0, -1, "soon", True, float("nan")])
 def test_a_time_that_is_none_is_refused(value):
-    with pytest.raises(StrategyError, match=r'`progress_timeout_s` is .*; it must be "auto", a number of seconds'):
+    with pytest.raises(StrategyError, match=r'`progress_timeout_s` is .*; it must be a number of seconds.*"auto"'):
         CommunicationOptions(progress_timeout_s=value)
     assert CommunicationOptions(progress_timeout_s=None).timeouts["progress_timeout_s"] == float("inf")
 

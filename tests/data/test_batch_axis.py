@@ -236,6 +236,8 @@ class TestRefused:
         source = jdist.data.from_arrays({"x": np.ones((4, 4))}, global_batch=2)
         with pytest.raises(DatasetError, match="takes rows from the first axis of its arrays"):
             TWO.distribute_dataset(source, batch_axis=1)
+        with pytest.raises(DatasetError, match="takes rows from the first axis of its arrays"):
+            TWO.distribute_datasets_from_function(lambda context: source, batch_axis=1)
 
 
 def test_turning_there_and_back():

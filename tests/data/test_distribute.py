@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdist
 from jdist.data import from_arrays
+from jdist.data.sources.sequential import PlainSource
 from jdist.errors import BatchError, DatasetError
 from tests.data.counting import Counting, feed, real_rows, values
 
@@ -275,3 +276,47 @@ def test_a_shuffled_source_that_gives_its_first_order_again_is_told_once(caplog,
     caplog.clear()
     list(distribute(jdist.one_device(), epochs=3))
     assert not caplog.records
+
+
+def test_a_source_that_raises_stop_iteration_does_not_end_the_data():
+    class Stopping(Counting):
+        def batch_at(self, step):
+            return next(iter([])) if step == 2 else super().batch_at(step)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(feed(Stopping(), prefetch=0))
+
+
+def test_a_loader_without_places_counts_its_passes():
+    begun = []
+
+    def begin(number):
+        begun.append(number)
+        return iter([])
+
+    source = PlainSource(kind="loader", begin=begin, advice="", how_to_share="")
+    for _ in range(2):
+        list(source)
+    assert begun == [0, 1]
+
+
+def test_an_iterable_may_say_its_length_by_num_steps():
+    class Batches:
+        num_steps = 3
+
+        def __iter__(self):
+            return iter([{"x": np.ones(2)}] * 3)
+
+    class WithoutLength(Batches):
+        def __len__(self):
+            raise NotImplementedError
+
+    assert len(feed(Batches())) == 3
+    assert len(feed(WithoutLength())) == 3
+
+
+def test_an_iterator_that_was_looked_at_keeps_its_first_batch_when_a_pass_is_named():
+    dataset = feed(iter([{"x": np.full(2, i)} for i in range(4)]), prefetch=0)
+    assert dataset.element_spec["x"].shape == (2,)
+    dataset.skip(1, number=1)
+    assert values(dataset)[0] == [1, 1]

@@ -51,7 +51,11 @@ def test_items_come_in_order_and_then_the_end():
         next(prefetcher)
 
 
-@pytest.mark.parametrize("stop", [Prefetcher.close, Prefetcher.abandon])
+def abandon(prefetcher):
+    prefetcher.abandon(prefetcher.turn)
+
+
+@pytest.mark.parametrize("stop", [Prefetcher.close, abandon])
 def test_one_that_was_stopped_goes_on_with_all_its_items(stop):
     request = StopRequest()
     prefetcher = Prefetcher(iter(range(20)), depth=2, keep_unused=True, stop=request)
@@ -63,6 +67,30 @@ def test_one_that_was_stopped_goes_on_with_all_its_items(stop):
         prefetcher.resume()
         assert not request.asked
     assert found == list(range(20))
+
+
+def test_a_consumer_of_an_earlier_turn_takes_nothing_and_stops_nobody():
+    prefetcher = Prefetcher(iter(range(9)), depth=2, keep_unused=True)
+    earlier = prefetcher.turn
+    assert prefetcher.take(earlier) == 0
+    prefetcher.close()
+    prefetcher.resume()
+    prefetcher.abandon(earlier)  # as the garbage collector may, late
+    with pytest.raises(StopIteration):
+        prefetcher.take(earlier)
+    assert list(prefetcher) == list(range(1, 9))
+
+
+def test_what_a_closed_one_would_have_read_is_let_go_with_its_thread():
+    def items():
+        yield from itertools.count()
+
+    source = items()
+    prefetcher, kept = Prefetcher(source, depth=1), weakref.ref(source)
+    del source
+    prefetcher.close()
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_error_is_kept_for_the_consumer_that_goes_on():
@@ -254,7 +282,7 @@ def test_a_thread_in_a_full_queue_ends_even_if_no_one_can_wake_it():
     holder = threading.Thread(target=hold_the_lock)
     holder.start()
     assert held.wait(DEADLINE_S)
-    prefetcher.abandon()  # returns although it cannot take the lock
+    abandon(prefetcher)  # returns although it cannot take the lock
     done.set()
     holder.join(timeout=DEADLINE_S)
     assert_threads_end()

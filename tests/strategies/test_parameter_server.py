@@ -11,6 +11,7 @@ import jdist
 from jdist.cluster import ClusterSpec
 from jdist.errors import StrategyError
 from jdist.strategies.parameter_server import PsArguments, PsKeywords, parameter_server
+from jdist.support.signature import check_options
 
 SPEC = ClusterSpec(
     jobs={"chief": ("c:1",), "worker": ("w:1",), "ps": ("p:1",)}, task_type="chief", task_index=0, resolver="a test"
@@ -69,3 +70,9 @@ def test_numbers_of_numpy_become_numbers_that_travel():
 def test_what_is_wrong_is_refused_before_there_is_any_server(arguments, words):
     with pytest.raises(StrategyError, match=words):
         parameter_server(**arguments)
+
+
+def test_a_config_checks_its_options_by_their_types():
+    (problem,) = check_options(jdist.parameter_server, {"local_workers": "two"}, called="parameter_server")
+    assert problem.key == ("local_workers",)
+    assert '"two" is not a whole number' in problem.text

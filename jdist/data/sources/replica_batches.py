@@ -11,18 +11,19 @@ import jax
 import numpy as np
 
 from jdist.data.adapters.recognize import adapted
-from jdist.data.batch_axis import Take
-from jdist.data.leaves import check_rows, count_rows, join, to_numpy
+from jdist.data.batch_axis import BatchAxis, Take, is_first, taker
+from jdist.data.leaves import check_rows, count_rows, join
 from jdist.data.options import InputContext
+from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, check_source, steps_from
-from jdist.data.sources.rows import check_step
+from jdist.data.sources.rows import RowsByNumber, check_step
 from jdist.data.sources.sequential import Batches, SequentialSource
 from jdist.errors import DatasetError
 from jdist.typing import PyTree
 
 
 def from_function(
-    fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int, take: Take = to_numpy
+    fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int, batch_axis: BatchAxis = 0
 ) -> RandomAccessReplicaBatches | ReplicaBatches:
     """Calls a dataset function once a pipeline, and joins per-replica batches to global ones, with the rows first."""
     # `contexts` has one for each pipeline that feeds replicas of this process; their number divides
@@ -39,14 +40,24 @@ def from_function(
         source = adapted(fn(context))
         try:
             check_source(source)
+            check_turns(source, batch_axis)
         except DatasetError as error:
             raise DatasetError(f"the dataset function's result for {context}: {error}") from error
         pipelines.append(source)
-    turns = num_replicas // len(contexts)
+    turns, take = num_replicas // len(contexts), taker(batch_axis)
     random_access = [source for source in pipelines if isinstance(source, RandomAccessSource)]
     if len(random_access) == len(pipelines):
         return RandomAccessReplicaBatches(random_access, turns, take)
     return ReplicaBatches(pipelines, turns, take)
+
+
+def check_turns(source: Any, batch_axis: BatchAxis) -> None:
+    """Refuses another axis of rows for a source that cuts rows itself."""
+    if not is_first(batch_axis) and isinstance(source, RowsByNumber | FileSource):
+        raise DatasetError(
+            f"`batch_axis` is {batch_axis!r}, but {source!r} takes rows from the first axis of its arrays. Leave "
+            "`batch_axis` out and swap the axes in the step, or pass an iterable of batches"
+        )
 
 
 class RandomAccessReplicaBatches:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import base64
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,10 @@ class PlainSource(SequentialSource):
     own_part: tuple[int, int] | None = None
     # describes the row that raised an error; None: unknown
     describe_row: Callable[[Exception], str | None] = lambda _: None
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self.begin(next(self._numbers))
 
     def open(self, epoch: int, state: Any) -> Batches:
         return ((batch, None) for batch in self.begin(epoch))
@@ -98,10 +103,13 @@ class IterableSource(SequentialSource):
         self._batches = batches
         self.kind = type(batches).__name__
         self.is_stream = isinstance(batches, Iterator)
+
+    @property
+    def num_steps(self) -> int | None:  # type: ignore[override]  # asked anew: it may grow
         try:
-            self.num_steps = len(batches)  # type: ignore[arg-type]  # refused in the next line
-        except TypeError:  # also of a loader that does not know it
-            self.num_steps = None
+            return len(self._batches)  # type: ignore[arg-type]  # refused in the next line
+        except (TypeError, NotImplementedError):  # also of a loader that does not know it
+            return getattr(self._batches, "num_steps", None)
 
     def open(self, epoch: int, state: Any) -> Batches:
         return ((batch, None) for batch in self._batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -108,7 +109,7 @@ def _maker(header: Header, script: str | None, num_replicas: int) -> Callable[[i
         source: Iterable[Any] = function(
             InputContext(num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=pipelines)
         )
-        return distributed_dataset(source, feed)
+        return distributed_dataset(source, dataclasses.replace(feed, orders={}))  # told of once a dataset, not a pass
 
     return make
 

@@ -240,12 +240,12 @@ else:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"processes": 0}, "processes=0 is not a number of processes"),
-        ({"max_restarts": -1}, "max_restarts=-1"),
-        ({"devices_per_process": 0}, "devices_per_process=0"),
-        ({"grace_s": float("nan")}, "grace_s=nan"),
-        ({"stop_timeout_s": 0.0}, "stop_timeout_s=0"),
-        ({"regrow_s": -1.0}, "regrow_s=-1"),
+        ({"processes": 0}, "`processes` is 0; it must be a whole number"),
+        ({"max_restarts": -1}, "`max_restarts` is -1"),
+        ({"devices_per_process": 0}, "`devices_per_process` is 0"),
+        ({"grace_s": float("nan")}, "`grace_s` is nan"),
+        ({"stop_timeout_s": 0.0}, "`stop_timeout_s` is 0"),
+        ({"regrow_s": -1.0}, "`regrow_s` is -1"),
     ],
 )
 def test_options_that_are_not_right(start, options, message):

@@ -53,7 +53,8 @@ def check_callbacks(config: Config) -> Iterator[Problem]:
         for name, options in section.items():
             key = ("callbacks", str(i), name)
             if name in factories:
-                yield from check_options(factories[name], _of_run(name, "", 0.0) | options, called=name, key=key)
+                arguments = _of_run(name, "", 0.0) | options
+                yield from check_options(factories[name], arguments, called=name, key=key, lists=True)
             else:
                 yield Problem(key=key, text="no such callback", remedy=nearest(name, factories, label="Callbacks"))
 

@@ -85,17 +85,16 @@ def check_options(
     called: str,
     key: Key = (),
     wrong: Callable[[Any, inspect.Parameter, Key], Problem | None] | None = None,
+    lists: bool = False,
 ) -> Iterator[Problem]:
     """Yields a problem for each option that is unknown, missing, or misfits its annotation."""
     # `called` names the function in messages, such as `optax.adamw`; `wrong` stands in for `misfit`.
+    # With `lists`, `*names` is an option that takes a list; else it is none.
     parameters = signature(function).parameters.values()
-    by_keyword = {
-        p.name: p.replace(kind=p.KEYWORD_ONLY, annotation=list[p.annotation], default=())
-        if p.kind is p.VAR_POSITIONAL
-        else p
-        for p in parameters
-        if p.kind not in (p.POSITIONAL_ONLY, p.VAR_KEYWORD)
-    }
+    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for p in parameters if lists else ():
+        if p.kind is p.VAR_POSITIONAL:
+            by_keyword[p.name] = p.replace(kind=p.KEYWORD_ONLY, annotation=list[p.annotation], default=())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name, value in options.items():
         if name in by_keyword:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from jdist.support.signature import alternatives, misfit, signature
+from jdist.support.signature import alternatives, check_options, misfit, signature
 
 
 def says(value, annotation, default=inspect.Parameter.empty):
@@ -77,3 +77,14 @@ def test_annotations_written_as_text_are_read_where_they_can_be():
 
     assert signature(good).parameters["n"].annotation is int
     assert signature(unknown).parameters["n"].annotation == "OnlyForTypeCheckers"
+
+
+def test_positional_arguments_are_an_option_only_where_a_list_stands_for_them():
+    def make(*sizes: int): ...
+
+    def problems(value, **told):
+        return [f"{'.'.join(p.key)}: {p.text}" for p in check_options(make, {"sizes": value}, called="make", **told)]
+
+    assert problems([1]) == ["sizes: make has no such option"]
+    assert problems([1], lists=True) == []
+    assert problems(1, lists=True) == ["sizes: 1 is not a list"]

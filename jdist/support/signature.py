@@ -35,7 +35,7 @@ _WORDS = {
     "dict_type": "a mapping of keys to values",
     "list_type": "a list",
     "string_pattern_mismatch": "of the right form",
-    "string_too_short": "at least {min_length} character long",
+    "string_too_short": "at least {min_length} visible character long",
     "string_too_long": "at most {max_length} characters long",
 }
 _LISTS = (tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from jdist.errors import ConfigError
 from jdist.support import checks
@@ -18,7 +18,7 @@ from jdist.support.suggest import closest
 Count = Annotated[int, Field(ge=1)]  # a whole number, 1 or more
 Natural = Annotated[int, Field(ge=0)]  # a whole number, 0 or more
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]  # text that is not empty, such as a path
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]  # text that is not blank, such as a path
 T = TypeVar("T")
 
 
@@ -41,12 +41,22 @@ def checked(make: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(make)
     def call(**options: Any) -> T:
-        plain = {name: value if (n := checks.as_int(value)) is None else n for name, value in options.items()}
+        plain = {name: _as_in_yaml(value) for name, value in options.items()}
         for problem in check_options(make, plain, called=make.__module__):
             raise OptionError(".".join(problem.key), problem.text, remedy=problem.remedy)
         return make(**plain)
 
     return call
+
+
+def _as_in_yaml(value: Any) -> Any:
+    """Converts tuples to lists, and NumPy's numbers to Python's, also within lists and mappings."""
+    if isinstance(value, list | tuple):
+        return [_as_in_yaml(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _as_in_yaml(item) for key, item in value.items()}
+    converted = (convert(value) for convert in (checks.as_bool, checks.as_int, checks.as_real))
+    return next((each for each in converted if each is not None), value)
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mo
             "false is not text (override name=no). If it is meant as text, quote it as it is written, such as 'no'.",
         ),
         ("name=3", "3 is not text (override name=3). If it is meant as text, quote it: '3'."),
-        ("log.folder=''", "at least 1 character"),
+        ("log.folder=''", "at least 1 visible character"),
         ("task.make=jdist.tasks.digits", "Import path `module:function`"),
         ("task.make=os:system()", "Import path `module:function`"),
         ("task.options=3", "3 is not a mapping"),

@@ -178,7 +178,7 @@ def test_only_a_file_with_a_near_name_is_suggested(tmp_path):
         ({"held_out": 0}, "held_out: 0 is not > 0"),
         ({"held_out": 1.0}, r"held_out: 1\.0 is not < 1"),
         ({"standardise": "yes"}, 'standardise: "yes" is not true or false'),
-        ({"path": ""}, 'path: "" is not at least 1 character'),
+        ({"path": ""}, 'path: "" is not at least 1 visible character'),
         ({"path": __file__}, r"path: .* is no sound \.npz file"),
     ],
 )

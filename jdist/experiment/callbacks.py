@@ -34,7 +34,7 @@ def _factories() -> dict[str, Callable[..., Callback]]:
 
 
 def _of_run(callback: str, run: str, learning_rate: Any) -> dict[str, Any]:
-    """Lists the arguments that a run gives to a callback where its config does not."""
+    """Lists the arguments that a run gives to a callback where its config does not, or says null."""
     return {
         "learning_rate_log": {"schedule": learning_rate},
         "csv": {"path": "metrics.csv"},
@@ -46,6 +46,11 @@ def _of_run(callback: str, run: str, learning_rate: Any) -> dict[str, Any]:
     }.get(callback, {})
 
 
+def _filled(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in defaults for options that are missing or null."""
+    return {**defaults, **{n: value for n, value in options.items() if value is not None or n not in defaults}}
+
+
 def check_callbacks(config: Config) -> Iterator[Problem]:
     """Yields a problem for each unknown callback, and each option that its function does not take."""
     factories = _factories()
@@ -53,7 +58,7 @@ def check_callbacks(config: Config) -> Iterator[Problem]:
         for name, options in section.items():
             key = ("callbacks", str(i), name)
             if name in factories:
-                arguments = _of_run(name, "", 0.0) | options
+                arguments = _filled(options, _of_run(name, "", 0.0))
                 yield from check_options(factories[name], arguments, called=name, key=key, lists=True)
             else:
                 yield Problem(key=key, text="no such callback", remedy=nearest(name, factories, label="Callbacks"))
@@ -68,7 +73,7 @@ def make_callbacks(
         for name, options in section.items():
             factory = _factories()[name]
             parameters = inspect.signature(factory).parameters
-            arguments = _of_run(name, config.name, learning_rate) | options
+            arguments = _filled(options, _of_run(name, config.name, learning_rate))
             arguments |= {n: str(folder / arguments[n]) for n in _IN_FOLDER if n in arguments}
             if "config" in parameters:
                 arguments["config"] = {**values, **(options.get("config") or {})}

@@ -208,6 +208,20 @@ def test_a_tracker_goes_on_with_its_run_and_begins_another_for_a_fresh_one(jdist
     assert (configs[0]["name"], configs[1]["train"]["steps"]) == ("toy", 24)
 
 
+@pytest.mark.parametrize("options", ["", "run_name: null", "run_name: null, tags: null"])
+def test_null_means_the_value_that_the_run_has_for_an_option(tmp_path, monkeypatch, options):
+    def mlflow(*, run_name: str | None = None, tags: dict[str, str] | None = None):
+        return types.SimpleNamespace(run_name=run_name, tags=tags)
+
+    monkeypatch.setattr(callbacks, "mlflow", mlflow)
+    (tmp_path / "toy.yaml").write_text(toy_regression.CONFIG)
+    document = load(tmp_path / "toy.yaml", [f"callbacks=[{{mlflow: {{{options}}}}}, {{csv: {{path: null}}}}]"])
+    config = validate(document)
+    check_names(config, document)
+    mlflow_made, _ = make_callbacks(config, {}, 0.1, document, tmp_path)
+    assert (mlflow_made.run_name, mlflow_made.tags) == ("toy", None)
+
+
 def test_the_resolved_config_and_a_dry_run_show_them_with_the_options_that_are_given(jdist_run):
     code, out, err = jdist_run("callbacks=[ema, {early_stopping: {patience: 5}}]", "--dry-run")
     assert (code, err) == (0, "")

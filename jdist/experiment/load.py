@@ -204,11 +204,14 @@ def leaves(values: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, A
             yield path, value
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
+def differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], *, missing: Any = None
+) -> dict[Key, tuple[Any, Any]]:
     """Finds the leaves in which two mappings differ, with both values; "not set" for one that is missing."""
+    # A missing leaf counts as equal to one that holds `missing`.
     a, b = dict(leaves(there)), dict(leaves(here))
-    both = {key: (a.get(key, "not set"), b.get(key, "not set")) for key in {**b, **a}}
-    return {key: (x, y) for key, (x, y) in both.items() if x != y}
+    different = [key for key in {**b, **a} if a.get(key, missing) != b.get(key, missing)]
+    return {key: (a.get(key, "not set"), b.get(key, "not set")) for key in different}
 
 
 def _read(path: Path) -> str:

@@ -47,7 +47,7 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     there = validate(load(folder.config)).model_dump()
     different = [
         f"  {dotted(key)}: {flow(then)} there, {flow(now)} now ({document.origin(key)})"
-        for key, (then, now) in differences(there, values).items()
+        for key, (then, now) in differences(there, values, missing="not set").items()
         if not any(f"{dotted(key)}.".startswith(f"{free}.") for free in FREE)
     ]
     if not different:

@@ -1,7 +1,7 @@
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.experiment.load import leaves, load
+from jdist.experiment.load import differences, leaves, load
 
 
 @pytest.fixture
@@ -141,3 +141,10 @@ def test_a_folder_is_no_config(tmp_path):
 
 def test_leaves_are_the_paths_without_further_mappings():
     assert dict(leaves({"a": {"b": 1, "c": {}}, "d": [1]})) == {("a", "b"): 1, ("a", "c"): {}, ("d",): [1]}
+
+
+def test_differences_tell_null_from_missing_only_where_that_is_asked_for():
+    there, here = {"a": {"x": None, "y": 1}}, {"a": {"y": 2}, "z": 3}
+    changed = {("a", "y"): (1, 2), ("z",): ("not set", 3)}
+    assert differences(there, here) == changed
+    assert differences(there, here, missing="not set") == changed | {("a", "x"): (None, "not set")}

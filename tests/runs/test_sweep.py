@@ -54,6 +54,9 @@ def test_a_sweep_ends_in_one_table_and_one_plot_and_names_what_failed(jdist, in_
     assert code == 0
     assert "2 runs, 2 of them finished before" in out
     assert (folder / "learning_rate-0.1/result.json").stat().st_mtime_ns == stamp
+    null = "strategy.topology=null"  # as good as not given
+    code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", "train.steps=8", null)
+    assert (code, err) == (0, "")
     code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", "train.steps=12")
     assert code == 2
     assert "holds a finished run with a different config: train.steps: 8 there, 12 now" in err

@@ -46,9 +46,27 @@ def _of_run(callback: str, run: str, learning_rate: Any) -> dict[str, Any]:
     }.get(callback, {})
 
 
-def _filled(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills in defaults for options that are missing or null."""
-    return {**defaults, **{n: value for n, value in options.items() if value is not None or n not in defaults}}
+def _given(options: Mapping[str, Any], of_run: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out options that are null where the run has a value for them."""
+    return {name: value for name, value in options.items() if value is not None or name not in of_run}
+
+
+def complete(config: Config) -> Config:
+    """Fills in defaults of callbacks, so that a run's record says all that a later jdist may change."""
+    sections = [
+        {name: _defaults(name) | _given(options, _of_run(name, "", None)) for name, options in section.items()}
+        for section in config.callbacks
+    ]
+    return config.model_copy(update={"callbacks": sections})
+
+
+def _defaults(callback: str) -> dict[str, Any]:
+    """Lists the defaults of a callback's options that are plain values; those that depend on the run are not."""
+    factory = _factories().get(callback)
+    parameters = inspect.signature(factory).parameters.values() if factory else ()
+    plain = {p.name: p.default for p in parameters if isinstance(p.default, bool | int | float | str | None)}
+    lists: dict[str, Any] = {p.name: [] for p in parameters if p.kind is p.VAR_POSITIONAL}
+    return plain | lists | {name: value for name, value in _of_run(callback, "", None).items() if value}
 
 
 def check_callbacks(config: Config) -> Iterator[Problem]:
@@ -58,7 +76,8 @@ def check_callbacks(config: Config) -> Iterator[Problem]:
         for name, options in section.items():
             key = ("callbacks", str(i), name)
             if name in factories:
-                arguments = _filled(options, _of_run(name, "", 0.0))
+                of_run = _of_run(name, "", 0.0)
+                arguments = of_run | _given(options, of_run)
                 yield from check_options(factories[name], arguments, called=name, key=key, lists=True)
             else:
                 yield Problem(key=key, text="no such callback", remedy=nearest(name, factories, label="Callbacks"))
@@ -73,7 +92,8 @@ def make_callbacks(
         for name, options in section.items():
             factory = _factories()[name]
             parameters = inspect.signature(factory).parameters
-            arguments = _filled(options, _of_run(name, config.name, learning_rate))
+            of_run = _of_run(name, config.name, learning_rate)
+            arguments = of_run | _given(options, of_run)
             arguments |= {n: str(folder / arguments[n]) for n in _IN_FOLDER if n in arguments}
             if "config" in parameters:
                 arguments["config"] = {**values, **(options.get("config") or {})}

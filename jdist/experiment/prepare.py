@@ -20,7 +20,7 @@ from jdist.data.sources.protocol import RandomAccessSource
 from jdist.data.sources.rows import RowSource
 from jdist.data.sources.sequential import SequentialSource, resumable
 from jdist.errors import ConfigError, DeviceError, StrategyError
-from jdist.experiment.callbacks import check_callbacks
+from jdist.experiment.callbacks import check_callbacks, complete
 from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
@@ -79,7 +79,7 @@ def prepare(
 
 
 def _parts(config: Config, document: Document, *, make: Callable[..., Strategy], to_run: bool) -> Parts:
-    values = config.model_dump()
+    values = complete(config).model_dump()
     strategy = None
     name, options = config.strategy.name, config.strategy.model_extra or {}
     strategy_problems = list(_check_strategy(config))

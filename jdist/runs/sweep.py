@@ -85,12 +85,14 @@ def sweep(
 
 
 def _checked(document: Document) -> Config:
-    """Checks the config of a run as far as that can be done before it runs."""
-    from jdist.experiment.prepare import check_names  # brings JAX, which lists and grids do without
+    """Checks the config of a run as far as that can be done before it runs; returns it as the run records it."""
+    # These bring JAX, which lists and grids do without.
+    from jdist.experiment.callbacks import complete
+    from jdist.experiment.prepare import check_names
 
     config = validate(document)
     check_names(config, document)
-    return config
+    return complete(config)
 
 
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:

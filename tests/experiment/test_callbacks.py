@@ -15,9 +15,10 @@ import toy_regression
 
 import jdist
 from jdist import callbacks
+from jdist.callbacks.tracker import TIMEOUT_S
 from jdist.cli.main import main
 from jdist.errors import ConfigError
-from jdist.experiment.callbacks import make_callbacks
+from jdist.experiment.callbacks import complete, make_callbacks
 from jdist.experiment.load import load
 from jdist.experiment.prepare import check_names
 from jdist.experiment.validate import validate
@@ -208,6 +209,24 @@ def test_a_tracker_goes_on_with_its_run_and_begins_another_for_a_fresh_one(jdist
     assert (configs[0]["name"], configs[1]["train"]["steps"]) == ("toy", 24)
 
 
+@pytest.mark.parametrize(
+    ("given", "filled"),
+    [
+        ("csv", {"csv": {"path": "metrics.csv"}}),
+        ("{csv: {path: null}}", {"csv": {"path": "metrics.csv"}}),
+        ("{csv: {path: x}}", {"csv": {"path": "x"}}),
+        ("nan_guard", {"nan_guard": {"metrics": []}}),
+        ("learning_rate_log", {"learning_rate_log": {"name": "learning_rate"}}),
+        ("{trackio: {project: x}}", {"trackio": {"project": "x", "config": None, "timeout_s": TIMEOUT_S}}),
+    ],
+)
+def test_the_record_has_the_defaults_that_are_plain_values(tmp_path, given, filled):
+    (tmp_path / "toy.yaml").write_text(toy_regression.CONFIG)
+    config = complete(validate(load(tmp_path / "toy.yaml", [f"callbacks=[{given}]"])))
+    assert config.callbacks == [filled]
+    assert complete(config) == config
+
+
 @pytest.mark.parametrize("options", ["", "run_name: null", "run_name: null, tags: null"])
 def test_null_means_the_value_that_the_run_has_for_an_option(tmp_path, monkeypatch, options):
     def mlflow(*, run_name: str | None = None, tags: dict[str, str] | None = None):
@@ -222,11 +241,12 @@ def test_null_means_the_value_that_the_run_has_for_an_option(tmp_path, monkeypat
     assert (mlflow_made.run_name, mlflow_made.tags) == ("toy", None)
 
 
-def test_the_resolved_config_and_a_dry_run_show_them_with_the_options_that_are_given(jdist_run):
+def test_the_resolved_config_and_a_dry_run_show_them_with_their_options(jdist_run):
     code, out, err = jdist_run("callbacks=[ema, {early_stopping: {patience: 5}}]", "--dry-run")
     assert (code, err) == (0, "")
     shown = next(line for line in out.splitlines() if line.startswith("callbacks:"))
-    assert "[{ema: {}}, {early_stopping: {patience: 5}}]" in shown
+    assert "{ema: {decay: 0.999, name: ema}}" in shown
+    assert "{early_stopping: {metric: eval/loss, min_delta: 0.0, mode: null, patience: 5}}" in shown
     assert shown.endswith("# override callbacks=[ema, {early_stopping: {patience: 5}}]")
     assert not Path("runs").exists()
 

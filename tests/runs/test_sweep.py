@@ -34,7 +34,7 @@ def in_processes(monkeypatch):
 
 def test_a_sweep_ends_in_one_table_and_one_plot_and_names_what_failed(jdist, in_processes):
     grid = ["--grid", "train.optimizer.learning_rate=1e-2,1e-1,1e30"]
-    code, out, err = jdist("sweep", "toy.yaml", *grid, "train.steps=8", "--metric", "loss")
+    code, out, err = jdist("sweep", "toy.yaml", *grid, "train.steps=8", "--metric", "loss", "callbacks=[csv]")
     assert (code, err) == (1, "")
     folder = Path("runs/toy-sweep")
     rows = json.loads((folder / "table.json").read_text())
@@ -50,14 +50,15 @@ def test_a_sweep_ends_in_one_table_and_one_plot_and_names_what_failed(jdist, in_
     assert rows[0]["loss"] == last["eval/loss"]
 
     stamp = (folder / "learning_rate-0.1/result.json").stat().st_mtime_ns
-    code, out, _ = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2,1e-1", "train.steps=8")
+    alike = ["train.steps=8", "callbacks=[{csv: {path: metrics.csv}}]"]
+    code, out, _ = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2,1e-1", *alike)
     assert code == 0
     assert "2 runs, 2 of them finished before" in out
     assert (folder / "learning_rate-0.1/result.json").stat().st_mtime_ns == stamp
     null = "strategy.topology=null"  # as good as not given
-    code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", "train.steps=8", null)
+    code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", *alike, null)
     assert (code, err) == (0, "")
-    code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", "train.steps=12")
+    code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", *alike, "train.steps=12")
     assert code == 2
     assert "holds a finished run with a different config: train.steps: 8 there, 12 now" in err
 

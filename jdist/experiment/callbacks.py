@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jdist.experiment.validate import refusal
 from jdist.loop.metric_totals import MetricTotals
 from jdist.loop.task import Task
 from jdist.metrics import Metric
-from jdist.support.signature import Problem, check_options, show
+from jdist.support.signature import Key, Problem, check_options, misfit, show
 from jdist.support.suggest import nearest
 from jdist.typing import PyTree
 
@@ -71,16 +72,42 @@ def _defaults(callback: str) -> dict[str, Any]:
 
 def check_callbacks(config: Config) -> Iterator[Problem]:
     """Yields a problem for each unknown callback, and each option that its function does not take."""
+    # Trackers, which show the config, connect to something when they are made; others are tried out.
     factories = _factories()
     for i, section in enumerate(config.callbacks):
         for name, options in section.items():
             key = ("callbacks", str(i), name)
-            if name in factories:
-                of_run = _of_run(name, "", 0.0)
-                arguments = of_run | _given(options, of_run)
-                yield from check_options(factories[name], arguments, called=name, key=key, lists=True)
-            else:
+            if name not in factories:
                 yield Problem(key=key, text="no such callback", remedy=nearest(name, factories, label="Callbacks"))
+                continue
+            of_run = _of_run(name, "", 0.0)
+            arguments = of_run | _given(options, of_run)
+            problems = list(check_options(factories[name], arguments, called=name, key=key, wrong=_misfit, lists=True))
+            if not problems and "config" not in inspect.signature(factories[name]).parameters:
+                _, problems = _made(factories[name], arguments, key)
+            yield from problems
+
+
+def _misfit(value: Any, parameter: inspect.Parameter, key: Key) -> Problem | None:
+    """Finds why a value misfits a parameter, such as blank text for one that has other text, a path or a name."""
+    problem = misfit(value, parameter, key)
+    if problem is None and isinstance(value, str) and not value.strip() and parameter.default is not None:
+        return Problem(key=key, text=f"{show(value)} is not at least 1 visible character long")
+    return problem
+
+
+def _made(
+    factory: Callable[..., Callback], arguments: Mapping[str, Any], key: Key
+) -> tuple[list[Callback], list[Problem]]:
+    """Makes a callback; returns it, or what is wrong, with the option where the error names one."""
+    lists = [n for n, p in inspect.signature(factory).parameters.items() if p.kind is p.VAR_POSITIONAL]
+    several = [item for n in lists for item in arguments.get(n, ())]
+    try:
+        return [factory(*several, **{n: value for n, value in arguments.items() if n not in lists})], []
+    except (ConfigError, StepError) as exc:
+        text = str(exc).removeprefix(f"{key[-1]}: ")
+        option = re.match(r"(?:track: )?`(\w+)` is ", text)
+        return [], [Problem(key=(*key, option[1]) if option else key, text=text)]
 
 
 def make_callbacks(
@@ -90,21 +117,20 @@ def make_callbacks(
     made, problems = [], []
     for i, section in enumerate(config.callbacks):
         for name, options in section.items():
+            key = ("callbacks", str(i), name)
             factory = _factories()[name]
-            parameters = inspect.signature(factory).parameters
             of_run = _of_run(name, config.name, learning_rate)
             arguments = of_run | _given(options, of_run)
             arguments |= {n: str(folder / arguments[n]) for n in _IN_FOLDER if n in arguments}
-            if "config" in parameters:
+            if "config" in inspect.signature(factory).parameters:
                 arguments["config"] = {**values, **(options.get("config") or {})}
-            several = [arguments.pop(n, ()) for n, p in parameters.items() if p.kind is p.VAR_POSITIONAL]
-            try:
-                if arguments.get("schedule", ...) is None:
-                    raise ConfigError("train.optimizer has no `learning_rate`, so there is none to log")
-                made.append(factory(*(item for items in several for item in items), **arguments))
-            except (ConfigError, StepError) as exc:
-                text = str(exc).removeprefix(f"{name}: ")
-                problems.append(Problem(key=("callbacks", str(i), name), text=text))
+            if arguments.get("schedule", ...) is None:
+                text = "train.optimizer has no `learning_rate`, so there is none to log"
+                problems.append(Problem(key=key, text=text))
+                continue
+            callback, wrong = _made(factory, arguments, key)
+            made += callback
+            problems += wrong
     if problems:
         raise refusal(document, problems)
     return made
@@ -150,11 +176,13 @@ def watches_evaluation(config: Config, made: Sequence[Callback]) -> bool:
     return any(_watched(config, made))
 
 
-def _watched(config: Config, made: Sequence[Callback]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _watched(config: Config, made: Sequence[Callback]) -> Iterator[tuple[Key, str]]:
     """Lists the evaluation's metrics that are looked at, by the key of what looks at them."""
     if config.checkpoint.best is not None:
         yield ("checkpoint", "best"), config.checkpoint.best
-    for i, callback in enumerate(made):
-        yield from (
-            (("callbacks", str(i), callback.name), metric) for metric in callback.watches if metric.startswith("eval/")
-        )
+    for i, (callback, section) in enumerate(zip(made, complete(config).callbacks, strict=True)):
+        for metric in callback.watches:
+            if metric.startswith("eval/"):
+                options = next(iter(section.values()))
+                named = [option for option, value in options.items() if value == metric or value == [*callback.watches]]
+                yield ("callbacks", str(i), callback.name, *named[:1]), metric

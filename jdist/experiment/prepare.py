@@ -83,6 +83,8 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
     strategy = None
     name, options = config.strategy.name, config.strategy.model_extra or {}
     strategy_problems = list(_check_strategy(config))
+    if wrong := list(check_callbacks(config)):  # before processes meet, and the task loads its data
+        raise refusal(document, [*strategy_problems, *wrong])
     if name != "multi_worker":  # which has to find JAX unused: devices are counted when all processes are there
         find_devices(None)
     if not strategy_problems:
@@ -91,7 +93,7 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
         except (StrategyError, DeviceError) as exc:
             strategy_problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
     task, problems = _make_task(config.task)
-    problems += [*strategy_problems, *check_callbacks(config)]
+    problems += strategy_problems
     train, one_epoch, rows, epoch_steps, steps = config.train, None, None, None, config.train.steps
     length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:

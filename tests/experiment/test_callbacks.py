@@ -20,7 +20,7 @@ from jdist.cli.main import main
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import complete, make_callbacks
 from jdist.experiment.load import load
-from jdist.experiment.prepare import check_names
+from jdist.experiment.prepare import check_names, prepare
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
 from tests.experiment.test_run import params_in, rows_of
@@ -257,11 +257,20 @@ def test_the_resolved_config_and_a_dry_run_show_them_with_their_options(jdist_ru
         ("[erly_stopping]", r"callbacks\.0\.erly_stopping: no such callback .* Did you mean early_stopping\?"),
         ("[csv, {ema: {dcay: 0.9}}]", r"callbacks\.1\.ema\.dcay: ema has no such option .* Did you mean decay\?"),
         ("[{ema: {decay: x}}]", r'callbacks\.0\.ema\.decay: "x" is not a number \(override'),
-        ("[{ema: {decay: 1}}]", r"callbacks\.0\.ema: `decay` is 1; .* \(override"),
-        ("[{early_stopping: {patience: 0}}]", r"callbacks\.0\.early_stopping: `patience` is 0; it must be"),
-        ("[{early_stopping: {metric: loss}}]", r"callbacks\.0\.early_stopping: `metric` is 'loss'; it must begin with"),
+        ("[{ema: {decay: 1}}]", r"callbacks\.0\.ema\.decay: `decay` is 1; .* \(override"),
+        ("[{early_stopping: {patience: 0}}]", r"callbacks\.0\.early_stopping\.patience: `patience` is 0; it must be"),
+        (
+            "[{early_stopping: {metric: loss}}]",
+            r"callbacks\.0\.early_stopping\.metric: `metric` is 'loss'; it must begin with",
+        ),
         ("[{early_stopping: {metric: eval/close}}]", "say whether less or more of 'eval/close' is better"),
-        ("[{profiler: {first: 20}}]", r"callbacks\.0\.profiler: `last` is 15; it must be a whole number, 20 or more"),
+        (
+            "[{profiler: {first: 20}}]",
+            r"callbacks\.0\.profiler\.last: `last` is 15; it must be a whole number, 20 or more",
+        ),
+        ("[{csv: {path: ''}}]", r'callbacks\.0\.csv\.path: "" is not at least 1 visible character long'),
+        ("[{ema: {name: ' '}}]", r'callbacks\.0\.ema\.name: " " is not at least 1 visible character long'),
+        ("[{tensorboard: {folder: ''}}]", r'callbacks\.0\.tensorboard\.folder: "" is not at least 1 visible'),
         ("[{csv: {path: 3}}]", r"callbacks\.0\.csv\.path: 3 is not text"),
         ("[{nan_guard: {metrics: loss}}]", r'callbacks\.0\.nan_guard\.metrics: "loss" is not a list'),
         ("ema", 'callbacks: "ema" is not a list'),
@@ -275,19 +284,27 @@ def test_what_is_wrong_is_said_with_its_key(override, message, tmp_path):
     document = load(tmp_path / "toy.yaml", [f"callbacks={override}"])
 
     def check():
-        config = validate(document)
-        check_names(config, document)
-        make_callbacks(config, {}, 0.1, document, tmp_path)
+        check_names(validate(document), document)
 
     with pytest.raises(ConfigError, match=message):
         check()
+
+
+def test_they_are_checked_before_processes_meet_and_before_the_task_is_made(tmp_path):
+    (tmp_path / "toy.yaml").write_text(toy_regression.CONFIG)
+    wrong = ["callbacks=[{ema: {decay: 1}}, {early_stopping: {patience: 0}}]", "strategy.topolgy=x", "task.make=no:no"]
+    document = load(tmp_path / "toy.yaml", wrong)
+    with pytest.raises(
+        ConfigError, match=r"3 problems with .*\n.*topolgy.*\n.*0\.ema\.decay.*\n.*early_stopping\.patience"
+    ):
+        prepare(validate(document), document, make=lambda *_, **__: pytest.fail("the strategy is made"))
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_metric_that_is_not_measured_is_refused_before_training(jdist_run, more):
     code, out, err = jdist_run("callbacks=[{early_stopping: {metric: eval/los, mode: min}}]", *more)
     assert code == 2
-    assert 'callbacks.0.early_stopping: the task\'s evaluation has no metric "eval/los"' in err
+    assert 'callbacks.0.early_stopping.metric: the task\'s evaluation has no metric "eval/los"' in err
     assert "Did you mean eval/loss?" in err
     assert "step  4/24" not in out
 

@@ -143,6 +143,11 @@ def test_a_log_tells_why_a_run_failed(tmp_path, code, log, said):
         ),
         (["toy.yaml", "--grid", "strategy.name=mirrored,mirored"], "Did you mean mirrored?"),
         (
+            ["toy.yaml", "--grid", "callbacks=[{ema: {decay: 0.5}}],[{ema: {decay: 1}}]"],
+            "callbacks.0.ema.decay: `decay`",
+        ),
+        (["toy.yaml", "--grid", "callbacks=[{profiler: {last: 9}}],[csv]"], "callbacks.0.profiler.last: `last` is 9"),
+        (
             ["toy.yaml", "checkpoint.best=null", "--grid", "train.seed=1", "--metric", "close"],
             "--metric close: its name does not say whether more or less is better",
         ),

@@ -83,8 +83,8 @@ def _parts(config: Config, document: Document, *, make: Callable[..., Strategy],
     strategy = None
     name, options = config.strategy.name, config.strategy.model_extra or {}
     strategy_problems = list(_check_strategy(config))
-    if wrong := list(check_callbacks(config)):  # before processes meet, and the task loads its data
-        raise refusal(document, [*strategy_problems, *wrong])
+    if any(check_callbacks(config)):  # said before processes meet, and before the task loads its data
+        check_names(config, document)
     if name != "multi_worker":  # which has to find JAX unused: devices are counted when all processes are there
         find_devices(None)
     if not strategy_problems:

@@ -292,10 +292,10 @@ def test_what_is_wrong_is_said_with_its_key(override, message, tmp_path):
 
 def test_they_are_checked_before_processes_meet_and_before_the_task_is_made(tmp_path):
     (tmp_path / "toy.yaml").write_text(toy_regression.CONFIG)
-    wrong = ["callbacks=[{ema: {decay: 1}}, {early_stopping: {patience: 0}}]", "strategy.topolgy=x", "task.make=no:no"]
-    document = load(tmp_path / "toy.yaml", wrong)
+    wrong = ["callbacks=[{ema: {decay: 1}}, {csv: {pth: x}}]", "strategy.topolgy=x", "train.optimizer.lr=1"]
+    document = load(tmp_path / "toy.yaml", [*wrong, "task.make=no:no"])
     with pytest.raises(
-        ConfigError, match=r"3 problems with .*\n.*topolgy.*\n.*0\.ema\.decay.*\n.*early_stopping\.patience"
+        ConfigError, match=r"^4 problems with .*\n.*topolgy.*\n.*ema\.decay.*\n.*csv\.pth.*\n.*optimizer\.lr"
     ):
         prepare(validate(document), document, make=lambda *_, **__: pytest.fail("the strategy is made"))
 

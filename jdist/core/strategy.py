@@ -336,11 +336,10 @@ class Strategy(ReplicaMesh):
     ) -> DistributedDataset | Iterable[Any]:
         """Feeds the replicas from datasets that a function makes, batched for one replica.
 
-        The function is called at once, once for each process, with its place among all input pipelines; each step
-        takes as many successive batches from its dataset as the process has replicas, one for each, in their order.
-        With `InputOptions(replication="per_replica")` it is called once for each replica, which takes its own
-        dataset's next batch. Padding is always at the end of the joined global batch: where a batch is short, the
-        rows behind it move up.
+        The function is called at once, once for each process, with its place among all input pipelines; each step takes
+        as many successive batches from its dataset as the process has replicas, one for each, in their order. With
+        `InputOptions(replication="per_replica")` it is called once for each replica, which takes its own dataset's next
+        batch. Padding is at the end of the joined global batch: where a batch is short, the rows behind it move up.
 
         Under a parameter server it runs on the workers, each of which has to find it: see
         `strategy.coordinator.create_per_worker_dataset`.
@@ -349,7 +348,9 @@ class Strategy(ReplicaMesh):
             fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.
             options: how batches are made ahead; None: `jdist.InputOptions()`.
             partial: as for `distribute_dataset`; a full batch is one of per-replica batches as large as the first.
-            with_mask, steps_per_call, batch_axis: as for `distribute_dataset`.
+            with_mask: as for `distribute_dataset`.
+            steps_per_call: as for `distribute_dataset`.
+            batch_axis: as for `distribute_dataset`.
 
         Returns:
             An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.

@@ -23,12 +23,12 @@ QUICK := tests/test_rooms.py tests/test_public_names.py tests/callbacks/test_cal
   tests/core/test_step_state.py tests/core/test_strategy.py tests/data/test_arrays.py tests/data/test_batching.py tests/data/test_position.py \
   tests/data/test_shards.py tests/doctor/test_gpus.py tests/experiment/test_load.py tests/experiment/test_optimizer.py \
   tests/experiment/test_parse.py tests/jaxpr tests/launcher/test_supervisor.py tests/launcher/test_exit_cause.py \
-  tests/launcher/test_options.py tests/launcher/test_environment.py tests/launchers/test_place.py tests/loop/test_evaluate.py tests/metrics \
-  tests/nnx tests/notebook/test_names.py tests/notebook/test_values.py tests/plan/test_collectives.py tests/plan/test_flops.py \
+  tests/launcher/test_options.py tests/launcher/test_environment.py tests/launcher/test_place.py tests/loop/test_evaluate.py tests/metrics \
+  tests/nnx tests/notebook/test_pickled.py tests/plan/test_collectives.py tests/plan/test_flops.py \
   tests/plan/test_hlo.py tests/plan/test_roofline.py tests/plan/test_target.py tests/ps/program/test_partition.py \
   tests/ps/protocol/test_scheduler.py tests/ps/protocol/test_wire.py tests/ps/server/test_shard_server.py tests/reduction/test_by_name.py \
   tests/reduction/test_exact.py tests/reduction/test_packs.py tests/replica/test_collectives.py tests/replica/test_losses.py \
-  tests/report/test_part_clock.py tests/report/test_times_file.py tests/runs/test_contents.py tests/runs/test_grid.py \
+  tests/report/test_times.py tests/runs/test_contents.py tests/runs/test_grid.py \
   tests/sharded_state/test_update.py tests/step/test_options.py tests/step/test_signature.py tests/step/test_outputs.py \
   tests/step/test_tree_checks.py tests/step/test_replica_program.py tests/strategies/test_by_name.py tests/support/test_checks.py \
   tests/support/test_html.py tests/support/test_versions.py tests/tasks/test_arrays.py tests/tasks/test_options.py tests/weights/test_axes.py

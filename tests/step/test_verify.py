@@ -647,7 +647,7 @@ class TestFit:
         self.fit(step_of(by_hand), verify="off")
         with pytest.raises(VerificationError):
             self.fit(step_of(by_hand), verify="strict")
-        with pytest.raises(StepError, match="`verify` has 'of'"):
+        with pytest.raises(StepError, match="`verify` is 'of'"):
             self.fit(step_of(by_hand), verify="of")
 
     def test_what_the_step_says_itself_comes_first(self):

@@ -137,7 +137,7 @@ def run(data, tmp_path, monkeypatch, capfd):
 
 
 def test_each_example_has_a_config_a_tiny_variant_and_a_row_in_its_page():
-    programs = {path.stem for path in EXAMPLES.glob("*.py")} - {"digits_as_files"}
+    programs = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "digits_as_files"}
     rows = re.findall(r"^\| \[`(\w+)`\].*`jdist run examples/\1\.yaml`", PAGE.read_text(), re.MULTILINE)
     assert programs == CONFIGS.keys() == TINY.keys() == set(rows)
 

@@ -157,7 +157,7 @@ def csv(path: str | os.PathLike[str]) -> Callback:
     """Writes the logged rows as a CSV table with a column for everything that was ever measured, a number each.
 
     Args:
-        path: the file, begun anew by each run; folders are made. What an earlier part of a run has measured once an epoch,
+        path: the file, which each run starts again; folders are made. What an earlier part of a run has measured once an epoch,
             and in evaluations, is there again after it was resumed.
 
     Raises:

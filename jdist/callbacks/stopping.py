@@ -1,4 +1,4 @@
-"""Metrics that callbacks look at, and the end of a run that gets no better, or whose metrics are not finite."""
+"""Early ends of a run: a metric that no longer improves, or one that is not finite."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def value_of(callback: str, metric: str, moment: Moment) -> float:
 
 
 def check_evaluated(callback: str, argument: str, metric: str, prefixes: tuple[str, ...]) -> None:
-    """Raises a `StepError` for a metric whose name has none of the prefixes, as Keras' "val_loss"."""
+    """Raises a `StepError` for a metric without one of the prefixes, such as Keras' "val_loss"."""
     if not isinstance(metric, str) or not metric.startswith(prefixes):
         allowed = " or ".join(map(repr, prefixes))
         name = metric.removeprefix("epoch/").removeprefix("val_") if isinstance(metric, str) else "loss"

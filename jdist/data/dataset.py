@@ -11,8 +11,8 @@ from typing import Any
 from jdist.data import batching
 from jdist.data.batching import BatchLayout
 from jdist.data.options import FeedOptions
-from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
-from jdist.data.position import Part, Place, write_state
+from jdist.data.pipeline import DatasetIterator, learn_layout, prepare, skip_batches
+from jdist.data.position import Numbered, Part, Place, write_state
 from jdist.data.prefetch import Prefetcher, StopRequest
 from jdist.data.readers import GlobalReader
 from jdist.data.sources.protocol import kind_of

@@ -19,13 +19,12 @@ from jdist.cluster import exit_status
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.stacks import exchanging
 from jdist.data.leaves import TreeSpec, check_rows, check_same, count_rows, leaves_by_path, tree_spec
-from jdist.data.position import LocalRows, Part, Place, ProcessShard
+from jdist.data.position import LocalRows, Numbered, Part, Place, ProcessShard
 from jdist.data.prefetch import StopRequest
 from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
 from jdist.typing import PyTree
 
 T = TypeVar("T")
-Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 # For a live process: its source may be slow, or its loop pause. A dead one is noticed long before.
 WAIT_S = 1800.0
 RECHECK_S = 0.2  # between looks at the `StopRequest`: the garbage collector cannot wake a thread

@@ -17,14 +17,12 @@ from jdist.data.batching import (
 )
 from jdist.data.leaves import check_fits, tree_spec
 from jdist.data.options import FeedOptions
-from jdist.data.position import Part, Place
+from jdist.data.position import Numbered, Part, Place
 from jdist.data.prefetch import Prefetcher
 from jdist.data.readers import GlobalReader
 from jdist.errors import BatchError, DatasetError
 from jdist.support.tracebacks import hide_own_frames
 from jdist.typing import PyTree
-
-Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 
 
 def learn_layout(

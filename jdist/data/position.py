@@ -55,6 +55,7 @@ class LocalRows(NamedTuple):
     full: tuple[int, ...] = ()
 
 
+Numbered = tuple[Place, PyTree]  # the place behind a batch, and the batch
 Part = tuple[Place, LocalRows]  # the place behind a batch, and this process's rows of it
 
 

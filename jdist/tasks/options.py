@@ -41,7 +41,7 @@ def checked(make: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(make)
     def call(**options: Any) -> T:
-        plain = {name: _as_in_yaml(value) for name, value in options.items()}
+        plain = {name: _plain(value) for name, value in options.items()}
         for problem in check_options(make, plain, called=make.__module__):
             raise OptionError(".".join(problem.key), problem.text, remedy=problem.remedy)
         return make(**plain)
@@ -49,12 +49,12 @@ def checked(make: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def _as_in_yaml(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Converts tuples to lists, and NumPy's numbers to Python's, also within lists and mappings."""
     if isinstance(value, list | tuple):
-        return [_as_in_yaml(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _as_in_yaml(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     converted = (convert(value) for convert in (checks.as_bool, checks.as_int, checks.as_real))
     return next((each for each in converted if each is not None), value)
 

@@ -1,5 +1,5 @@
 # `make run` and `make test` set up the virtual environment themselves. PYTHON=python3.12 chooses its Python: an
-# environment of another version is made anew. Without PYTHON the one that is there serves, whatever its version.
+# environment of another version is made again. Without PYTHON the one that is there serves, whatever its version.
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -7,7 +7,7 @@ CORE   := $(VENV)/.core
 comma  := ,
 
 version = $(shell $(1) -c 'import $(2) platform; print(platform.python_version())' 2>/dev/null)
-# An environment without pip was left half made, and is made anew.
+# An environment without pip was left half made, and is made again.
 THERE  := $(call version,$(BIN)/python,pip$(comma))
 WANTED := $(or $(if $(PYTHON),$(call version,$(PYTHON),),$(THERE)),unknown)
 PYTHON ?= python3
@@ -21,14 +21,14 @@ QUICK := tests/test_rooms.py tests/test_public_names.py tests/callbacks/test_cal
   tests/cluster/resolvers/test_slurm.py tests/cluster/watch/test_membership.py tests/cluster/watch/test_messages.py tests/core/test_context.py \
   tests/core/test_host_reduce.py tests/core/test_per_replica.py tests/core/test_sharded_leaf.py tests/core/test_show.py \
   tests/core/test_step_state.py tests/core/test_strategy.py tests/data/test_arrays.py tests/data/test_batching.py tests/data/test_position.py \
-  tests/data/test_shards.py tests/doctor/test_gpus.py tests/experiment/test_load.py tests/experiment/test_optimizer.py \
+  tests/data/test_shards.py tests/cli/doctor/test_gpus.py tests/experiment/test_load.py tests/experiment/test_optimizer.py \
   tests/experiment/test_parse.py tests/jaxpr tests/launcher/test_supervisor.py tests/launcher/test_exit_cause.py \
   tests/launcher/test_options.py tests/launcher/test_environment.py tests/launcher/test_place.py tests/loop/test_evaluate.py tests/metrics \
-  tests/nnx tests/notebook/test_pickled.py tests/plan/test_collectives.py tests/plan/test_flops.py \
+  tests/nnx tests/launcher/notebook/test_pickled.py tests/plan/test_collectives.py tests/plan/test_flops.py \
   tests/plan/test_hlo.py tests/plan/test_roofline.py tests/plan/test_target.py tests/ps/program/test_partition.py \
   tests/ps/protocol/test_scheduler.py tests/ps/protocol/test_wire.py tests/ps/server/test_shard_server.py tests/reduction/test_by_name.py \
   tests/reduction/test_exact.py tests/reduction/test_packs.py tests/replica/test_collectives.py tests/replica/test_losses.py \
-  tests/report/test_times.py tests/runs/test_contents.py tests/runs/test_grid.py \
+  tests/loop/report/test_times.py tests/cli/runs/test_contents.py tests/cli/runs/test_grid.py \
   tests/sharded_state/test_update.py tests/step/test_options.py tests/step/test_signature.py tests/step/test_outputs.py \
   tests/step/test_tree_checks.py tests/step/test_replica_program.py tests/strategies/test_by_name.py tests/support/test_checks.py \
   tests/support/test_html.py tests/support/test_versions.py tests/tasks/test_arrays.py tests/tasks/test_options.py tests/weights/test_axes.py
@@ -70,6 +70,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python docs/site/docstrings.py
+	$(BIN)/python docs/site/words.py jdist docs README.md CONTRIBUTING.md notebooks examples configs
+	$(BIN)/python docs/site/sentences.py
 
 types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -96,7 +98,7 @@ test-jax:
 # The site, into build/site; a warning is an error.
 docs: setup
 	$(BIN)/python docs/site/gather.py
-	$(BIN)/zensical build --strict
+	$(BIN)/zensical build --strict --clean
 
 # Runs the notebooks, and stores what their cells show.
 notebooks: setup
@@ -158,6 +160,7 @@ ray:
 bench: setup
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/nnx_host.py
 	$(BIN)/python benchmarks/replica_check.py
 	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/input.py

@@ -1,4 +1,4 @@
-"""What it costs to measure what a run costs: `jdist.fit` as it is, and with nothing measured.
+"""What it costs to measure what a run costs: `jdist.fit` unchanged, and with nothing measured.
 
     python benchmarks/costs.py [--devices 1 2] [--rounds 60]
 

@@ -12,7 +12,7 @@ mask). Its time is the processor's in this thread, as another program's turns do
 50 us a batch.
 
 The third table goes through a pass up to batch `--far`, saves the position and restores it in a new dataset: the time to
-the first batch there, beside that to the first batch of a pass. Target: under a second.
+the first batch there, and that to the first batch of a pass. Target: under a second.
 
 Libraries that are not installed are left out.
 """
@@ -209,7 +209,7 @@ def far(args: argparse.Namespace) -> None:
         if not dataset.is_resumable:
             continue
         batches = iter(dataset)
-        if name == "grain DataLoader":  # of which Grain makes 100 batches a second
+        if name == "grain DataLoader":  # Grain makes 100 batches a second of it
             first = next(batches)["y"]
             state = moved(dataset.state(), args.far)
             order = [

@@ -35,7 +35,7 @@ def parts() -> dict[str, list[str]]:
     return {
         "doctor": [python, "-m", "jdist", "doctor", "--alone"],
         "conformance": [
-            # pytest-benchmark refuses to start beside pytest-xdist, where they are installed.
+            # pytest-benchmark refuses to start with pytest-xdist, where they are installed.
             *(python, "-m", "pytest", "-q", "-p", "no:benchmark", "tests/conformance/test_conformance.py", "-n", "0"),
             *(("-k", "mirrored_shard_map and plain_pytree") if CPU else ()),
         ],
@@ -124,7 +124,7 @@ def text() -> None:
     kind, loss = jax.local_devices()[0].device_kind, float(metrics["loss"])
     print(f"\n{replicas} x {kind}: {seconds * 1e3:.1f} ms a step, loss {loss:.3f}")
     if plan.chip is None:
-        print(f"{plan.flops / seconds / 1e9:.1f} GFLOP/s a device; of {plan.device_kind!r} there is no published peak")
+        print(f"{plan.flops / seconds / 1e9:.1f} GFLOP/s a device; {plan.device_kind!r} has no published peak")
     else:
         share = plan.flops / seconds / plan.chip.flops_per_s
         print(f"{plan.flops / seconds / 1e12:.1f} TFLOP/s a device, {share:.1%} of its bfloat16 peak")

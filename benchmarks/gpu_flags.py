@@ -3,8 +3,8 @@
     python benchmarks/gpu_flags.py
 
 A step of ten layers of 1,024 x 1,024 (42 MB of gradients, Adam) is compiled for eight H100s of one host, and of four hosts,
-with one flag at a time. Printed are, of each: the all-reduces, the share of their payload that is in flight beside matrix
-products, and the temporaries. Kernels are not tuned, as there is no GPU to try them on.
+with one flag at a time. Printed are, of each: the all-reduces, the share of their payload that is in flight during matrix
+products, and the temporaries. Kernels are not tuned, without a GPU to try them on.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
         shape = (ROWS * strategy.num_replicas, WIDTH)
         batch = {"x": jax.ShapeDtypeStruct((steps, *shape) if steps > 1 else shape, jnp.float32)}
         lowered = jdist.distribute(step, strategy, steps_per_call=steps).lower(jax.eval_shape(create), batch)
-        print(f"\n{name}\n  {'flag':<38}{'all-reduces':>12}{'beside products':>17}{'temporaries':>14}")
+        print(f"\n{name}\n  {'flag':<38}{'all-reduces':>12}{'during products':>17}{'temporaries':>14}")
         for flag, options in FLAGS.items():
             try:
                 program = lowered.compile(compiler_options=options)
@@ -78,10 +78,10 @@ def main() -> None:
                 print(f"  {flag:<38}{str(exc).splitlines()[0][:60]}")
                 continue
             module = parse(program.as_text())
-            total, beside = overlap(module)
+            total, hidden = overlap(module)
             count = sum(c.count for c in collectives(module, dict(strategy.mesh.shape)))
             temporaries = program.memory_analysis().temp_size_in_bytes
-            print(f"  {flag:<38}{count:>12}{beside / max(1, total):>17.0%}{temporaries / 1e6:>11.1f} MB", flush=True)
+            print(f"  {flag:<38}{count:>12}{hidden / max(1, total):>17.0%}{temporaries / 1e6:>11.1f} MB", flush=True)
 
 
 if __name__ == "__main__":

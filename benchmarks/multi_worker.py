@@ -1,10 +1,10 @@
-"""What `jdist.multi_worker` costs over the same program written by hand with `jax.distributed` and `jax.shard_map`.
+"""What `jdist.multi_worker` costs over the same hand-written program with `jax.distributed` and `jax.shard_map`.
 
     python benchmarks/multi_worker.py [--processes 2] [--rounds 30]
 
 Both sides alternate in the same processes, over the same connections (gloo, on loopback); each measurement ends when process 0
-has its result. Targets: the step at most 1.03 times the one by hand; an all-reduce of 1, 16 and 128 MiB at least 0.95 times
-as fast as `psum` by hand. The last lines say how long it takes from `jdist launch` to the first step.
+has its result. Targets: the step at most 1.03 times the hand-written; an all-reduce of 1, 16 and 128 MiB at least 0.95 times
+as fast as a hand-written `psum`. The last lines say how long it takes from `jdist launch` to the first step.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def measure(rounds: int) -> None:
         return run
 
     def show(name: str, times: dict[str, list[float]], size_bytes: int, calls: int) -> None:
-        for side in ("jdist", "by hand again"):
-            c = compare(times[side], times["by hand"])
+        for side in ("jdist", "hand-written again"):
+            c = compare(times[side], times["hand-written"])
             rate = f", {size_bytes * calls / c.seconds / 1e6:,.0f} MB/s" if size_bytes else ""
             print(
-                f"{name:17s} {side:13s} / by hand: ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
+                f"{name:17s} {side:18s} / hand-written: ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
                 f"{c.seconds / calls * 1e3:.2f} ms a call{rate}",
                 flush=True,
             )
@@ -105,8 +105,8 @@ def measure(rounds: int) -> None:
     times = alternate(
         {
             "jdist": runner(first, states[0], (batch,), 4),
-            "by hand": runner(hand, states[1], (batch,), 4),
-            "by hand again": runner(hand, states[2], (batch,), 4),
+            "hand-written": runner(hand, states[1], (batch,), 4),
+            "hand-written again": runner(hand, states[2], (batch,), 4),
         },
         rounds,
     )
@@ -128,8 +128,8 @@ def measure(rounds: int) -> None:
         times = alternate(
             {
                 "jdist": runner(ours, xs[0], (), calls),
-                "by hand": runner(hand, xs[1], (), calls),
-                "by hand again": runner(hand, xs[2], (), calls),
+                "hand-written": runner(hand, xs[1], (), calls),
+                "hand-written again": runner(hand, xs[2], (), calls),
             },
             rounds,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import subprocess
 import sys
 import threading
@@ -51,8 +52,7 @@ def server(way: str) -> None:
     keep_freed_memory()
     kept = {size: [np.ones(s.shape, s.dtype) for s in specs(size)] for size in (0, 100_000_000)}
     methods = {"exchange": Method(lambda header, arrays: ({}, kept[header["size"]]), lambda h: specs(h["size"]))}
-    data_port = None if way.startswith("gRPC") else 0
-    served = RpcServer("127.0.0.1:0", methods, security=security(way, "ps"), data_port=data_port)
+    served = RpcServer("127.0.0.1:0", methods, security=security(way, "ps"))
     print(served.port, flush=True)
     sys.stdin.read()
     served.stop()
@@ -71,12 +71,14 @@ def client(way: str) -> None:
     assert process.stdout is not None
     address = f"127.0.0.1:{int(process.stdout.readline())}"
     channels = [RpcChannel(address, security=security(way, "worker")) for _ in range(2)]
+    for channel in channels if way.startswith("gRPC") else ():
+        channel._data._unreachable_until = math.inf  # as where the port of data connections cannot be reached
     sent = {size: [np.ones(s.shape, s.dtype) for s in specs(size)] for size in (0, 100_000_000)}
 
     def exchange(channel: RpcChannel, size: int, times: int) -> None:
         for _ in range(times):
-            options = {"timeout_s": 60, "expects": lambda header: specs(size), "bulk": size > 0}
-            channel.begin("exchange", {"size": size}, sent[size], **options)()
+            options = {"timeout_s": 60, "expects": lambda header: specs(size), "bulk": size > 0, "data": True}
+            channel.call("exchange", {"size": size}, sent[size], **options)
 
     def run(times: int) -> float:
         size = 100_000_000 if times > 0 else 0

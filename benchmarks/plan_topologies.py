@@ -37,7 +37,7 @@ def main() -> None:
             Path(folder, f"{i}.txt").write_text("the data does not matter to a plan\n" * 200)
         options = [f"task.options.{option}" for option in [*MODEL, f"files={folder}/*.txt"]]
         print(
-            "| strategy | topology | memory of a device, MB | collectives | MB | in flight beside products | exchange / step |"
+            "| strategy | topology | memory of a device, MB | collectives | MB | in flight during products | exchange / step |"
         )
         print("|---|---|---|---|---|---|---|")
         for name in sys.argv[1:] or CASES:
@@ -59,10 +59,10 @@ def row(name: str, topology: str, plan: jdist.plan.Plan) -> str:
     host = f" + {plan.memory.host / 1e6:,.0f} of the host" if plan.memory is not None and plan.memory.host else ""
     kinds = ", ".join(f"{c.count} {c.kind}" for c in plan.collectives) or "none"
     payload = sum(c.bytes for c in plan.collectives) / 1e6
-    beside = f"{plan.overlapped_bytes / plan.in_flight_bytes:.0%}" if plan.in_flight_bytes else ""
+    overlapped = f"{plan.overlapped_bytes / plan.in_flight_bytes:.0%}" if plan.in_flight_bytes else ""
     here = [e for e in plan.estimates if e.chips == plan.num_devices]
     share = f"{here[0].exchange_share:.1%}" if here and here[0].exchange_share is not None else ""
-    return f"| {name} | {topology} | {memory}{host} | {kinds} | {payload:,.0f} | {beside} | {share} |"
+    return f"| {name} | {topology} | {memory}{host} | {kinds} | {payload:,.0f} | {overlapped} | {share} |"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 A batch takes `--decode-ms` to decode, in which the decoder waits and holds no lock, as one does that waits for a disk or
 works in C. Every side goes through `strategy.distribute_dataset`; two batches of each worker are not timed at either
 end, so the start and the end of threads and processes are left out. Target: n workers are n times as fast as one. With
-grain installed its threads and processes are measured beside jdist's threads.
+grain installed its threads and processes are measured as well as jdist's threads.
 
 The second part trains, with a step of next to nothing over a state of 300 arrays, on rows that take 5 ms of Python each, in
 threads: the share of the time that `fit` shows as waiting for data, which is all but a few percent, with the switch

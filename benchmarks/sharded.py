@@ -1,9 +1,9 @@
-"""A step on a state in parts, on virtual CPU devices: against a copy on each device, against the same by hand, against jit.
+"""A step on a state in parts, on virtual CPU devices: against a copy on each device, against a hand-written one, against jit.
 
     python benchmarks/sharded.py [--devices 2 8] [--rounds 15]
 
 `mirrored`, `sharded(shard="optimizer")` and `sharded()` run one step, a stack of six layers of 1,024 x 1,024 in a scan under
-AdamW at global batch 512. By hand is the same in `shard_map`: parts gathered in the scan's body under `jax.checkpoint`, updated
+AdamW at global batch 512. Hand-written: the same in `shard_map`, gathered in the scan's body under `jax.checkpoint`, updated
 in parts. jit is the plain step with parameters laid out in parts by `NamedSharding`, and the compiler left to it. On CPU all
 devices share one memory, so this shows what the program does, not what a network would.
 
@@ -119,7 +119,7 @@ def measure(rounds: int) -> None:
         "optimizer": runner(jdist.sharded(shard="optimizer")),
         "state": runner(jdist.sharded()),
         "state, no guard": runner(jdist.sharded(), non_finite="apply"),
-        "state by hand": by_hand(),
+        "state, hand-written": by_hand(),
         "state by jit": by_jit(),
         f"optimizer, accumulate={microbatches}": runner(jdist.sharded(shard="optimizer"), accumulate=microbatches),
         f"mirrored, accumulate={microbatches}": runner(jdist.mirrored(), accumulate=microbatches),
@@ -130,8 +130,8 @@ def measure(rounds: int) -> None:
         ("mirrored again", "mirrored"),
         ("optimizer", "mirrored"),
         ("state", "mirrored"),
-        ("state", "state by hand"),
-        ("state, no guard", "state by hand"),
+        ("state", "state, hand-written"),
+        ("state, no guard", "state, hand-written"),
         ("state", "state by jit"),
         (f"optimizer, accumulate={microbatches}", f"state by jit, accumulate={microbatches}"),
         (f"mirrored, accumulate={microbatches}", f"state by jit, accumulate={microbatches}"),

@@ -3,7 +3,7 @@
     python benchmarks/sharded_compile.py [--size 1b 7b] [--topology h100:8x8] [--strategy mirrored sharded optimizer]
 
 A decoder of 1.2 or 6.7 billion parameters under AdamW, one row of 2,048 tokens a device in bfloat16, with its layers in a scan
-and a `jax.checkpoint` around each: the same as was gathered by hand, for the comparison in docs/strategies/sharded.md.
+and a `jax.checkpoint` around each: as in the hand-written gathers, for the comparison in docs/strategies/sharded.md.
 """
 
 from __future__ import annotations

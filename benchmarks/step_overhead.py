@@ -1,9 +1,9 @@
-"""What a distributed step costs over the same step written by hand with jax.jit(jax.shard_map(...)).
+"""What a distributed step costs over the same hand-written step with jax.jit(jax.shard_map(...)).
 
     python benchmarks/step_overhead.py [--devices 1 2 8] [--rounds 40]
 
 Each number of devices runs in a process of its own. jdist, the hand-written step, and the hand-written step once more
-(the noise of A against A) alternate in one process. The step by hand does not look at its gradients; jdist's default
+(the noise of A against A) alternate in one process. The hand-written step does not look at its gradients; jdist's default
 does, and keeps the state where one is NaN or infinite; "jdist, apply" is without that. Targets: median ratio at most
 1.02 on the MLP 784-512-512-10 at global batch 1,024; at most 20 microseconds a call over the hand-written empty step.
 """
@@ -91,15 +91,15 @@ def measure(rounds: int) -> None:
             {
                 "jdist": runner(jdist.distribute(step, strategy), make_state()),
                 "jdist, apply": runner(unguarded, make_state()),
-                "by hand": runner(by_hand(hand_step), make_state()),
-                "by hand again": runner(by_hand(hand_step), make_state()),
+                "hand-written": runner(by_hand(hand_step), make_state()),
+                "hand-written again": runner(by_hand(hand_step), make_state()),
             },
             rounds,
         )
-        for side in ("jdist", "jdist, apply", "by hand again"):
-            c = compare(times[side], times["by hand"])
+        for side in ("jdist", "jdist, apply", "hand-written again"):
+            c = compare(times[side], times["hand-written"])
             print(
-                f"{strategy.devices[0].platform} x {strategy.num_replicas}  {name:5s}  {side:13s} / by hand: "
+                f"{strategy.devices[0].platform} x {strategy.num_replicas}  {name:5s}  {side:18s} / hand-written: "
                 f"ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
                 f"{c.difference / calls * 1e6:+.1f} us a call of {c.seconds / calls * 1e6:,.0f} us",
                 flush=True,

@@ -5,7 +5,7 @@
 One process sends 256 MB to another over loopback, in calls of 1 MB. Printed are the medians of CPU seconds a GB on either side,
 which other work on the machine does not change much: without TLS; TLS 1.3 as the parameter server's data connection uses it;
 TLS 1.2 with AES-128 (a TLS 1.3 cipher cannot be chosen from Python); with the kernel's TLS allowed (`OP_ENABLE_KTLS`); and TLS
-1.3 through `ssl.MemoryBIO`, whose reads are not bound to a record of 16 kB.
+1.3 through `ssl.MemoryBIO`: its reads are not bound to a record of 16 kB.
 """
 
 from __future__ import annotations

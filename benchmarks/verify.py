@@ -2,10 +2,10 @@
 
     python benchmarks/verify.py [--devices 8] [--rows 64] [--repeats 3]
 
-Three steps: a residual net with synchronised batch normalisation under SGD, the same under AdamW, whose biases before the
-normalisation amplify rounding, so that the step runs a few times more to measure it, and one whose loss is no mean over the
-rows, which is also compiled in the global view. Calls with and without take turns, each of a step of its own; medians are
-shown.
+Three steps: a residual net with synchronised batch normalisation under SGD, the same under AdamW, with biases before the
+normalisation that amplify rounding, so it runs a few times more to measure that, and one with a loss
+that is not a mean over the rows, also compiled in the global view. Calls with and without take turns, each of its own step;
+medians are shown.
 """
 
 from __future__ import annotations

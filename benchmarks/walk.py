@@ -2,11 +2,12 @@
 
     python benchmarks/walk.py [--functions] [--write]
 
-`--write` puts them into the pages of docs/design/ that show a walk.
+`--write` puts the files into the pages of docs/design/ that show a walk.
 
-Two calls of a step under `mirrored`, the first, which traces it, and one after it; and one step under `parameter_server`
-after the first, in the program, a worker and a server; and a config to its run. Counted are Python functions of jdist/ that are
-called meanwhile, by any thread: what only defines something (an import, the body of a class) is not.
+It records two calls of a step under `mirrored`: the first, which traces the step, and the second; one batch of a distributed
+dataset after the first batch; a config to its run; and one step under `parameter_server` after the first, in the program, a
+worker and a server. It counts the Python functions of jdist/ that any thread calls meanwhile. Code that only defines
+something (an import, the body of a class) does not count.
 """
 
 from __future__ import annotations
@@ -104,6 +105,17 @@ def mirrored(recorder: Recorder) -> dict[str, Walk]:
     return walks
 
 
+def batch(recorder: Recorder) -> dict[str, Walk]:
+    """The second batch of a distributed dataset, from the arrays to the devices."""
+    import jdist
+
+    batches = iter(jdist.mirrored().distribute_dataset(_data(), prefetch=0))
+    next(batches)
+    recorder.start()
+    next(batches)
+    return {"a batch": recorder.stop()}
+
+
 def config(recorder: Recorder) -> dict[str, Walk]:
     """A config from the command line to the first step of its run, in jdist/experiment/ alone."""
     from jdist.cli.main import main
@@ -157,7 +169,6 @@ def parameter_server(recorder: Recorder) -> dict[str, Walk]:
 
 def _step(strategy: Any) -> tuple[Any, Any, Any]:
     import jax
-    import numpy as np
     import optax
 
     import jdist
@@ -173,8 +184,15 @@ def _step(strategy: Any) -> tuple[Any, Any, Any]:
     def create(key: jax.Array) -> Any:
         return jdist.TrainState.create(apply_fn=None, params={"w": jax.random.normal(key, (8,))}, tx=optax.adam(1e-3))
 
-    data = jdist.data.from_arrays({"x": np.ones((32, 8), np.float32)}, global_batch=8, epochs=1)
-    return step, create, list(strategy.distribute_dataset(data))
+    return step, create, list(strategy.distribute_dataset(_data()))
+
+
+def _data() -> Any:
+    import numpy as np
+
+    import jdist
+
+    return jdist.data.from_arrays({"x": np.ones((32, 8), np.float32)}, global_batch=8, epochs=1)
 
 
 @contextlib.contextmanager
@@ -216,18 +234,18 @@ def write(name: str, files: Walk) -> None:
         head, comment, after = text.partition(f"<!-- walk: {name} -->\n")
         if comment:
             _, _, rest = after.partition("```text\n")[2].partition("```\n")
-            body = "\n".join(lines(files, functions=True))
+            body = textwrap.fill(", ".join(files), 120, break_on_hyphens=False)
             page.write_text(f"{head}{comment}{len(files)} files:\n\n```text\n{body}\n```\n{rest}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--functions", action="store_true", help="name the functions of each file as well")
-    parser.add_argument("--write", action="store_true", help="put the walks into docs/design/")
+    parser.add_argument("--write", action="store_true", help="put the files into docs/design/")
     arguments = parser.parse_args()
     recorder = Recorder()
     ps = parameter_server(recorder)
-    for name, files in (mirrored(recorder) | config(recorder) | ps).items():
+    for name, files in (mirrored(recorder) | batch(recorder) | config(recorder) | ps).items():
         print(f"{name}: {len(files)} files")
         print(textwrap.indent("\n".join(lines(files, functions=arguments.functions)), "  "))
         if arguments.write:

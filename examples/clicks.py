@@ -63,7 +63,7 @@ def make(
     """Makes the task.
 
     Args:
-        files: glob pattern of Criteo's files, the last of which is held out; None: `rows` rows are drawn.
+        files: glob pattern of Criteo's files, the last of them held out; None: `rows` rows are drawn.
         rows: how many rows to draw.
         buckets: rows of each of the 26 embedding tables.
         width: features of an embedding.
@@ -126,7 +126,7 @@ def make(
 
 
 def draw(rows: int) -> dict[str, np.ndarray]:
-    """Draws rows whose clicks depend on counts, on categories, and on pairs of these."""
+    """Draws rows with clicks that depend on counts, on categories, and on pairs of these."""
     rng = np.random.default_rng(0)
     counts = rng.poisson(3.0, (rows, COUNTS)).astype(np.float32)
     categories = rng.zipf(1.3, (rows, CATEGORIES)).astype(np.uint32) % 1000

@@ -58,7 +58,7 @@ def make(
         tokens, texts = batch["tokens"], batch["tokens_segment_ids"]
         logits = state.apply_fn({"params": params}, tokens, segment_ids=texts, position_ids=batch["tokens_positions"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-        # The next token counts if it is of the same text, and no filling, whose segment is 0.
+        # The next token counts if it is of the same text, and not filling, which has segment 0.
         counted = (texts[:, 1:] == texts[:, :-1]) & (texts[:, 1:] > 0)
         return jdist.mean(losses, counted & batch["mask"][:, None])
 

@@ -41,7 +41,7 @@ def make(
         seed: of the new weights, which Keras draws.
     """
     if not callable(backbone := getattr(keras.applications, application, None)):
-        raise options.OptionError("application", f"{application!r} is no model of keras.applications")
+        raise options.OptionError("application", f"{application!r} is not a model of keras.applications")
     keras.utils.set_random_seed(seed)
     features = backbone(weights=weights, include_top=False, pooling="avg", input_shape=(size, size, 3))
     for layer in features.layers:

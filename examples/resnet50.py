@@ -91,7 +91,7 @@ def make(
             params=variables["params"],
             tx=tx,
             batch_stats=variables["batch_stats"],
-            aggregation={"batch_stats": "mean"},  # over the replicas, each of which normalises its own rows
+            aggregation={"batch_stats": "mean"},  # over the replicas, which normalise their own rows
         )
 
     def pixels(batch):

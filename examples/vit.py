@@ -55,7 +55,7 @@ def make(
         train: folder of folders of images to train on.
         test: of those to evaluate on, with folders of the same names.
         size: pixels of a side, the weights' own.
-        patch: pixels of a patch's side, likewise; as are the next four.
+        patch: pixels of a patch's side, also the weights' own; as are the next four.
         layers: of the model.
         width: features of a patch.
         heads: of each layer's attention.

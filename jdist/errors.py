@@ -97,7 +97,7 @@ class ReplicaDivergenceError(JDistError, RuntimeError):
 
     Attributes:
         leaves: path of each leaf that differs, as `jax.tree_util.keystr` writes it.
-        replicas: for each of these leaves, the replicas that differ from the majority; all if there is none.
+        replicas: for each of these leaves, the replicas that differ from the majority; all without a majority.
     """
 
     def __init__(self, message: str, leaves: tuple[str, ...], replicas: tuple[tuple[int, ...], ...]):
@@ -182,7 +182,7 @@ class PeerLostError(ClusterError):
     """
 
     if_it_takes_long: ClassVar = (
-        "If this is work that takes so long, mark it by `with strategy.cluster.busy(...):`, or raise "
+        "If this is work that takes this long, mark it by `with strategy.cluster.busy(...):`, or raise "
         "`CommunicationOptions(progress_timeout_s=...)`."
     )
 
@@ -234,7 +234,7 @@ class ClusterConfigError(JDistError, ValueError):
     Attributes:
         variable: the environment variable or argument, `TF_CONFIG`.
         field: the part of it, `worker[1]`; the variable's name where it has no parts.
-        value: the value there; None if there is none.
+        value: the value there, or None.
     """
 
     def __init__(self, message: str, *, variable: str, field: str, value: object):
@@ -249,7 +249,7 @@ class ArtifactError(JDistError, ValueError):
 
 
 class WireError(JDistError, ValueError):
-    """Bytes from a peer are no message of the protocol, or larger than allowed."""
+    """Bytes from a peer are not a message of the protocol, or larger than allowed."""
 
 
 class ClosureError(JDistError, RuntimeError):
@@ -270,7 +270,7 @@ class NonFiniteClosureError(ClosureError, NonFiniteError):
 
     def __init__(self, step: int):
         super().__init__(
-            f"closure {step}: a gradient is NaN or infinite. Lower the learning rate, clip the gradients, or say what happens "
+            f"closure {step}: a gradient is NaN or infinite. Lower the learning rate, clip gradients, or choose what happens "
             'then: `jdist.distribute(non_finite="skip")`, or "apply".',
             leaf="",
             step=step,
@@ -293,7 +293,7 @@ class JobReplacedError(JDistError, RuntimeError):
 
 
 class LaunchError(JDistError, ValueError):
-    """What is to be launched, or how many processes and where, is not valid."""
+    """The command to launch, or the number or place of its processes, is not valid."""
 
 
 class ScalingError(JDistError, ValueError):

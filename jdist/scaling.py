@@ -34,10 +34,10 @@ def linear(value: Rate, *, base_batch: int, global_batch: int) -> Rate:
         global_batch: the global batch to train with, in examples.
 
     Returns:
-        `value * global_batch / base_batch`; a schedule where `value` is one, with its steps as they are.
+        `value * global_batch / base_batch`; a schedule where `value` is one, with its steps unchanged.
 
     Raises:
-        ScalingError: a batch is no positive whole number, or `value` is neither a number nor a schedule.
+        ScalingError: a batch is not a positive whole number, or `value` is neither a number nor a schedule.
 
     Example:
         >>> linear(0.1, base_batch=256, global_batch=8192)
@@ -57,10 +57,10 @@ def square_root(value: Rate, *, base_batch: int, global_batch: int) -> Rate:
         global_batch: the global batch to train with, in examples.
 
     Returns:
-        `value * sqrt(global_batch / base_batch)`; a schedule where `value` is one, with its steps as they are.
+        `value * sqrt(global_batch / base_batch)`; a schedule where `value` is one, with its steps unchanged.
 
     Raises:
-        ScalingError: a batch is no positive whole number, or `value` is neither a number nor a schedule.
+        ScalingError: a batch is not a positive whole number, or `value` is neither a number nor a schedule.
 
     Example:
         >>> square_root(0.1, base_batch=256, global_batch=1024)
@@ -141,7 +141,7 @@ def gradual_warmup(value: float | optax.Schedule, *, steps: int, init_value: flo
         A schedule, for any place where optax takes one.
 
     Raises:
-        ScalingError: `steps` is no whole number, or negative; a value is neither a number nor, but for `init_value`, a
+        ScalingError: `steps` is not a whole number, or negative; a value is neither a number nor, but for `init_value`, a
             schedule.
 
     Example:

@@ -17,7 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-from jdist.strategies.libtpu import quiet_environment
+from jdist.strategies.absent_plugins import quiet_environment
 
 FOLDER = Path(__file__).parent
 DIGEST = "sources_sha256"  # in a notebook's metadata: of the cells that its outputs are of

@@ -107,7 +107,7 @@ sys.exit(jdist.cli.main.main(["doctor"]))
 
 def test_the_readmes_example(site, tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert "320 steps" in python(site, example, folder=tmp_path)
+    assert "step 320/320  epoch 20: loss 0.0" in python(site, example, folder=tmp_path)
 
 
 def test_nothing_else_is_there(site, tmp_path):

@@ -35,6 +35,7 @@ QUICK = [name for name in NAMES if name not in SLOW]
     [*((name, 1) for name in SLOW), *some([(name, 2) for name in NAMES], [(name, 2) for name in QUICK])],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jupyter_client's own, in this process
+@pytest.mark.timeout(900)  # one cell compiles 175 s of CPU, which on a busy machine is more than 300 s
 def test_every_cell_runs(name: str, times: int, tmp_path: Path):
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     cells = []
@@ -44,7 +45,7 @@ def test_every_cell_runs(name: str, times: int, tmp_path: Path):
         cell["id"] = f"cell-{i}"
     notebook.cells = cells
     client = NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env=without_devices())
     errors = [o for cell in cells for o in cell.get("outputs", []) if o.output_type == "error"]
@@ -66,6 +67,13 @@ def test_outputs_are_stored(name: str):
             assert len(data) < 60_000, "keep pictures and tables small: every version stays in the repository"
             if kind != "image/png":
                 assert not re.search(r"(?<![\w.:/<])/[A-Za-z]\w*/\w", data), "no paths of a machine"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_at_most_is_read_between_cells(name: str):
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    texts = "\n".join(cell.source if cell.cell_type == "markdown" else "\f" for cell in cells).split("\f")
+    assert max(len(text.split()) for text in texts) <= 120
 
 
 def test_cells_that_changed_are_noticed():

@@ -1,7 +1,10 @@
 """What `import jdist` gives, and what it does not import."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +96,7 @@ def test_an_unknown_name():
 def test_importing_it_imports_no_jax_until_something_is_used():
     program = """
 import sys
+from pathlib import Path
 import jdist, jdist.errors
 heavy = ["jax", "flax", "optax", "chex", "numpy", "pydantic", "yaml", "tyro", "rich", "orbax", "sklearn", "matplotlib"]
 assert not [name for name in heavy if name in sys.modules], [name for name in heavy if name in sys.modules]
@@ -103,3 +107,11 @@ absent = [name for name in heavy[5:] if name in sys.modules]
 assert not absent, absent
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_it_is_imported_from_a_zip_file_too(tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "jdist"), "zip", Path(jdist.__file__).parents[1], "jdist")
+    code = "import jdist; assert '.zip' in jdist.__file__, jdist.__file__; print(jdist.errors.StepError.__name__)"
+    environ = {**os.environ, "PYTHONPATH": archive}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "StepError\n", done.stderr

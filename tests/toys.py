@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 import jdist
-from jdist.report.metrics_file import COSTS
+from jdist.loop.report.metrics_file import COSTS
 
 DEVICES = ["cpu:0", "cpu:1"]
 TWO = jdist.mirrored(DEVICES)
@@ -20,6 +20,19 @@ ON_ALL_DEVICES = [
     *(jdist.mirrored(transform=t) for t in TRANSFORMS),
     jdist.central_storage(),
 ]
+
+# How a state may lie on the devices; a model of the last has a "dense/kernel" whose columns 4 devices share.
+LAYOUTS = {
+    "default": jdist.default,
+    "one_device": jdist.one_device,
+    "mirrored": jdist.mirrored,
+    "sharded 5": lambda: jdist.sharded(jax.devices()[:5], whole_below=8),
+    "sharded within": lambda: jdist.sharded(jax.devices()[:6], within=3, whole_below=8),
+    "model axis": lambda: jdist.sharded(
+        mesh={"replica": 2, "model": 4}, rules=[("dense/kernel", (None, "model"))], whole_below=8
+    ),
+    "central_storage": jdist.central_storage,
+}
 
 
 def every_of_one_process():
@@ -49,6 +62,11 @@ def step_of(loss_fn, rate=0.1):
     return step
 
 
+def state_of(task, tx):
+    """A task's first state, compiled as one program: far quicker than one operation at a time."""
+    return jax.jit(lambda key: task.create_state(key, tx))(jax.random.key(0))
+
+
 def masked_batch(seed=0):
     """Rows of a linear regression, of which the last 6 are padding: whole microbatches of a replica are."""
     rng = np.random.default_rng(seed)
@@ -64,6 +82,18 @@ def numbers(tree):
         return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
     return jax.tree.map(lambda x: np.asarray(number(x), np.float64), tree)
+
+
+def assert_close(got, want, *, rtol=0.0, atol=0.0):
+    """Two trees have the same paths, shapes and dtypes, and within a tolerance the same values; of keys their data."""
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(want), strict=True)
+    for (path, a), (same, b) in pairs:
+        name = jax.tree_util.keystr(path)
+        assert name == jax.tree_util.keystr(same)
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
 
 
 def without_costs(rows):

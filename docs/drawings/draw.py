@@ -173,7 +173,7 @@ def tpu() -> Drawing:
 
 
 def multi_worker() -> Drawing:
-    d = Drawing(800, 400, "multi_worker: a copy of the state on every device of every process")
+    d = Drawing(800, 410, "multi_worker: a copy of the state on every device of every process")
     for p in range(2):
         left = 24 + 400 * p
         d.frame(left, 24, 352, 268, f"machine {p}: process {p}, the same program")
@@ -196,8 +196,8 @@ def multi_worker() -> Drawing:
     )
     d.arrow((424, 262), (376, 262), watch=True, both=True)
     d.text(400, 254, "watch", "small soft")
-    d.legend(376, *LEGEND)
-    d.text(776, 376, "dotted: the watch, by which a lost process ends all others, with its name", "small soft", "end")
+    d.text(24, 368, "dotted: the watch, by which a lost process ends all others, with its name", "small soft", "start")
+    d.legend(394, *LEGEND)
     return d
 
 

@@ -4,7 +4,7 @@
 
 The README's links become absolute, as a package index shows them; the package gets its URLs, CITATION.cff and the site the
 repository; each notebook a badge that opens it in Colab, and a first cell that installs jdist from there. Commit the result.
-Exits with a message if the address is none of GitHub's, from which Colab opens notebooks, or another one is there already.
+Exits with a message if the address is not GitHub's (Colab opens notebooks from there), or another one is there already.
 """
 
 import re

@@ -29,7 +29,7 @@ class Order2Model:
         return (row + 1) / (row.sum(dtype=np.int64) + 256)
 
     def bits_per_byte(self, data: np.ndarray) -> float:
-        """Computes the mean of -log2 P over bytes, uint8 [n], each predicted once; NaN if there are none."""
+        """Computes the mean of -log2 P over bytes, uint8 [n], each predicted once; NaN for no bytes."""
         totals = self.counts.sum(axis=1, dtype=np.int64)
         bits = 0.0
         for triples in _triples(data):
@@ -47,7 +47,7 @@ def fit_order2(data: np.ndarray) -> Order2Model:
 
 
 def zlib_bits_per_byte(data: np.ndarray) -> float:
-    """Computes the bits per byte that `zlib` at level 9 needs for bytes, uint8 [n]; NaN if there are none."""
+    """Computes the bits per byte that `zlib` at level 9 needs for bytes, uint8 [n]; NaN for no bytes."""
     return 8 * len(zlib.compress(data.tobytes(), 9)) / data.size if data.size else float("nan")
 
 

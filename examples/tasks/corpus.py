@@ -22,7 +22,7 @@ class Corpus:
     """The bytes of a set of files."""
 
     train: np.ndarray  # the training files, each followed by a zero byte, uint8 [n]
-    held_out: np.ndarray  # the held-out files, likewise
+    held_out: np.ndarray  # the same of the held-out files
     train_files: tuple[str, ...]  # their paths, relative to the folder that the pattern starts from, in order
     held_out_files: tuple[str, ...]
 
@@ -30,8 +30,8 @@ class Corpus:
 def load(patterns: Sequence[str] | None) -> Corpus:
     """Reads the files that patterns match, in order of their relative paths, and splits them."""
     # Whether a file is held out depends on its path below the pattern's start folder, never on that
-    # folder's place: one in ten by hash, and if that leaves a side empty, the one file whose hash
-    # is next. None reads the `.py` files of the standard library.
+    # folder's place: one in ten by hash, and if that leaves a side empty, the one file with the next
+    # hash. None reads the `.py` files of the standard library.
     if patterns is not None and not patterns:
         raise ConfigError("no patterns are given; give one at least, or null for the standard library.")
     contents: dict[str, bytes] = {}
@@ -57,7 +57,7 @@ def load(patterns: Sequence[str] | None) -> Corpus:
 
 
 def held_out_names(names: Iterable[str]) -> frozenset[str]:
-    """Picks the paths whose hash is divisible by ten; at least one, never all of several."""
+    """Picks the paths with a hash divisible by ten; at least one, never all of several."""
     by_hash = sorted((_hash(name) % _HELD_OUT_OF, _hash(name), name) for name in names)
     divisible = sum(remainder == 0 for remainder, _, _ in by_hash)
     count = min(max(divisible, 1), len(by_hash) - 1)

@@ -22,7 +22,7 @@ from jdist.tasks.digits import ConvNet, image_task
 from jdist.tasks.options import OptionError, near
 
 _UNSIGNED_BYTE = 0x08
-_AGAIN = "Fetch the file again, or make it anew."
+_AGAIN = "Fetch the file again, or make it again."
 
 
 def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
@@ -34,7 +34,7 @@ def find_idx(folder: Path, stem: str, *, rank: int) -> Path:
             return path
     if not folder.is_dir():
         raise OptionError(
-            "folder", f"there is no folder {folder.resolve()} with the four IDX files", remedy=near(folder)
+            "folder", f"the folder {folder.resolve()} with the four IDX files does not exist", remedy=near(folder)
         )
     # No nearest name here: to a comparison of letters the labels are near to the images.
     alike = sorted(path.name for path in folder.iterdir() if path.name.lower().startswith(stem))

@@ -7,6 +7,8 @@ them by.
 May import: checkpoint, report and what is below them.
 """
 
+from typing import TYPE_CHECKING
+
 from jdist.callbacks.callback import Callback as Callback
 from jdist.callbacks.callback import Moment as Moment
 from jdist.callbacks.callback import Resume as Resume
@@ -29,3 +31,10 @@ from jdist.callbacks.trackers import mlflow as mlflow
 from jdist.callbacks.trackers import tensorboard as tensorboard
 from jdist.callbacks.trackers import trackio as trackio
 from jdist.callbacks.trackers import wandb as wandb
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        from jdist.support.tensorflow_names import unknown
+
+        raise unknown("module 'jdist.callbacks'", name, globals())

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.checkpoint.folder import Place
 from jdist.errors import StepError
-from jdist.report.history import History
-from jdist.report.metrics_file import COSTS, OF_ROWS
+from jdist.loop.report.history import History
+from jdist.loop.report.metrics_file import COSTS, OF_ROWS
 from jdist.support.checks import is_number
 from jdist.typing import PyTree
 
@@ -49,7 +49,11 @@ class Resume:
 
 @dataclass(frozen=True)
 class Return:
-    """An answer of `on_end`: `jdist.fit` returns this state in the place of the newest."""
+    """An answer of `on_end`: `jdist.fit` returns this state in place of the newest.
+
+    Attributes:
+        state: the state to return.
+    """
 
     state: PyTree
 
@@ -72,7 +76,7 @@ class Moment:
         interrupted: at "end": whether it was ended from outside, by Ctrl-C or SIGTERM.
         resumes: whether a callback can go on with a run, `on_resume`.
         data: returns the position in the data, to save; None for data that cannot go on where it was.
-        notes: returns plain JSON values that are to be saved beside state and position, so that the run can go on.
+        notes: returns plain JSON values to save with state and position, so that the run can go on.
         kept: the `Callback.keeps` of this run by name.
         folder: where a callback keeps what the run goes on from, `Callback.folder`; None: none does.
         measure: returns `metrics`.
@@ -117,14 +121,14 @@ class Moment:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes: true of one process of a job. Callbacks are called on all."""
+        """Returns whether this process writes: true of one process of a job. Callbacks are called on all."""
         return self.strategy.cluster.is_chief
 
     def log(self, **values: Any) -> None:
-        """Adds numbers, or scalar arrays, to the row of this moment, if it has one.
+        """Adds `**values`, numbers or scalar arrays by name, to the row of this moment, if it has one.
 
         Raises:
-            StepError: a value is no number, or its name is one that rows have themselves.
+            StepError: a value is not a number, or its name is one that rows have themselves.
         """
         for name, value in values.items():
             if name in OF_ROWS + COSTS:
@@ -167,13 +171,13 @@ class Callback:
         close: at the very end, also after an error; without arguments.
         keeps: arrays of its own, which are saved with the state under `name`.
         name: for errors, and for `keeps`, where no other callback of the run may have it.
-        folder: where it keeps what a run goes on from, on a disk or in a bucket; others may keep theirs beside it, each in
+        folder: where it keeps what a run goes on from, on a disk or in a bucket; others may keep theirs there too, each in
             a file of its own.
         watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 
     Raises:
-        StepError: `watches` or `logs` is no tuple of names.
+        StepError: `watches` or `logs` is not a tuple of names.
 
     Example:
         >>> import jdist

@@ -22,9 +22,9 @@ from jdist.cluster.runtime import together
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
-from jdist.report.files import first_free, writing
-from jdist.report.metrics_file import MetricsFile, Row, to_line, to_row
-from jdist.report.progress import numbers
+from jdist.loop.report.files import first_free, writing
+from jdist.loop.report.metrics_file import MetricsFile, Row, to_line, to_row
+from jdist.loop.report.progress import numbers
 from jdist.support import checks
 from jdist.support.tracebacks import callers_level
 
@@ -53,12 +53,12 @@ def checkpoint(
         mode: whether more ("max") or less ("min") of it is better; None: as the name says ("loss", "accuracy", "auc", ...).
         restore_best: at the end `jdist.fit` returns the state that is the best by `best`, read from its checkpoint; after an
             interrupt the newest. Under a parameter server it is on this process's host.
-        resume: False begins anew; a folder that is there is kept under another name, DIRECTORY.1. A bucket has no other
+        resume: False starts over; an existing folder is kept under another name, DIRECTORY.1. A bucket has no other
             names: give another URL.
 
     Returns:
-        The callback. `jdist.train.Checkpointer(directory)` reads what it saved. The rows of the run's history are beside the
-        checkpoints, in `history.jsonl`.
+        The callback. `jdist.train.Checkpointer(directory)` reads what it saved. The rows of the run's history are next to
+        the checkpoints, in `history.jsonl`.
 
     Raises:
         StepError: an argument is not allowed; while training: `best` was not measured.
@@ -73,9 +73,7 @@ def checkpoint(
         check_evaluated("checkpoint", "best", best, ("eval/",))
     best_mode = "max" if best is None else mode_of("checkpoint", best, mode)
     if restore_best and best is None:
-        raise StepError(
-            "checkpoint: `restore_best` is given without `best`. Say by which metric, such as best='eval/loss'."
-        )
+        raise StepError("checkpoint: `restore_best` needs `best`, the name of a metric, such as best='eval/loss'.")
     return saving(
         directory,
         every=every,
@@ -103,7 +101,7 @@ def saving(
     # evaluation alone saves nothing, and the last step is saved with its metrics.
     folder = open_path(directory, _WAIT_S)
     if isinstance(folder, BucketPath) and not resume:
-        raise StepError(f"checkpoint: `resume=False` sets a folder aside, and {folder} is none; give another URL.")
+        raise StepError(f"checkpoint: `resume=False` cannot rename {folder}, which is in a bucket; give another URL.")
     opened: list[Checkpointer] = []
     history: MetricsFile | _BucketHistory | None = None
     saved = (0, 0)  # step and epochs
@@ -126,7 +124,7 @@ def saving(
         except CheckpointError as exc:
             if not of_run:
                 exc.add_note(
-                    "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
+                    "To start over, give `checkpoint` another directory, or `resume=False`, which renames this one."
                 )
             raise
         notes: dict[str, Any] = {} if restored is None else dict(restored.metadata)
@@ -144,7 +142,7 @@ def saving(
         has_beside = isinstance(moment.state, StepState)
         state = carrying(restored.state, kept=None) if has_beside else restored.state.user
         for name, each in moment.kept.items():
-            # What a checkpoint lacks is left as it was given.
+            # Leaves that a checkpoint lacks stay as given.
             pairs = zip(jax.tree.leaves(restored_kept[name]), jax.tree.leaves(kept[name]), strict=True)
             if any(leaf is given for leaf, given in pairs):
                 text = f"step {restored.step} was saved without {name!r}, which begins with the state of that step."
@@ -153,7 +151,7 @@ def saving(
             else:
                 each.put(restored_kept[name])
         if restored.data is None and not of_run:
-            _warn(folder, f"step {restored.step} was saved without a position in the data, which begins anew.")
+            _warn(folder, f"step {restored.step} was saved without a position in the data; the data starts over.")
         return Resume(state=state, step=restored.step, data=restored.data, notes=notes)
 
     def save(moment: Moment) -> None:

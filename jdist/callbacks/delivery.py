@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,11 @@ from jdist.checkpoint.bucket import BucketPath
 from jdist.checkpoint.folder import Place
 from jdist.checkpoint.locks import check_held
 from jdist.errors import CheckpointError, ConfigError
-from jdist.report.curves import NO_MATPLOTLIB, as_png, matrix_as_png
-from jdist.report.files import write_atomically
+from jdist.loop.report.curves import NO_MATPLOTLIB, as_png, matrix_as_png
+from jdist.loop.report.files import write_atomically
 
 _MOST_WAITING = 10_000  # rows; a tracker this far behind is not there
-_BUCKET_PAUSE_S = 2.0  # between two writes of an object, of which Google's store takes one a second
+_BUCKET_PAUSE_S = 2.0  # between two writes of an object; Google's store takes one a second
 _LONGEST_VECTOR = 100  # numbers that are metrics of their own
 _IN_USE: set[Place] = set()
 _SAFE = "The run's own files have all rows."
@@ -34,12 +35,6 @@ class Record:
 
     step: int
     values: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    status: Any
-    rows: Sequence[Mapping[str, Any]]
 
 
 class Delivery:
@@ -61,7 +56,7 @@ class Delivery:
         self._config = config
         self._earlier = earlier
         self._path = None if folder is None else folder / f"tracker-{name}.json"
-        self._records: queue.Queue[Record | _End] = queue.Queue(_MOST_WAITING)
+        self._records: queue.Queue[Record | Callable[[], None]] = queue.Queue(_MOST_WAITING)
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._given = self._taken = self._dropped = 0
@@ -71,9 +66,9 @@ class Delivery:
         self._run_id = uuid.uuid4().hex[:8]
         self._resumed = False
         self._logged: dict[str, int] | None = None  # as the tracker says
-        self._marks: dict[str, int] = {}  # as it was given
+        self._marks: dict[str, int] = {}  # as given
         self._pause_s = _BUCKET_PAUSE_S if isinstance(self._path, BucketPath) else 0.0
-        self._due_s: float | None = None  # when the marks are to be kept; None: they are
+        self._due_s: float | None = None  # when to save the marks; None: they are saved
         self._free_s = 0.0  # from when on they may be
 
     def begin(self) -> None:
@@ -81,8 +76,8 @@ class Delivery:
         if self._path is not None:
             if self._path in _IN_USE:
                 raise ConfigError(
-                    f"{self._name}: two trackers of this run have that name, and would take each other's place in "
-                    f"{self._path}. Leave one out; of `jdist.callbacks.track` give each its own `name`."
+                    f"{self._name}: two trackers of this run have this name, and would overwrite each other in "
+                    f"{self._path}. Leave one out, or give each its own `name` (`jdist.callbacks.track`)."
                 )
             _IN_USE.add(self._path)
         self._recall()
@@ -98,7 +93,7 @@ class Delivery:
         except queue.Full:
             self._dropped += 1
             self._name_failure(
-                f"it is {_MOST_WAITING:,} rows behind; those that find no room are lost, from step {record.step:,} on"
+                f"it is {_MOST_WAITING:,} rows behind; further rows are dropped, from step {record.step:,} on"
             )
 
     def end(self, status: Any, rows: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
@@ -107,7 +102,7 @@ class Delivery:
             _IN_USE.discard(self._path)
         deadline = time.monotonic() + timeout_s
         if self._thread.is_alive():
-            last = _End(status=status, rows=rows)
+            last = functools.partial(self._conclude, status, rows)
             try:
                 self._records.put(last, timeout=timeout_s)
             except queue.Full:  # a row makes room, so that the thread ends should the tracker come back
@@ -116,15 +111,15 @@ class Delivery:
                 self._records.put_nowait(last)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            waiting, there = self._given - self._taken, "all rows are there, its end may not be"
+            waiting, there = self._given - self._taken, "all rows were sent, the end of the run perhaps not"
             if waiting:
-                there = f"{waiting:,} of {self._given:,} rows may not be there"
+                there = f"{waiting:,} of {self._given:,} rows may be missing"
             self._tell(f"not done {timeout_s:g} s after the end of the run; {there}. {_SAFE}")
         elif (lost := self._failures + self._dropped) > 1:
             self._tell(f"{lost:,} of {self._given + len(self._earlier):,} rows were lost on the way to it.")
 
     def take_messages(self) -> list[str]:
-        """Returns what is to be told to the user, each once."""
+        """Returns the messages for the user, each once."""
         messages = []
         while not self._messages.empty():
             messages.append(self._messages.get_nowait())
@@ -151,12 +146,12 @@ class Delivery:
         self._remember()
         for record in self._earlier:
             self._try_to_hand_over(record)
-        while not isinstance(record := self._next_record(), _End):
+        while isinstance(record := self._next_record(), Record):
             self._try_to_hand_over(record)
             self._taken += 1
-        self._conclude(record)
+        record()
 
-    def _next_record(self) -> Record | _End:
+    def _next_record(self) -> Record | Callable[[], None]:
         """Waits for a row, and meanwhile keeps the marks of those before it once that is due."""
         if self._due_s is not None:
             try:
@@ -172,16 +167,16 @@ class Delivery:
             self._failures += 1
             self._name_failure(f"did not take the row of step {record.step:,}: {_text(exc)}")
 
-    def _conclude(self, end: _End) -> None:
+    def _conclude(self, status: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._due_s is not None:
             self._remember()
         try:
-            curves = as_png(end.rows, title="") if end.rows else ""
+            curves = as_png(rows, title="") if rows else ""
             if isinstance(curves, bytes):
-                self._give(end.rows[-1]["step"], {}, {"curves": curves})
+                self._give(rows[-1]["step"], {}, {"curves": curves})
             if self._due_s is not None:
                 self._remember()
-            self._tracker.finish(end.status)
+            self._tracker.finish(status)
         except Exception as exc:  # noqa: BLE001  # as above
             self._name_failure(f"could not end its run: {_text(exc)}")
 
@@ -246,7 +241,7 @@ class Delivery:
                 else:
                     write_atomically(self._path, text)
             except (CheckpointError, ConfigError) as exc:
-                self._tell_once(f"where it is cannot be kept, so a resumed run may show rows twice: {_text(exc)}")
+                self._tell_once(f"its position cannot be saved, so a resumed run may show rows twice: {_text(exc)}")
 
     def _name_failure(self, text: str) -> None:
         """Tells the user of the first failure; how many there were the end says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from jdist.errors import StepError
 from jdist.step.tree_checks import kind_of
 from jdist.support import checks
 from jdist.support.arrays import promote_types, to_host
+from jdist.support.tracebacks import callers_level
 from jdist.typing import PyTree
 
 
@@ -73,16 +75,17 @@ def ema(
     def _part(state: PyTree) -> PyTree:
         if isinstance(state, RemoteTree):
             raise StepError(
-                "ema: the parameters live on parameter servers, and fetching them after each step would take longer than it. "
-                "Average what `strategy.fetch(moment.state)` gives in a callback of your own, `Callback(on_epoch=...)`, or "
-                "keep the average in the optimiser."
+                "ema: the parameters live on parameter servers, and fetching them after each step would take longer "
+                "than the step. Average what `strategy.fetch(moment.state)` gives in a callback of your own, "
+                "`Callback(on_epoch=...)`, or keep the average in the optimiser."
             )
         try:
             return pack(params(state))
         except (AttributeError, KeyError, TypeError) as exc:
             raise StepError(
-                f"ema: the state is a {type(state).__name__}, of which the parameters could not be taken ({exc!r}). Say how: "
-                '`ema(params=lambda state: state["params"])`.'
+                f"ema: cannot find the parameters of a state of type {type(state).__name__} ({exc!r}). Say where they are: "
+                '`ema(params=lambda state: state["params"])`; of nnx objects '
+                "`ema(params=lambda state: nnx.filter_state(state.others, nnx.Param))`."
             ) from exc
 
     def put(kept: PyTree) -> None:
@@ -157,22 +160,38 @@ def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15)
         last: its last step.
 
     Returns:
-        The callback. In a job of several processes each traces itself; give each a folder of its own, or one on its machine.
+        The callback. In a job of several processes each traces itself, in a subfolder such as `process_1`.
 
     Raises:
-        StepError: `first` and `last` are no range of steps.
+        StepError: `first` and `last` do not form a range of steps.
+
+    Warns:
+        UserWarning: while training: JAX's profiler failed; training continues without a trace.
 
     Source: `tf.keras.callbacks.TensorBoard(profile_batch=...)`
     """
     first = checks.whole_number("first", first, StepError, call="profiler")
     last = checks.whole_number("last", last, StepError, least=first, call="profiler")
-    running: list[None] = []
+    running, failed, path = False, False, os.fspath(folder)
+
+    def attempt(action: Callable[[], Any]) -> bool:
+        nonlocal failed
+        try:
+            action()
+        except Exception as exc:  # noqa: BLE001 - whatever JAX's profiler raises, training goes on
+            failed = True
+            text = f"profiler: no complete trace in {path}: {type(exc).__name__}: {exc}. Training is not affected."
+            warnings.warn(text, stacklevel=callers_level())
+        return not failed
 
     def begin(moment: Moment) -> None:
-        if not running and first <= moment.step + 1 <= last:
+        nonlocal running, path
+        if not running and not failed and first <= moment.step + 1 <= last:
             _wait(moment)
-            jax.profiler.start_trace(os.fspath(folder), create_perfetto_trace=True)
-            running.append(None)
+            cluster = moment.strategy.cluster
+            if cluster.num_processes > 1:  # JAX reads back the newest trace of a folder, which may be another process's
+                path = os.path.join(os.fspath(folder), f"process_{cluster.process_index}")
+            running = attempt(lambda: jax.profiler.start_trace(path, create_perfetto_trace=True))
 
     def on_step(moment: Moment) -> None:
         if running and moment.step >= last:
@@ -182,9 +201,10 @@ def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15)
             begin(moment)
 
     def close() -> None:
+        nonlocal running
         if running:
-            running.clear()
-            jax.profiler.stop_trace()
+            running = False
+            attempt(jax.profiler.stop_trace)
 
     return Callback(on_start=begin, on_step=on_step, close=close, logs=())
 

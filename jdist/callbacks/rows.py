@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.report.files import write_atomically, writing
-from jdist.report.metrics_file import COSTS, EPOCH, EVAL, INPUT, OF_ROWS, PREFIXES, STEPS, TRAINING, MetricsFile
-from jdist.report.progress import Meter, Reporter, figures, numbers, open_report, percent
+from jdist.loop.report.files import write_atomically, writing
+from jdist.loop.report.metrics_file import COSTS, EPOCH, EVAL, INPUT, OF_ROWS, PREFIXES, STEPS, TRAINING, MetricsFile
+from jdist.loop.report.progress import Meter, Reporter, figures, numbers, open_report, percent
 
 _STARVED = 0.2  # of the time of training
 _LEAST_WAIT_S = 2.0  # short runs wait for their first batches
@@ -65,7 +65,7 @@ def reporting(console: Console, *, global_batch: int | None = None, of_fit: bool
         if newest:
             report.train(moment.step, newest, meter.lap(moment.step), costs)
         else:
-            meter.lap(moment.step)  # the row's own figures begin anew, and so do these
+            meter.lap(moment.step)  # the row's own figures restart, and so do these
             report.move(moment.step)
         for prefix, source in ((EPOCH, f"epoch {moment.epoch}"), (EVAL, "evaluation")):
             values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
@@ -127,7 +127,7 @@ def _step_text(moment: Moment) -> str:
 
 
 def jsonl(path: str | os.PathLike[str]) -> Callback:
-    """Writes each logged row as a line of JSON, whole as soon as it is logged.
+    """Writes each logged row as a complete line of JSON, at the moment of logging.
 
     A run that goes on from a checkpoint goes on in the same file, and drops what was written after the checkpoint.
 

@@ -7,12 +7,13 @@ from typing import Literal
 
 from jdist.callbacks.callback import Callback, Moment, Stop
 from jdist.errors import StepError
-from jdist.report.metric_direction import Mode, better
-from jdist.report.metrics_file import COSTS, OF_ROWS
+from jdist.loop.report.metrics_file import COSTS, NAMES, OF_ROWS, Mode, better
 from jdist.support import checks
-from jdist.support.suggest import did_you_mean
+from jdist.support.tensorflow_names import without_tensorflow_keywords
+from jdist.support.words import closest, did_you_mean
 
 
+@without_tensorflow_keywords
 def early_stopping(
     metric: str = "eval/loss", *, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] | None = None
 ) -> Callback:
@@ -78,11 +79,11 @@ def nan_guard(*metrics: str) -> Callback:
         *metrics: names in a row, such as "loss" or "eval/loss"; none: all.
 
     Raises:
-        StepError: a name is no text.
+        StepError: a name is not text.
     """
     for name in metrics:
         if not isinstance(name, str):
-            raise StepError(f'nan_guard: {name!r:.80} is no name of a metric; give names, such as nan_guard("loss").')
+            raise StepError(f'nan_guard: {name!r:.80} is not a metric name; give names, such as nan_guard("loss").')
 
     def on_row(moment: Moment) -> Stop | None:
         for name, value in (moment.row or {}).items():
@@ -99,9 +100,11 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
         return checks.choice("mode", mode, ("min", "max"), StepError, call=callback)
     by_name = better(metric)
     if by_name is None:
+        kind, _, name = metric.rpartition("/")
+        near = closest(name.lower(), NAMES, cutoff=0.75)
         raise StepError(
-            f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'. (A name such as "
-            "'loss' or 'accuracy' says it: is this one misspelt?)"
+            f"{callback}: cannot tell from the name {metric!r} whether higher is better; set mode='min' or mode='max', "
+            f"or correct the name.{f' Did you mean {kind}/{near}?' if near else ''}"
         )
     return by_name
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 from jdist.callbacks.callback import Callback, Moment
 from jdist.callbacks.delivery import Delivery, Record
 from jdist.errors import ConfigError, StepError
-from jdist.report.history import History
+from jdist.loop.report.history import History
 from jdist.support import checks
-from jdist.support.suggest import nearest
+from jdist.support.words import nearest
 
 Status = Literal["finished", "interrupted", "failed"]
 TIMEOUT_S = 30.0
@@ -90,7 +90,7 @@ def track(
     """Makes the callback that hands each logged row to a tracker.
 
     The chief alone does so, in a thread: training never waits for a tracker. A run that goes on from a checkpoint goes on in
-    the tracker's run, whose id is beside the checkpoints, and each metric has each step once.
+    the tracker's run (its id is saved next to the checkpoints), and each metric has each step once.
 
     Args:
         tracker: where to.
@@ -163,17 +163,6 @@ def _report(delivery: Delivery) -> None:
     for message in delivery.take_messages():
         # Of its own registry, so that the next run of this process is told the same again.
         warnings.warn_explicit(message, TrackerWarning, __file__, 0, module=__name__, registry={})
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Lists the values of a config, with dots between the names of its levels."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def check_options(name: str, function: Callable[..., Any], options: Iterable[str], *, own: Iterable[str] = ()) -> None:

@@ -1,6 +1,6 @@
 """Paths in an object store (`s3://`, `gs://` and what else fsspec knows), with the part of `pathlib.Path` that checkpoints use.
 
-An object is there whole or not at all, and a listing shows it at once; there is no rename, no lock that ends with its
+An object is there whole or not at all, and a listing shows it at once. A store has no rename, no lock that ends with its
 process, and a folder is no more than what the names of its objects begin with. Every wait has a deadline. A store that
 cannot be reached is a `BucketError`; an object that is not there is a `FileNotFoundError`, as on a disk.
 """
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +30,20 @@ class BucketError(CheckpointError):
     """An object store cannot be reached, or refuses."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BucketPath:
     """A path in an object store."""
 
-    fs: Any  # fsspec's file system
+    fs: Any = field(compare=False)  # fsspec's file system
     path: str  # for `fs`, without the protocol
     protocol: str  # of its URL
-    timeout_s: float  # the longest wait for one answer
+    timeout_s: float = field(compare=False)  # the longest wait for one answer
 
     def __str__(self) -> str:
         return f"{self.protocol}://{self.path}"
 
     def __truediv__(self, name: str) -> BucketPath:
         return self._at(f"{self.path.rstrip('/')}/{name}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BucketPath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     @property
     def name(self) -> str:
@@ -63,7 +57,7 @@ class BucketPath:
         return self.parent / name
 
     def iterdir(self) -> Iterator[BucketPath]:
-        """Lists what is directly below; nothing if there is no such folder, an error if there is no such bucket."""
+        """Lists what is directly below; nothing if the folder is missing, an error if the bucket is."""
         return (self / name for name in self._list())
 
     def sizes(self) -> dict[str, int]:
@@ -144,14 +138,14 @@ class BucketPath:
         }
 
     def _check_bucket(self) -> None:
-        """Raises a `BucketError` if there is no such bucket: what looks like an empty folder would else begin a run anew."""
+        """Raises a `BucketError` if the bucket does not exist: taken for an empty folder, it would restart a run."""
         bucket = self.path.strip("/").split("/", 1)[0]
         try:
             self._ask("listed", lambda: self.fs.ls(bucket, detail=True))
         except FileNotFoundError as error:
             if self.protocol not in _WITH_BUCKETS:
                 return
-            raise BucketError(f"{self}: there is no bucket {bucket!r}. Make it, or correct its name.") from error
+            raise BucketError(f"{self}: the bucket {bucket!r} does not exist. Make it, or correct its name.") from error
         except BucketError as error:
             # Credentials for the folder alone: as that could be listed, there is a bucket.
             if not isinstance(error.__cause__, PermissionError):
@@ -163,7 +157,7 @@ class BucketPath:
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
-        """Turns errors of the library, each of which has its own, into a `BucketError` that says what to do."""
+        """Turns the store library's errors into a `BucketError` that says what to do."""
         try:
             yield
         except CheckpointError as error:
@@ -177,33 +171,33 @@ class BucketPath:
             if _SHUT_OUT.search(text.removeprefix(str(self))):
                 text += f". Give credentials that may read and write there, as fsspec's {self.protocol!r} takes them"
             elif isinstance(error, FileNotFoundError) and doing == "written":
-                text += ". Is there a bucket of this name?"
+                text += ". Does the bucket exist?"
             raise BucketError(text) from error
 
 
+@dataclass
 class _Handle:
-    """A file of fsspec, whose errors name the path."""
+    """A file of fsspec, with errors that name the path."""
 
-    def __init__(self, path: BucketPath, handle: Any, doing: str):
-        self._path = path
-        self._handle = handle
-        self._doing = doing
+    path: BucketPath
+    handle: Any
+    doing: str
 
     def seek(self, offset: int) -> int:
-        return self._handle.seek(offset)
+        return self.handle.seek(offset)
 
     def tell(self) -> int:
-        return self._handle.tell()
+        return self.handle.tell()
 
     def readinto(self, data: memoryview) -> int:
-        with self._path._translated(self._doing):
+        with self.path._translated(self.doing):
             blocks = (data[first : first + _BLOCK_BYTES] for first in range(0, len(data), _BLOCK_BYTES))
-            return sum(self._handle.readinto(block) for block in blocks)
+            return sum(self.handle.readinto(block) for block in blocks)
 
     def write(self, data: memoryview) -> int:
-        with self._path._translated(self._doing):
+        with self.path._translated(self.doing):
             for first in range(0, len(data), _BLOCK_BYTES):
-                self._handle.write(data[first : first + _BLOCK_BYTES])
+                self.handle.write(data[first : first + _BLOCK_BYTES])
         return len(data)
 
 
@@ -217,7 +211,7 @@ def open_path(directory: str | os.PathLike[str] | BucketPath, timeout_s: float) 
         return Path(directory).expanduser().absolute()
     if match is None or match["protocol"] in ("file", "local"):
         raise CheckpointError(
-            f"{directory}: is no folder and no bucket; give a local path, or PROTOCOL://BUCKET/FOLDER"
+            f"{directory}: neither a folder nor a bucket; give a local path, or PROTOCOL://BUCKET/FOLDER"
         )
     try:
         import fsspec
@@ -240,5 +234,5 @@ def check_is_path(directory: Any) -> None:
     """Raises a `CheckpointError` for what is neither a path nor a URL."""
     if not isinstance(directory, str | os.PathLike) or isinstance(os.fspath(directory), bytes):
         raise CheckpointError(
-            f"{directory!r:.80} is no directory: give a path, or a bucket's URL such as s3://BUCKET/FOLDER"
+            f"{directory!r:.80} is not a directory: give a path, or a bucket's URL such as s3://BUCKET/FOLDER"
         )

@@ -6,7 +6,7 @@
 
 On a disk a save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
 process 0: the name is the commit. Saves are numbered, so a step saved again replaces nothing before its successor is
-whole, and "newest" means saved last. In a bucket there is no rename: a save has its name from the start, and the manifest,
+whole, and "newest" means saved last. A bucket has no rename: a save has its name from the start, and the manifest,
 written last, is the commit; folder.py says more.
 """
 
@@ -87,9 +87,9 @@ class Checkpointer:
 
     Args:
         directory: where to save: a folder on a disk, made by the first save, or a bucket's URL, `s3://BUCKET/FOLDER` or
-            `gs://...` (`pip install "jdist[remote]"`), with whose credentials and options fsspec is configured.
+            `gs://...` (`pip install "jdist[remote]"`); fsspec is configured with its credentials and options.
         keep: how many of the checkpoints saved last are kept; more than one, so that a damaged one has a successor.
-        best_metric: the metric whose best checkpoint is kept too; None for none.
+        best_metric: also keep the checkpoint with the best value of this metric; None: none.
         best_mode: whether the best is the greatest ("max") or the least ("min").
         check: called with the state before each save; raises to prevent it. Pass `strategy.check`: saving reads
             one replica's copy, which would hide that replicas have diverged.
@@ -97,7 +97,7 @@ class Checkpointer:
         cluster: the processes that save together, `strategy.cluster`; None: this one alone.
 
     Raises:
-        CheckpointError: an argument is not valid, the directory is none, or the processes do not share it.
+        CheckpointError: an argument is not valid, the directory is not one, or the processes do not share it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -139,7 +139,7 @@ class Checkpointer:
         self._shared: Any = {"cluster": self._cluster, "name": self._name, "timeout_s": seconds}
         strangers, self._is_open = open_shared(self._directory, self._cluster, seconds, self._name, make=False)
         if strangers:
-            text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
+            text = f"named like a leftover of jdist, but not removed, as it holds other files: {', '.join(map(str, strangers))}"
             warnings.warn(text, CheckpointWarning, stacklevel=callers_level())
 
     def __enter__(self) -> Checkpointer:
@@ -161,7 +161,7 @@ class Checkpointer:
         """Saves a state; returns once it is copied to the host, so it may be donated at once. The rest runs in the background.
 
         Args:
-            step: the number of updates in `state`. A step saved before is saved anew, then the old one removed.
+            step: the number of updates in `state`. A step saved before is saved again, then the old one removed.
             state: any pytree of arrays, PRNG keys and numbers.
             data: the position in the data, as of `dataset.state()`: plain JSON values.
             metrics: scalars by name, among them `best_metric` where it was measured; NaN is never the best.
@@ -236,7 +236,7 @@ class Checkpointer:
                     self._saving = None
 
     def close(self) -> None:
-        """Waits for the save in flight, if `wait` has not already done so in vain, and refuses further ones.
+        """Waits for the save in flight, unless `wait` has already failed on it, and refuses further ones.
 
         Closing twice changes nothing.
 
@@ -276,8 +276,8 @@ class Checkpointer:
 
         Args:
             like: the tree to fill, of arrays or of what `strategy.shapes` returns: the restored leaves take its shapes,
-                dtypes and shardings, on any number of devices. Of what a step keeps beside the user's state (a loss scale,
-                residuals of compressed gradients) and the checkpoint does not have, the values in `like` stay.
+                dtypes and shardings, on any number of devices. Values that a step adds to the user's state (a loss scale,
+                residuals of compressed gradients) stay as in `like` where the checkpoint does not have them.
             step: read this step and no other; the same on all processes.
             only: which leaves of `like` are restored; the others keep their values, so it has to hold arrays there. A regular
                 expression for the end of a path, as in the rules of `jdist.sharded`, several, or a function of a path.
@@ -323,9 +323,9 @@ class Checkpointer:
                 raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  {text}")
             if foreign := disk.list_foreign(self._directory):
                 raise CheckpointError(
-                    f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist has not written and does not "
-                    "read here. Give jdist a folder of its own. `jdist.train.from_orbax` reads those of Orbax; restore others "
-                    "by what wrote them, and begin from the state that this gives, `strategy.init(lambda: state)`."
+                    f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist did not write. Give "
+                    "jdist another folder. `jdist.train.from_orbax` reads those of Orbax; read others by their own "
+                    "library, and start from that state: `strategy.init(lambda: state)`."
                 )
             return None
         body, leaves, fitted = read
@@ -384,7 +384,7 @@ class Checkpointer:
 
 
 def _scalars(metrics: Any) -> dict[str, float]:
-    """Converts metrics to floats; refuses what is none, such as an array of several numbers."""
+    """Converts metrics to floats; refuses anything else, such as an array of several numbers."""
     if not isinstance(metrics, Mapping):
         raise CheckpointError(f"`metrics` is {metrics!r:.80}: it must be a mapping from names to numbers")
     scalars: dict[str, float] = {}

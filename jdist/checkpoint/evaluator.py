@@ -1,4 +1,4 @@
-"""Evaluates the checkpoints of a job beside its training, without slowing it."""
+"""Evaluates the checkpoints of a job during its training, without slowing it."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def train_and_evaluate(
 
     Source: `tf.estimator.train_and_evaluate`
     """
-    # An allocation that this process is no task of is for the strategy to refuse.
+    # The strategy refuses an allocation that does not include this process.
     spec = resolve(os.environ, resolvers=STARTED) if cluster is None else cluster
     if "://" in str(checkpoints):
         raise CheckpointError(
-            f"`checkpoints`: {checkpoints} is a bucket, and whether the job lives is known by a lock on a file. Give a folder "
-            "on a file system that all tasks share."
+            f"`checkpoints`: {checkpoints} is a bucket; the evaluator needs a lock on a file to see whether the job is "
+            "alive. Give a folder on a file system that all tasks share."
         )
     directory = Path(checkpoints).expanduser().absolute()
     if spec.task_type == "ps":
@@ -92,7 +92,7 @@ def train_and_evaluate(
                 return train()
         except BlockingIOError:
             raise CheckpointError(
-                f"{directory}: another process trains into it. Stop it, or take another one."
+                f"{directory}: another process saves its training here. Stop that process, or use another folder."
             ) from None
     result = None
     with preemption(poll_s=poll_s) as stop:
@@ -137,8 +137,8 @@ def new_checkpoints(
             del restored
         elif time.monotonic() - alive_s > timeout_s:
             raise ClusterError(
-                f"{directory}: no process trains into it, and none has for {timeout_s:g} s. The last checkpoint there is "
-                f"of step {max(seen, default=0):,} of {final_step:,}. Start the job again, and the evaluator with it."
+                f"{directory}: no process has trained into it for {timeout_s:g} s. The last checkpoint is of step "
+                f"{max(seen, default=0):,} of {final_step:,}. Start the job again, and the evaluator with it."
             )
         else:
             time.sleep(poll_s)

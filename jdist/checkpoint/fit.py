@@ -1,4 +1,4 @@
-"""Which leaf of a checkpoint goes into which of a state: all of them under their own paths, or some under others."""
+"""The match of a checkpoint's leaves to a state's: all of them under their own paths, or some under others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from jdist.checkpoint.folder import Place
-from jdist.checkpoint.leaves import BESIDE
+from jdist.checkpoint.leaves import CARRIED
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import CheckpointError
 from jdist.support import checks
-from jdist.support.paths import matches_path, nearest_path, parse_path
+from jdist.support.leaves import matches_path, nearest_path, parse_path
 
 Only = str | Sequence[str] | Callable[[str], bool]
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
@@ -62,7 +62,7 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Whether everything has to fit, under its own path."""
+        """Returns whether everything has to fit, under its own path."""
         return self.only is None and self.rename is None and not self.skip_mismatch
 
     @property
@@ -80,7 +80,7 @@ class Selection:
         return patterns
 
     def takes(self, path: str) -> bool:
-        """Whether a leaf of the state at this path is to be restored."""
+        """Returns whether to restore a leaf of the state at this path."""
         if callable(self.only):
             return bool(self.only(path))
         return self.only is None or any(matches_path(pattern, path) for pattern in self.patterns)
@@ -99,7 +99,7 @@ class Selection:
                 "a path, from the name of a node on."
             )
         if callable(self.only) and paths and not any(map(self.takes, paths)):
-            raise CheckpointError(f"`only`: the function takes no leaf of the state; the first path is {paths[0]!r}.")
+            raise CheckpointError(f"`only`: the function accepts no leaf of the state; the first path is {paths[0]!r}.")
 
     def renamed(self, paths: Sequence[str], wanted: Sequence[str]) -> list[str | None]:
         """Renames the paths of a checkpoint to those of a state; None: it is left out."""
@@ -124,13 +124,13 @@ class Selection:
         for old, new in self.rename.items():
             if old not in used:
                 raise CheckpointError(
-                    f"`rename`: {old!r} is not in the checkpoint, neither a leaf nor above one. The nearest of its "
-                    f"{len(paths):,} leaves, or nodes above: {_nearest_nodes(old, paths)}."
+                    f"`rename`: {old!r} is neither a leaf nor a node of the checkpoint. The nearest of its "
+                    f"{len(paths):,} leaves, or nodes: {_nearest_nodes(old, paths)}."
                 )
             if new and not any(path == new or path.startswith(f"{new}/") for path in wanted):
                 raise CheckpointError(
-                    f"`rename`: {old!r}: {new!r}: the state has no {new!r}, neither a leaf nor above one. The nearest of its "
-                    f"{len(wanted):,} leaves, or nodes above: {_nearest_nodes(new, wanted)}. None as a new path leaves it out."
+                    f"`rename`: {old!r}: {new!r}: the state has no such leaf or node. The nearest of its "
+                    f"{len(wanted):,} leaves, or nodes: {_nearest_nodes(new, wanted)}. None as a new path leaves it out."
                 )
         return found
 
@@ -140,7 +140,7 @@ ALL = Selection()
 
 def name_of(path: str) -> str:
     """Converts a leaf's path in a checkpoint to its name: what patterns and users see."""
-    prefix = next((prefix for prefix in BESIDE if path.startswith(prefix)), "")
+    prefix = next((prefix for prefix in CARRIED if path.startswith(prefix)), "")
     between = "/" if prefix and not prefix.endswith(" ") else ""
     return f"{prefix}{between}{parse_path(path[len(prefix) :])}"
 
@@ -171,10 +171,10 @@ def fit(
     for leaf, key, taken in zip(wanted, keys, is_taken, strict=True):
         number = numbers.get(key) if taken else None
         there = None if number is None else saved[number]
-        beside = leaf["path"].startswith(BESIDE)
+        is_carried = leaf["path"].startswith(CARRIED)
         if not taken:
             pass
-        elif beside and (there is None or there["shape"] != leaf["shape"]):
+        elif is_carried and (there is None or there["shape"] != leaf["shape"]):
             number = None
         elif there is None:
             missing.append(f"leaf {key}: not in the checkpoint{_nearest_leaf(key, names, len(missing))}")
@@ -189,16 +189,16 @@ def fit(
         for leaf, name in zip(saved, names, strict=True)
         if name is not None
         and name not in wanted_keys
-        and not leaf["path"].startswith(BESIDE)
+        and not leaf["path"].startswith(CARRIED)
         and selection.takes(name)
     ]
     problems = [*missing, *extra, *unlike]
     if problems and not selection.skip_mismatch:
         remedy = "Take a part that fits, under the state's names"
         if selection.is_all:
-            remedy = "Make it as it was when that was saved, save in another directory, or restore a part of it"
+            remedy = "Build the state as it was saved, save to another directory, or restore a part"
         raise CheckpointError(
-            f"{checkpoint}: does not fit the state, which is left as it is. {remedy} (`only`, `rename`, `skip_mismatch`):\n  "
+            f"{checkpoint}: does not fit the state, which is unchanged. {remedy} (`only`, `rename`, `skip_mismatch`):\n  "
             f"{first_few(problems)}\n  `jdist checkpoint {checkpoint}` lists its {len(saved):,} leaves"
         )
     if found and not any(number is not None for number in found):
@@ -240,7 +240,7 @@ def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: s
         if name is not None and name in wanted and name in numbers:
             first, second = (name_of(saved[each]["path"]) for each in (numbers[name], i))
             raise CheckpointError(
-                f"two leaves of the checkpoint are for {name}: {first} and {second}. Rename one; to None, it is left out."
+                f"two leaves of the checkpoint are for {name}: {first} and {second}. Rename one, or map one to None."
             )
         if name is not None:
             numbers[name] = i
@@ -248,7 +248,7 @@ def _numbers(saved: list[dict[str, Any]], names: Sequence[str | None], wanted: s
 
 
 def check_has_values(where: object, like: Mapping[str, Any], filled: Container[str]) -> None:
-    """Refuses a state with an empty leaf whose path is not in `filled`."""
+    """Refuses a state with an empty leaf at a path that is not in `filled`."""
     for path, leaf in like.items():
         stored = leaf.stored if is_sharded_leaf(leaf) else leaf
         if path not in filled and isinstance(stored, jax.ShapeDtypeStruct):
@@ -259,7 +259,7 @@ def check_has_values(where: object, like: Mapping[str, Any], filled: Container[s
 
 
 def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether shapes and dtypes agree, or one side is Python's number, which `place` converts."""
+    """Returns whether shapes and dtypes agree, or one side is Python's number, which `place` converts."""
     # A counter that starts as Python's 0 is an array after the first step.
     dtypes = (saved["dtype"], wanted["dtype"])
     is_number = saved["shape"] == [] and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)

@@ -71,7 +71,7 @@ def next_name(directory: Place, step: int) -> str:
 
 
 def is_ours_alone(path: Place) -> bool:
-    """Whether a folder holds nothing but a checkpoint's files."""
+    """Returns whether a folder holds nothing but a checkpoint's files."""
     is_link = isinstance(path, Path) and path.is_symlink()
     return path.is_dir() and not is_link and all(OURS.fullmatch(p.name) for p in path.iterdir())
 
@@ -283,7 +283,7 @@ def open_shared(
 ) -> tuple[list[Path], bool]:
     """Removes leftovers of killed processes, and checks that all processes see one folder."""
     # Returns, on process 0, folders that are named as leftovers but hold something else; and
-    # whether the folder exists. Without `make`, a missing or read-only folder stays as it is.
+    # whether the folder exists. Without `make`, a missing or read-only folder is left unchanged.
     strangers: list[Path] = []
     token = directory / f".shared_{secrets.token_hex(8)}"
     is_open = False
@@ -297,10 +297,11 @@ def open_shared(
                         is_open = cluster.num_processes == 1 or _touch(token, must=make)
                 except OSError as error:
                     raise CheckpointError(f"{directory}: cannot be made: {describe_error(error)}") from error
-        first, is_open = cluster.exchange(f"{name}: a file", [token.name, is_open], timeout_s)[0]
+        path = str(directory.absolute() if isinstance(directory, Path) else directory)
+        first, is_open, theirs = cluster.exchange(f"{name}: a file", [token.name, is_open, path], timeout_s)[0]
         with together(f"{name}: looking", timeout_s, cluster):
             if is_open and not cluster.is_chief:
-                _await(directory / first, cluster.process_index)
+                _await(directory / first, path, theirs)
     finally:
         if cluster.is_chief and cluster.num_processes > 1:
             with contextlib.suppress(OSError, BucketError):  # it was never made, or it stays, which does no harm
@@ -319,12 +320,13 @@ def _touch(token: Place, *, must: bool) -> bool:
     return True
 
 
-def _await(token: Place, process: int) -> None:
+def _await(token: Place, path: str, theirs: str) -> None:
     deadline_s = time.monotonic() + _SEEN_S
     while not token.exists():
         if time.monotonic() > deadline_s:
-            raise CheckpointError(
-                f"process {process}, on {socket.gethostname()}, does not see in {token.parent} what process 0 has written "
-                "there. All processes need one folder on a file system that they share, and the same path to it."
-            )
+            here = f"{path} on {socket.gethostname()}"
+            text = f"{here} does not show the file that process 0 wrote there"
+            if path != theirs:
+                text = f"{here} is another folder than {theirs} of process 0"
+            raise CheckpointError(f"{text}. All processes need the same path to one folder on a shared file system.")
         time.sleep(_POLL_S)

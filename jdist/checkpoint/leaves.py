@@ -16,16 +16,16 @@ from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
 from jdist.typing import PyTree
 
-BESIDE = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
+CARRIED = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """Lists the leaves of a tree by path; those of a `StepState` as of the user's state, with the others beside them."""
+    """Lists the leaves of a tree by path; those of a `StepState` as of the user's state, and its others by prefix."""
     if isinstance(tree, StepState):
         carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
-        beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
-        return {**flatten(tree.user), **beside}
+        added = {f"{prefix}{path}": leaf for prefix, part in carried for path, leaf in flatten(part).items()}
+        return {**flatten(tree.user), **added}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_leaf)
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -64,7 +64,7 @@ def check_savable(path: str, leaf: Any, num_processes: int) -> None:
                 "states usable"
             )
         if num_processes == 1 and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            text = "is spread over processes, each of which has to save its part: pass `cluster=strategy.cluster`"
+            text = "is spread over processes, and each must save its part: pass `cluster=strategy.cluster`"
             raise CheckpointError(f"leaf {path} {text}. Its sharding is {leaf.sharding}")
 
 

@@ -74,8 +74,8 @@ def check_held(directory: BucketPath) -> None:
     holder = _holder(directory)
     if holder.get("token", _token(os.getpid())) != _token(os.getpid()):
         raise CheckpointError(
-            f"{directory}: {holder.get('who')} has begun to save here since, and a folder of checkpoints is one job's from its "
-            "start to its end. Stop that job, or give this one another folder; nothing of this save is committed."
+            f"{directory}: {holder.get('who')} has since begun to save here, and a folder of checkpoints belongs to "
+            "one job at a time. Stop that job, or give this one another folder. This save was not committed."
         )
 
 
@@ -119,7 +119,7 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
 
 
 def is_claimed(directory: Path) -> bool:
-    """Whether a process holds a directory for its saves."""
+    """Returns whether a process holds a directory for its saves."""
     import fcntl
 
     if os.path.realpath(directory) in _claims:  # to close a file would end this process's own lock on it
@@ -161,8 +161,8 @@ def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
                 who = handle.read().strip() or "another process"
                 handle.close()
                 raise CheckpointError(
-                    f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its end. "
-                    "Stop that job, wait for it, or give this one another folder."
+                    f"{directory}: {who} saves here, and a folder of checkpoints belongs to one job at a time. Stop "
+                    "that job, wait for it, or give this one another folder."
                 ) from error
         time.sleep(0.05)
     with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed

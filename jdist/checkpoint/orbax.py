@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,16 @@ from jdist.checkpoint.checkpointer import CheckpointWarning
 from jdist.checkpoint.fit import check_has_values, first_few
 from jdist.checkpoint.folder import describe_error
 from jdist.checkpoint.job import Job
+from jdist.checkpoint.pieces import groups_of
 from jdist.core.remote import shapes_of
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 from jdist.support import checks
 from jdist.support.arrays import is_key
-from jdist.support.paths import names_in
-from jdist.support.suggest import did_you_mean
+from jdist.support.leaves import names_in
 from jdist.support.tracebacks import callers_level
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
 Names = tuple[str, ...]
@@ -41,8 +42,7 @@ Names = tuple[str, ...]
 TIMEOUT_S = 600.0
 _TOGETHER_BYTES = 64 << 20  # each call reads the description of the whole tree again
 _STEP = re.compile(r"(?:.*_)?(\d+)")
-BESIDE = re.compile(r"(loss scale|residuals of |kept )(.*)", re.DOTALL)
-_KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+CARRIED = re.compile(r"(loss scale|residuals of |kept )(.*)", re.DOTALL)
 
 
 def from_orbax(
@@ -50,10 +50,10 @@ def from_orbax(
 ) -> PyTree:
     """Reads a checkpoint that Orbax wrote, of flax's `TrainState`, of nnx or of any other tree, into a state's layout.
 
-    Leaf by leaf: of those beyond 64 MB a host holds one at a time beside its share of the state.
+    Leaf by leaf: a host holds its share of the state and, of the leaves beyond 64 MB, one at a time.
 
     Args:
-        path: what Orbax was given: a checkpoint, or a `CheckpointManager`'s directory, of which the newest is read.
+        path: what Orbax was given: a checkpoint, or a `CheckpointManager`'s directory: the newest in it.
         like: the tree to fill, of arrays or of what `strategy.shapes` returns; the leaves take its shapes, dtypes and
             shardings. Leaves that only the checkpoint has are not read, with a warning that names them.
         step: of a `CheckpointManager`'s directory, the step to read.
@@ -63,8 +63,7 @@ def from_orbax(
         The state.
 
     Raises:
-        CheckpointError: there is no checkpoint of Orbax, it has no leaf of some name or one of another shape or dtype, or it
-            cannot be read.
+        CheckpointError: Orbax did not write it, it cannot be read, or a leaf is missing or has another shape or dtype.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jdist
@@ -86,7 +85,7 @@ def from_orbax(
         places = _fit(directory, saved, wanted)
         paths = list(wanted)
         check_has_values(directory, wanted, {paths[i] for i in places.values()})
-        for group in _groups(saved, places):
+        for group in groups_of({names: _num_bytes(saved[names]) for names in places}, _TOGETHER_BYTES):
             read = Job(lambda group=group: _read(ocp, handler, directory, tree, group))
             arrays = read.result(TIMEOUT_S, f"reading {directory}")
             for names in group:
@@ -133,18 +132,18 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
     directory = epath.Path(as_orbax_takes(path))
     if (ours := _ours(directory)) is not None:
         raise CheckpointError(
-            f"{directory}: is of jdist, not of Orbax. `jdist.train.Checkpointer({str(ours)!r}).restore(like)` reads it"
+            f"{directory}: jdist wrote it, not Orbax. `jdist.train.Checkpointer({str(ours)!r}).restore(like)` reads it"
         )
     if directory.is_file():
         raise CheckpointError(
-            f"{directory}: is a file, and a checkpoint of Orbax is a folder. One of flax's msgpack is read by flax: "
+            f"{directory}: is a file, and Orbax's checkpoints are folders. Read flax's msgpack by flax: "
             "flax.training.checkpoints.restore_checkpoint"
         )
     if not directory.is_dir():
         there = directory.parent.iterdir() if directory.parent.is_dir() else ()
         near = did_you_mean(directory.name, [each.name for each in there])
         raise CheckpointError(
-            f"{directory}: there is no such folder.{near} Give a checkpoint's folder, or that of a `CheckpointManager`."
+            f"{directory}: the folder does not exist.{near} Give a checkpoint's folder, or that of a `CheckpointManager`."
         )
     steps: dict[int, Any] = {}
     for each in directory.iterdir():
@@ -164,17 +163,15 @@ def _find_tree(ocp: Any, path: str | os.PathLike[str], step: int | None, item: s
         item = items[0]
     if item not in items:
         if not items:
-            text = "there is no checkpoint of a tree by Orbax (no file _METADATA)"
-            old = (
-                " One of an old Orbax or of flax's msgpack is read by what wrote it" if any(directory.iterdir()) else ""
-            )
+            text = "this folder has no checkpoint of a tree by Orbax (no file _METADATA)"
+            old = " Read one of an old Orbax, or flax's msgpack, by its own library" if any(directory.iterdir()) else ""
             raise CheckpointError(f"{directory}: {text}.{old}")
         raise CheckpointError(f"{directory}: holds the items {', '.join(items)}; say which by `item`, not {item!r}")
     return directory / item
 
 
 def _ours(directory: Any) -> Any:
-    """Finds the folder of jdist's checkpoints that a path is, or that is above or below it; None if there is none."""
+    """Finds the folder of jdist's checkpoints that a path is, or that is above or below it, or returns None."""
     if disk.NAME.fullmatch(directory.name):
         return directory.parent
     folders = (folder for folder in (directory, directory / "checkpoints") if folder.is_dir())
@@ -224,8 +221,8 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
     places: dict[Names, int] = {}
     problems: list[str] = []
     for i, (path, leaf) in enumerate(wanted.items()):
-        if BESIDE.match(path):
-            continue  # what a step keeps beside the user's state stays
+        if CARRIED.match(path):
+            continue  # what a step adds to the user's state stays
         names = by_name.get(_plain(names_in(path)))
         if names is None:
             problems.append(f"leaf {path}: not in the checkpoint")
@@ -242,27 +239,17 @@ def _fit(directory: Any, saved: Mapping[Names, dict[str, Any]], wanted: Mapping[
     if problems:
         there = f"\n  in the checkpoint alone: {', '.join(left[:5])}{', ...' * (len(left) > 5)}" if left else ""
         raise CheckpointError(
-            f"{directory}: does not fit the state, which is left as it is:\n  {first_few(problems)}{there}"
+            f"{directory}: does not fit the state, which is unchanged:\n  {first_few(problems)}{there}"
         )
     if left:
-        text = f"{directory}: {len(left)} leaves are not in the state and were left: {', '.join(left[:5])}"
+        text = f"{directory}: {len(left)} leaves are not in the state and were left out: {', '.join(left[:5])}"
         warnings.warn(text + ", ..." * (len(left) > 5), CheckpointWarning, stacklevel=callers_level())
     return places
 
 
-def _groups(saved: Mapping[Names, dict[str, Any]], places: Mapping[Names, int]) -> Iterator[list[Names]]:
-    group: list[Names] = []
-    size = 0
-    for names in places:
-        dtype = saved[names]["dtype"]
-        num_bytes = math.prod(saved[names]["shape"]) * (8 if dtype.startswith("python ") else jnp.dtype(dtype).itemsize)
-        if group and size + num_bytes > _TOGETHER_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(names)
-        size += num_bytes
-    if group:
-        yield group
+def _num_bytes(leaf: dict[str, Any]) -> int:
+    is_number = leaf["dtype"].startswith("python ")
+    return math.prod(leaf["shape"]) * (8 if is_number else jnp.dtype(leaf["dtype"]).itemsize)
 
 
 def _read(ocp: Any, handler: Any, directory: Any, tree: PyTree, group: list[Names]) -> dict[Names, np.ndarray]:
@@ -284,6 +271,5 @@ def _read(ocp: Any, handler: Any, directory: Any, tree: PyTree, group: list[Name
 
 
 def _key_kind(leaf: Any) -> str | None:
-    if not is_key(leaf):
-        return None
-    return str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else _KEY_KINDS[str(leaf.dtype)]
+    # JAX tells the kind of an array, not of its shape.
+    return str(jax.random.key_impl(jax.lax.full((), 0, leaf.dtype))) if is_key(leaf) else None

@@ -1,4 +1,4 @@
-"""Checkpoints of jdist's, written anew by Orbax for programs that use it."""
+"""Checkpoints of jdist's, rewritten by Orbax for programs that use it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint.bucket import open_path
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.checkpoint.folder import describe_error
 from jdist.checkpoint.job import Job
-from jdist.checkpoint.orbax import BESIDE, TIMEOUT_S, Names, as_orbax_takes, import_orbax
+from jdist.checkpoint.orbax import CARRIED, TIMEOUT_S, Names, as_orbax_takes, import_orbax
 from jdist.checkpoint.pieces import read_leaves
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import CheckpointError
 from jdist.support import checks
 from jdist.support.arrays import is_key
-from jdist.support.paths import names_in
+from jdist.support.leaves import names_in
 from jdist.support.tracebacks import callers_level
 from jdist.typing import PyTree
 
@@ -35,7 +36,7 @@ def to_orbax(
     step: int | None = None,
     like: PyTree | None = None,
 ) -> int:
-    """Writes a checkpoint of jdist's anew by Orbax's `CheckpointManager`, for programs that read those.
+    """Rewrites a checkpoint of jdist's by Orbax's `CheckpointManager`, for programs that read those.
 
     Such a program needs no change: `CheckpointManager(to).restore(step)` gives the tree by names, and its custom metadata has
     the position in the data, metrics and metadata. Arrays without elements, which Orbax does not take, are left out with a
@@ -53,7 +54,7 @@ def to_orbax(
         The step that was written.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, Orbax has that step already or refuses.
+        CheckpointError: the checkpoint is missing or damaged, Orbax has that step already or refuses.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp, jdist
@@ -100,14 +101,14 @@ def _find_saved(directory: str | os.PathLike[str], step: int | None) -> disk.Pla
     if step is not None:
         paths = [path for path in paths if disk.step_of(path) == step]
     if not paths:
-        raise CheckpointError(f"{folder}: there is no checkpoint here{'' if step is None else f' of step {step}'}")
+        raise CheckpointError(f"{folder}: found no checkpoint{'' if step is None else f' of step {step}'}")
     return paths[-1]
 
 
 def _tree_of_names(path: disk.Place) -> tuple[dict[str, Any], PyTree]:
     """Reads a checkpoint of jdist's as nested dicts and lists; also returns the body of its manifest."""
     body = disk.read_manifest(path)
-    tree: dict[str, Any] = {}
+    leaves: dict[Names, Any] = {}
     left: list[str] = []
     begun_s = time.monotonic()
     reading = read_leaves(path, body, dict.fromkeys(range(len(body["leaves"]))))
@@ -117,19 +118,13 @@ def _tree_of_names(path: disk.Place) -> tuple[dict[str, Any], PyTree]:
             if not array.size:
                 left.append(leaf["path"])
                 continue
-            beside = BESIDE.match(leaf["path"])
-            names = (beside[1].strip(), *names_in(beside[2])) if beside else names_in(leaf["path"]) or ("state",)
-            _put(tree, names, _value(array, leaf))
+            added = CARRIED.match(leaf["path"])
+            names = (added[1].strip(), *names_in(added[2])) if added else names_in(leaf["path"]) or ("state",)
+            leaves[names] = _value(array, leaf)
     if left:
         text = f"{path}: Orbax takes no arrays without elements; left out: {', '.join(left)}"
         warnings.warn(text, CheckpointWarning, stacklevel=callers_level())
-    return body, _with_lists(tree)
-
-
-def _put(tree: dict[str, Any], names: Names, leaf: Any) -> None:
-    for name in names[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[names[-1]] = leaf
+    return body, _with_lists(unflatten_dict(leaves))
 
 
 def _value(array: np.ndarray, leaf: Mapping[str, Any]) -> Any:
@@ -143,7 +138,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Turns nodes whose names are 0, 1, 2, ... into lists."""
+    """Turns nodes named 0, 1, 2, ... into lists."""
     if not isinstance(tree, dict):
         return tree
     nodes = {name: _with_lists(node) for name, node in tree.items()}

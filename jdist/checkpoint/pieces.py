@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from jdist.checkpoint.folder import Damaged, Place, describe_error, writing
 
 _TOGETHER_BYTES = 1 << 20  # of small leaves, which would take longer one by one
+T = TypeVar("T")
 Extent = Sequence[tuple[int, int]]  # a box of a leaf: from which index to before which, by axis
 
 
@@ -49,7 +50,7 @@ class Piece:
     crc32: int  # of its bytes
 
     def meets(self, extents: Sequence[Extent] | None) -> bool:
-        """Whether the piece has elements in one of the boxes; None stands for the whole leaf."""
+        """Returns whether the piece has elements in one of the boxes; None stands for the whole leaf."""
         bounds = [(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
         return extents is None or any(
             all(a < d and c < b for (a, b), (c, d) in zip(bounds, extent, strict=True)) for extent in extents
@@ -67,7 +68,7 @@ def _as_bytes(array: np.ndarray) -> memoryview:
 
 
 def write_pieces(file: Place, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
-    """Writes and flushes this process's pieces, and returns them by leaf; makes no file if there are none."""
+    """Writes and flushes this process's pieces, and returns them by leaf; without any it makes no file."""
     if not any(leaf.boxes for leaf in leaves):
         return [[] for _ in leaves]
     pieces: list[list[Piece]] = []
@@ -87,28 +88,36 @@ def write_pieces(file: Place, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
 def read_leaves(
     checkpoint: Place, body: dict[str, Any], needed: Mapping[int, Sequence[Extent] | None]
 ) -> Iterator[dict[int, np.ndarray]]:
-    """Reads leaves of a checkpoint one by one, each as it was saved to the bit, and keeps none."""
+    """Reads leaves of a checkpoint one by one, each equal to the saved one to the bit, and keeps none."""
     # Small leaves come a megabyte at a time. `needed` has the boxes of each leaf by number, None for
     # all of it: other pieces are not read, and their elements are not set.
     leaves = body["leaves"]
-    group: list[int] = []
-    size = 0
-    for i in sorted(needed):
-        num_bytes = math.prod(leaves[i]["stored"]["shape"]) * jnp.dtype(leaves[i]["stored"]["dtype"]).itemsize
-        if group and size + num_bytes > _TOGETHER_BYTES:
-            yield _read_group(checkpoint, leaves, group, needed)
-            group, size = [], 0
-        group.append(i)
-        size += num_bytes
-    if group:
+    stored = {i: leaves[i]["stored"] for i in sorted(needed)}
+    sizes = {i: math.prod(each["shape"]) * jnp.dtype(each["dtype"]).itemsize for i, each in stored.items()}
+    for group in groups_of(sizes, _TOGETHER_BYTES):
         yield _read_group(checkpoint, leaves, group, needed)
+
+
+def groups_of(sizes: Mapping[T, int], most: int) -> Iterator[list[T]]:
+    """Divides keys, in their order, into groups of at most so many bytes, or of one key."""
+    group: list[T] = []
+    held = 0
+    for key, size in sizes.items():
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(key)
+        held += size
+    if group:
+        yield group
 
 
 def _read_group(
     checkpoint: Place, leaves: list[dict[str, Any]], numbers: list[int], needed: Mapping[int, Sequence[Extent] | None]
 ) -> dict[int, np.ndarray]:
     """Reads the pieces of some leaves, file by file."""
-    arrays = {i: _empty(leaves[i]) for i in numbers}
+    stored = {i: leaves[i]["stored"] for i in numbers}
+    arrays = {i: np.empty(each["shape"], jnp.dtype(each["dtype"])) for i, each in stored.items()}
     for i, array in arrays.items():
         if sum(math.prod(piece["shape"]) for piece in leaves[i]["pieces"]) != array.size:
             raise Damaged(f"{checkpoint}: its manifest does not list all pieces of leaf {leaves[i]['path']}")
@@ -123,10 +132,6 @@ def _read_group(
     return arrays
 
 
-def _empty(leaf: dict[str, Any]) -> np.ndarray:
-    return np.empty(leaf["stored"]["shape"], jnp.dtype(leaf["stored"]["dtype"]))
-
-
 def _read_file(file: Place, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
     """Reads pieces of one file; each comes with the path of its leaf, and the elements to fill."""
     with file.open("rb") as handle:
@@ -136,6 +141,6 @@ def _read_file(file: Place, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> 
             data = _as_bytes(values)
             handle.seek(piece.offset)
             if handle.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc32:
-                raise Damaged(f"{file}: its checksum does not match, of leaf {path}")
+                raise Damaged(f"{file}: its checksum does not match at leaf {path}")
             if values is not box:
                 box[...] = values

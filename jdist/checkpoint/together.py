@@ -76,7 +76,7 @@ def save_together(
             raise
         text = "cannot be written; the checkpoints saved before are untouched"
         if committed:
-            text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
+            text = "cannot remove leftovers of this or an older checkpoint; the save itself is complete"
         remedy = "Free or mend the disk" if isinstance(path, Path) else "Mend the bucket or the way to it"
         raise CheckpointError(f"{path}: {text}: {disk.describe_error(error)}. {remedy}.") from error
 

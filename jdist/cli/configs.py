@@ -56,18 +56,18 @@ def run(
         config: the YAML file. Keys: name, task, strategy, train, eval, checkpoint, callbacks, log, platform.
         overrides: values that replace those of the file, the key written with dots, the value as in YAML.
         dry_run: check everything, make one batch and compile the steps; train and write nothing.
-        replay: CONFIG is a folder of a finished run: repeat it beside the old one, and say whether metrics and state are
+        replay: CONFIG is a folder of a finished run: repeat it next to the old one, and say whether metrics and state are
             equal bit for bit.
         fresh: start again; the old run folder is kept under another name.
     """
     if dry_run and replay:
-        raise ConfigError("--dry-run and --replay are given; a replay runs, so take one of them.")
+        raise ConfigError("--dry-run and --replay exclude each other: a replay runs. Leave one out.")
     # Readers in threads would hold up the loop for Python's 5 ms each (benchmarks/readers.py).
     sys.setswitchinterval(0.0005)
     if replay:
         if overrides:
-            raise ConfigError(f"--replay repeats a run as it was, so it takes no overrides: leave out {overrides[0]}.")
-        from jdist.runs.replay import replay as replay_run
+            raise ConfigError(f"--replay repeats a run unchanged, so it takes no overrides: leave out {overrides[0]}.")
+        from jdist.cli.runs.replay import replay as replay_run
 
         return replay_run(config, fresh=fresh)
 
@@ -133,7 +133,7 @@ def sweep(
         mode: whether the greatest or the least value comes first; as checkpoint.mode or the metric's name says.
         fresh: start again; old run folders are kept under other names.
     """
-    from jdist.runs.sweep import sweep as run_sweep
+    from jdist.cli.runs.sweep import sweep as run_sweep
 
     return run_sweep(config, overrides, grid, name=name, metric=metric, mode=mode, fresh=fresh)
 
@@ -148,7 +148,7 @@ def runs(
 
     With a folder, or none for runs/, it lists the runs below it: task, strategy, steps, the metric that matters, time
     and state. With two run folders it shows the config keys in which they differ, their last metrics, and draws the
-    curves of both into one picture beside the first. With --timeline and one run it shows its attempts over time: steps,
+    curves of both into A_and_B.png next to the first. With --timeline and one run it shows its attempts over time: steps,
     evaluations and checkpoints, the processes that `jdist launch` started, what killed them, and the steps that were done
     again; as a picture, RUN/timeline.svg, and as a trace for https://ui.perfetto.dev, RUN/timeline.json.
 
@@ -159,14 +159,14 @@ def runs(
       jdist runs --json
       jdist runs --timeline runs/digits
 
-    Exit codes: 0; 2 there is no such run.
+    Exit codes: 0; 2 the run does not exist.
 
     Args:
         folders: a folder of runs; or two run folders, or their names in runs/.
         json: print JSON instead of tables.
         timeline: show when the run did what; a folder of `jdist launch`'s logs will do, too.
     """
-    from jdist.runs.show import show, show_timeline
+    from jdist.cli.runs.show import show, show_timeline
 
     return (show_timeline if timeline else show)(folders, as_json=json)
 
@@ -184,13 +184,13 @@ def checkpoint(
       jdist checkpoint runs/digits/checkpoints/step_00000500_save_00003
       jdist checkpoint model.safetensors
 
-    Exit codes: 0 it is listed; 1 there is none, or it is damaged.
+    Exit codes: 0 it is listed; 1 it is missing or damaged.
 
     Args:
-        path: a run folder, a folder of checkpoints or a bucket's URL, of which the newest is listed; one of the checkpoints;
+        path: a run folder, a folder of checkpoints or a bucket's URL (the newest in it); one of the checkpoints;
             safetensors; or what Orbax has written to a disk.
     """
-    from jdist.runs.contents import show
+    from jdist.cli.runs.contents import show
 
     return show(path)
 
@@ -239,15 +239,15 @@ def plan(
     """
     from jdist.experiment.load import load
     from jdist.experiment.validate import validate
-    from jdist.strategies import cuda
+    from jdist.strategies import absent_plugins
 
-    cuda.import_jax()  # whole: it may be asked for GPUs' kernels
+    absent_plugins.import_jax()  # whole: it may be asked for GPUs' kernels
     from jdist.plan.command import check_svg, parse_sweep, plan_command, suggest_command
     from jdist.plan.target import configure_platform, parse_target
 
     target = parse_target(topology)
     if suggest and sweep is not None:
-        raise ConfigError("--suggest and --sweep both say what to try; leave one of them out.")
+        raise ConfigError("--suggest and --sweep exclude each other; leave one out.")
     if svg is not None:
         check_svg(svg, tries_several=suggest or sweep is not None)
     batches = None if sweep is None else parse_sweep(sweep)

@@ -17,8 +17,8 @@ from jdist.cli.configs import checkpoint, plan, run, runs, sweep
 from jdist.cli.processes import doctor, launch, serve
 from jdist.cluster import exit_status
 from jdist.errors import ConfigError, JDistError
-from jdist.strategies import cuda
-from jdist.support.suggest import did_you_mean
+from jdist.strategies import absent_plugins
+from jdist.support.words import did_you_mean
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "run": run,
@@ -63,7 +63,7 @@ def _format_warning(
 
 
 def _is_reader_gone() -> bool:
-    """Whether nobody reads standard output any longer, as in `jdist runs | head -1`."""
+    """Returns whether nobody reads standard output any longer, as in `jdist runs | head -1`."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # errors alone
     return bool(poll.poll(0))
@@ -79,7 +79,7 @@ def _call(arguments: Sequence[str]) -> int:
     except JDistError as exc:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
-        # The notes say where: which batch of which data, which checkpoint.
+        # The notes say where: the data and its batch, or the checkpoint.
         print(f"jdist: {exc}", *getattr(exc, "__notes__", ()), sep="\n", file=sys.stderr)
         code = exit_status.of(exc)
     except KeyboardInterrupt:
@@ -95,7 +95,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         name, *rest = arguments
         _refuse_dashes(name, rest)
         if name != "plan":  # which may be asked for GPUs' kernels
-            cuda.pass_over_plugin()
+            absent_plugins.pass_over_plugin()
         if name in _FLAGS_ANYWHERE:
             rest = flags_last(rest, COMMANDS[name])
         return tyro.cli(COMMANDS[name], prog=f"jdist {name}", args=rest)
@@ -104,7 +104,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return exit_status.FINISHED
     if arguments and not arguments[0].startswith("-"):
         raise ConfigError(
-            f"there is no command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
+            f"unknown command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
         )
     app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand
     for name, command in COMMANDS.items():

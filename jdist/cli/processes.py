@@ -127,8 +127,8 @@ def serve(
         tls_key: its private key, PEM; else JDIST_TLS_KEY.
         tls_ca: certificates of the authority that signed all others', PEM; else JDIST_TLS_CA.
         health_address: answer probes here as well, without TLS, and nothing else.
-        allow_custom_call: custom calls that received functions may make, beside those of XLA's own operations.
-        script: the program, whose functions may make datasets on a worker.
+        allow_custom_call: custom calls that received functions may make, in addition to XLA's own.
+        script: the program; its functions may make datasets on a worker.
         insecure: listen beyond loopback without TLS or token.
         with_parent: end when standard input is closed or the parent process is gone, and not for lack of calls.
     """
@@ -180,6 +180,6 @@ def doctor(
         alone: leave out what needs the other processes of the cluster.
         timeout_s: how long to wait for them.
     """
-    from jdist.doctor.report import examine, report
+    from jdist.cli.doctor.report import examine, report
 
     return report(examine(alone=alone, timeout_s=timeout_s), as_json=json)

@@ -9,17 +9,15 @@ May import: support, errors.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from jdist.cluster.resolvers.host_lists import lsf, sagemaker, skypilot
 from jdist.cluster.resolvers.jax_env import jax_env
-from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
 from jdist.cluster.resolvers.launchers import mpi, open_mpi, submitit, torchrun
+from jdist.cluster.resolvers.pods import kubernetes, leader_worker_set, tpu
 from jdist.cluster.resolvers.resolve import DEFAULT, Resolver, resolve, simple, union
 from jdist.cluster.resolvers.slurm import slurm
 from jdist.cluster.resolvers.tf_config import tf_config, vertex
-from jdist.cluster.resolvers.tpu import tpu
 from jdist.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -48,11 +46,11 @@ __all__ = [
     "union",
     "vertex",
 ]
-# Reading the cluster does not need JAX.
-_LAZY = {"preemption": "jdist.cluster.stop"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "preemption":  # which needs JAX; reading the cluster does not
+        from jdist.cluster.stop import preemption
+
+        return preemption
     raise AttributeError(f"module 'jdist.cluster' has no attribute {name!r}")

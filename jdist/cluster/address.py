@@ -28,12 +28,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def normalized(address: str) -> tuple[str, int]:
-    """Normalises a valid address, so that two spellings of it are equal; names are not looked up.
-
-    Example:
-        >>> normalized("[::1]:22") == normalized("[0:0::1]:0022"), normalized("N1:22")
-        (True, ('n1', 22))
-    """
+    """Normalises a valid address, so that two spellings of it are equal; names are not looked up."""
     host, port = split(address)
     return (ipaddress.IPv6Address(host).compressed if ":" in host else host.lower()), port
 
@@ -59,7 +54,7 @@ def host_problem(host: str) -> str | None:
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            return "What stands in the brackets is no IPv6 address."
+            return "The brackets must hold an IPv6 address."
         return None
     if _NAME.fullmatch(host) is None:
         return "A host's name is made of letters, digits, dots and hyphens."

@@ -20,7 +20,7 @@ class CommunicationOptions:
         bytes_per_pack: gradients are sent in packs of at least this many bytes, so that the first may leave while the
             last is computed; 0: in one.
         timeout_s: seconds of silence after which a process is lost, and all others end with exit code 75; also how long
-            others wait for a process whose program has ended. Python code must not hold the interpreter's lock as long.
+            others wait for a process after its program has ended. Python code must not hold the interpreter's lock as long.
         start_timeout_s: seconds to wait until all processes have come.
         progress_timeout_s: seconds to wait for a process that is alive and does not come to the same step, as where its
             data loader or a collective is stuck. Then all end with exit code 75, and say where each was. Time in which it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jdist.cluster.address import ALLOWED, problem, refused
+from jdist.cluster.address import ALLOWED, host_problem, problem, refused
 
 TOKEN = "JDIST_TOKEN"  # a job's secret: process 0 takes in nobody without it
 ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # number of attempts of `jdist launch` before this one
@@ -23,12 +23,7 @@ def text(environ: Mapping[str, str], variable: str) -> str | None:
 
 
 def whole_number(digits: str) -> int | None:
-    """Parses a text of digits; None if it is anything else ("1.0", "-1", "1_000").
-
-    Example:
-        >>> whole_number("07"), whole_number("-1")
-        (7, None)
-    """
+    """Parses a text of digits; None if it is anything else ("1.0", "-1", "1_000")."""
     return int(digits) if _DIGITS.fullmatch(digits) else None
 
 
@@ -73,6 +68,14 @@ def address(environ: Mapping[str, str], variable: str) -> str | None:
     written = text(environ, variable)
     if written is not None and (wrong := problem(written)) is not None:
         raise refused(variable, written, ALLOWED, wrong)
+    return written
+
+
+def host(environ: Mapping[str, str], variable: str) -> str | None:
+    """Reads the host of process 0 in a variable; None if it is not set."""
+    written = text(environ, variable)
+    if written is not None and (wrong := host_problem(written)) is not None:
+        raise refused(variable, written, "the name or address of process 0's host", wrong)
     return written
 
 

@@ -85,12 +85,12 @@ def failed(code: int) -> None:
 
 
 def is_finished() -> bool:
-    """Whether the program's work is done: no note, and no exception has reached the interpreter."""
+    """Returns whether the program's work is done: no note, and no exception has reached the interpreter."""
     return not _notes and getattr(sys, "last_value", None) is None
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a Python shell, where an earlier error says nothing of the end."""
+    """Returns whether this is a notebook or a Python shell, where an earlier error says nothing of the end."""
     return bool(sys.flags.interactive) or getattr(sys, "ps1", None) is not None
 
 

@@ -52,7 +52,7 @@ class Point(enum.Enum):
     AFTER_COMMIT = "commit=after"  # committed on all servers, not reported
     # Of a parameter server:
     IN_SNAPSHOT = "snapshot=in"  # its part is taken, and nobody has read it
-    IN_REPLACE = "replace=in"  # asked to start anew, and has not
+    IN_REPLACE = "replace=in"  # asked to start over, and has not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def arm(process: int, environ: Mapping[str, str]) -> None:
 
 
 def armed() -> bool:
-    """Whether any failure is armed in this process."""
+    """Returns whether any failure is armed in this process."""
     return bool(_armed)
 
 

@@ -29,17 +29,17 @@ def unused_job(environ: Mapping[str, str], mesh: Mesh | None) -> str | None:
     if mesh is not None and jax.process_count() > 1:  # with a mesh, JAX has started its devices
         return (
             f"JAX runs as {jax.process_count()} processes, as on the hosts of a TPU slice, and each of them trains by itself, "
-            "on all of the data: `jdist.multi_worker()` trains on all of them together. docs/clusters.md has the variables "
-            "that each needs."
+            "on all of the data: `jdist.multi_worker()` trains on all of them together. "
+            "docs/cluster_environments.md has the variables that each needs."
         )
     launched = ATTEMPT in environ
     try:
         spec = resolve(environ, resolvers=STARTED)
     except ClusterConfigError as exc:
         # An error in the launcher's own cluster is raised where the cluster is asked for.
-        return None if launched else f"the environment tells of other processes, and this one trains by itself. {exc}"
+        return None if launched else f"the environment names other processes, and this one trains by itself. {exc}"
     who = "`jdist launch` has started this process" if launched else f"this process was started ({spec.resolver})"
-    if "ps" in spec.jobs:  # of which the chief's program alone is the user's
+    if "ps" in spec.jobs:  # only the chief's program is the user's
         unused = spec.task_type == "chief"
         return (
             f"{who} with parameter servers, which nothing uses: `jdist.parameter_server()` would." if unused else None

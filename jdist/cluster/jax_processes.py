@@ -35,7 +35,7 @@ def check_unused() -> None:
 
 
 def is_started() -> bool:
-    """Whether JAX has started its devices in this process."""
+    """Returns whether JAX has started its devices in this process."""
     minutes = "jax_cpu_get_global_topology_timeout_minutes"
     try:
         # The only public sign of started devices: JAX refuses to change how they are started.
@@ -79,5 +79,5 @@ def check_devices(devices: Sequence[Any]) -> None:
 
 
 def is_error_of_jax(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, came from JAX's runtime, as a broken collective's does."""
+    """Returns whether an error, or one that led to it, came from JAX's runtime, as a broken collective's does."""
     return any(isinstance(each, jax.errors.JaxRuntimeError) or _STATUS.match(str(each)) for each in causes(error))

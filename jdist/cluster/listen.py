@@ -29,7 +29,7 @@ def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
     return port
 
 
-def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "process 0") -> str:
+def numeric_address(host: str, environ: Mapping[str, str], *, owner: str = "process 0") -> str:
     """Looks up a host's numeric address; in a Kubernetes pod it waits until the name is known."""
     deadline_s = time.monotonic() + (_POD_S if "KUBERNETES_SERVICE_HOST" in environ else 0.0)
     while True:
@@ -37,7 +37,7 @@ def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "proc
             return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as exc:
             if time.monotonic() > deadline_s:
-                raise ClusterError(f"the host {host!r} of {whose} has no address ({exc}). Is the name right?") from exc
+                raise ClusterError(f"the host {host!r} of {owner} has no address ({exc}). Is the name right?") from exc
         time.sleep(_RETRY_S)
 
 
@@ -79,7 +79,11 @@ def listen(address: str, port: int) -> socket.socket:
 def check_free(address: str, port: int) -> None:
     """Refuses a coordinator port that is taken: JAX itself would share it with another JAX job."""
     _server(
-        address, port, "JAX's coordinator", "an earlier job, or another process that counts as process 0, may hold it."
+        address,
+        port,
+        "JAX's coordinator",
+        "an earlier job, or another process that counts as process 0, may hold it. JAX_COORDINATOR_PORT on all processes "
+        "replaces a port that jdist chose.",
     ).close()
 
 

@@ -63,6 +63,9 @@ class Runtime:
         self._ended = False  # whether the program has come to its end
         self._not_a_loss: BaseException | None = None
 
+    def __repr__(self) -> str:
+        return f"Runtime(process {self.process_index} of {self.num_processes})"
+
     @property
     def process_index(self) -> int:
         """This process's index, from 0."""
@@ -75,12 +78,12 @@ class Runtime:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is process 0, which alone writes metrics, plots and logs."""
+        """Returns whether this is process 0, which alone writes metrics, plots and logs."""
         return self.process_index == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process hears of this one."""
+        """Returns whether no other process hears of this one."""
         return self._watch is None
 
     @property
@@ -128,7 +131,7 @@ class Runtime:
             self._watch.wish_to_stop(reason)
 
     def stops_after(self, step: int, part: int = 0) -> bool:
-        """Whether all processes stop now, after `step` steps and `part` of the next work."""
+        """Returns whether all processes stop now, after `step` steps and `part` of the next work."""
         # All processes must ask at the same places.
         return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
 
@@ -209,7 +212,7 @@ class Runtime:
             self._hard_exit.exit(code, logging.shutdown)
 
     def _all_failed(self, code: int) -> bool:
-        """Whether all others end with an error as well, often the same one; then none of them is lost."""
+        """Returns whether all others end with an error as well, often the same one; then none of them is lost."""
         try:
             self.exchange("an end with an error", code, min(_SAME_ERROR_S, self.timeout_s / 5))
         except ClusterError:

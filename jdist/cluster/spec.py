@@ -10,8 +10,8 @@ from typing import Any
 from jdist.cluster.address import ALLOWED, normalized, problem, refused
 from jdist.errors import ClusterConfigError
 from jdist.support.checks import as_int
-from jdist.support.suggest import did_you_mean
 from jdist.support.table import Table
+from jdist.support.words import did_you_mean
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 
@@ -99,7 +99,7 @@ class ClusterSpec:
 
     @property
     def process_index(self) -> int:
-        """This process's index in the synchronous job: 0 is the chief, or worker 0 where there is no chief.
+        """This process's index in the synchronous job: 0 is the chief, or worker 0 without a chief.
 
         Raises:
             ClusterConfigError: this is a parameter server or an evaluator.
@@ -116,7 +116,7 @@ class ClusterSpec:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is process 0 of the synchronous job, which alone writes metrics, plots and logs."""
+        """Returns whether this is process 0 of the synchronous job, which alone writes metrics, plots and logs."""
         return self.task_type in ("chief", "worker") and self.process_index == 0
 
     @property
@@ -130,7 +130,7 @@ class ClusterSpec:
         """The address of process 0, where JAX's coordinator listens.
 
         Raises:
-            ClusterConfigError: there is none, as for one process alone, or where there are only ps and evaluator.
+            ClusterConfigError: the cluster has none, as for one process alone, or has only ps and evaluator.
         """
         if not self.processes or self.processes[0] is None:
             raise ClusterConfigError(

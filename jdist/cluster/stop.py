@@ -46,7 +46,7 @@ class Preemption:
 
     @property
     def reason(self) -> str | None:
-        """Who asked: "SIGTERM", "SIGINT" or "the watcher"; None as long as nobody has."""
+        """Names who asked: "SIGTERM", "SIGINT" or "the watcher"; None as long as nobody has."""
         return self._cluster.stopping
 
     @property
@@ -59,7 +59,7 @@ class Preemption:
         return exit_status.INTERRUPTED if self.reason == "SIGINT" else exit_status.PREEMPTED
 
     def stops_after(self, step: int, part: int = 0) -> bool:
-        """Whether all processes stop now, after `step` steps; if so, it has called `save`. Raises what `save` raised."""
+        """Returns whether all processes stop now, after `step` steps; if so, it has called `save`, and raises its errors."""
         # All processes ask at the same places. `part` counts within long work between two steps, such
         # as the batches of an evaluation; it is 0 before the first. Asking is cheap until somebody stops.
         if self._problem is not None:

@@ -101,13 +101,13 @@ def own_part(cut: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def is_own_part(eqn: Any) -> bool:
-    """Whether an equation is one of `own_part`."""
+    """Returns whether an equation is one of `own_part`."""
     return eqn.primitive.name in ("jit", "pjit") and eqn.params.get("name") == "jdist_own_part"
 
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Returns a maximum or minimum over replicas as it is; raises StepError where it is differentiated."""
+    """Returns a maximum or minimum over replicas unchanged; raises StepError where it is differentiated."""
     return x
 
 
@@ -129,10 +129,9 @@ def gradient_of(value: jax.Array, parameter: jax.Array) -> jax.Array:
 def _refuse_per_example(axis_size: int, in_batched: Sequence[bool], value: jax.Array, parameter: jax.Array) -> Any:
     if in_batched[0] and not in_batched[1]:
         raise StepError(
-            "`jax.vmap` maps `jdist.value_and_grad` or `jdist.grad` over examples, whose gradients would be averaged over the "
-            "replicas example by example, before they are clipped. A gradient for each example is local: write "
-            "`jax.vmap(jax.grad(loss_fn), (None, 0))`, clip, take the mean, and combine that: "
-            '`grads = jdist.all_reduce(mean_of_clipped, "mean")`.'
+            "`jax.vmap` maps `jdist.value_and_grad` or `jdist.grad` over examples: their gradients would be averaged over the "
+            "replicas before they are clipped. Write `jax.vmap(jax.grad(loss_fn), (None, 0))`, clip, take the mean, and "
+            'combine that: `grads = jdist.all_reduce(mean_of_clipped, "mean")`.'
         )
     return jnp.zeros(()), False
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jdist.core.precision import Precision
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
@@ -63,7 +64,7 @@ class ReplicaTrace:
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:
-        """Whether the caller runs in the step itself, not inside a `lax.scan` or `jax.jit` of it."""
+        """Returns whether the caller runs in the step itself, not inside a `lax.scan` or `jax.jit` of it."""
         return self.level == _trace_level()
 
 
@@ -113,33 +114,52 @@ def check_not_mixed(strategy: Strategy) -> None:
     if outer is None or outer is strategy or outer.name == "default":
         return
     raise StrategyError(
-        f"two strategies are mixed: within the scope of {outer!r} no other may be used, here {strategy!r}. Leave the "
-        "first one's `with` block before, or use that strategy for both; two calls of `jdist.mirrored()` make two strategies."
+        f"two strategies are mixed: {strategy!r} is used within the scope of {outer!r}. Leave that `with` block first, "
+        "or use one strategy for both; two calls of `jdist.mirrored()` make two strategies."
     )
 
 
 def is_foreign(strategy: Strategy) -> bool:
-    """Whether the caller's JAX settings would change or refuse a strategy's programs: see `own_settings`."""
+    """Returns whether the caller's JAX settings would change or refuse a strategy's programs: see `own_settings`."""
     return _compiles_nothing() or _has_foreign_mesh(strategy) or _keeps_tracers(strategy)
 
 
 @contextlib.contextmanager
 def own_settings(strategy: Strategy) -> Iterator[None]:
     """Keeps the caller's JAX settings out: programs are compiled, new arrays lie on no mesh in context, all may be moved."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.transfer_guard("allow"))
-        if _compiles_nothing():
-            stack.enter_context(jax.disable_jit(False))
-        if _has_foreign_mesh(strategy):
-            stack.enter_context(jax.set_mesh(None))
-        if _keeps_tracers(strategy):
-            stack.enter_context(jax.check_tracer_leaks(False))
+    with (
+        jax.transfer_guard("allow"),
+        jax.disable_jit(False),
+        _no_mesh() if _has_foreign_mesh(strategy) else contextlib.nullcontext(),
+        jax.check_tracer_leaks(False) if _keeps_tracers(strategy) else contextlib.nullcontext(),
+    ):
         yield
 
 
-def mesh_of_program(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-    """Enters the mesh around a step in the global view, for its constraints by `PartitionSpec`; `shard_map` does so itself."""
-    return jax.set_mesh(strategy.mesh) if strategy.is_global_view else contextlib.nullcontext()
+@contextlib.contextmanager
+def plain_jax() -> Iterator[None]:
+    """Clears the mesh in context and JAX's switches for a function that is traced for no strategy; see `own_settings`."""
+    with _no_mesh(), jax.disable_jit(False), jax.transfer_guard("allow"):
+        yield
+
+
+@contextlib.contextmanager
+def _no_mesh() -> Iterator[None]:
+    before = jax.sharding.get_mesh()
+    with jax.set_mesh(before), jax.set_mesh(before):  # see `run_under_mesh`
+        jax.set_mesh(None)
+        yield
+
+
+def run_under_mesh(strategy: Strategy, run: Callable[..., R], *arguments: Any) -> R:
+    """Runs a step's program; in the global view under its mesh, for constraints by `PartitionSpec`."""
+    if not strategy.is_global_view:
+        return run(*arguments)
+    before = jax.sharding.get_mesh()
+    # The outer restores it if an interrupt cuts the inner's exit short.
+    with jax.set_mesh(before), jax.set_mesh(before):
+        jax.set_mesh(strategy.mesh)
+        return run(*arguments)
 
 
 def _compiles_nothing() -> bool:
@@ -147,7 +167,7 @@ def _compiles_nothing() -> bool:
 
 
 def _keeps_tracers(strategy: Strategy) -> bool:
-    """Whether JAX, from 0.11, would take for a leak what the gradient of gathered parts keeps until it was taken."""
+    """Returns whether JAX, from 0.11, would take for a leak what the gradient of gathered parts keeps until it was taken."""
     # The rule is off, as JAX leaves the setting out of its annotations.
     return strategy.parts is not None and jax.config.jax_check_tracer_leaks  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -183,7 +203,7 @@ def current_strategy() -> Strategy | None:
 
 
 def in_replica_context() -> bool:
-    """Whether the caller's code is what a replica runs.
+    """Returns whether the caller's code is what a replica runs.
 
     True while a distributed step or `strategy.run`'s function is traced, in the global view too; and where no strategy
     other than the default one is current, as code is then run by itself, once. False within `strategy.scope()` outside
@@ -201,6 +221,6 @@ def in_replica_context() -> bool:
 
 
 def has_strategy() -> bool:
-    """Whether a strategy other than the default one is current."""
+    """Returns whether a strategy other than the default one is current."""
     strategy = current_strategy()
     return strategy is not None and strategy.name != "default"

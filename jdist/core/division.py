@@ -1,4 +1,4 @@
-"""How each leaf of a state is kept: which are in parts, and along which axes."""
+"""The division of a state: the leaves in parts, and the axes that they are cut on."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def forms_or_refusal(strategy: Strategy, state: PyTree, *, is_all: bool = True) 
     named = ", ".join(f"{jax.tree_util.keystr(path)} ({size:,} bytes)" for size, path in whole[:5])
     pairs = zip(chosen, described, strict=True)
     of_rules = any(any(f.model) and not f.is_cut and layout.takes_parts(*each) for f, each in pairs)
-    small = f"Arrays of fewer than {layout.whole_below:,} elements stay whole, and PRNG keys. Lower `whole_below`"
+    small = f"Arrays of fewer than {layout.whole_below:,} elements and PRNG keys stay whole. Lower `whole_below`"
     ruled = (
-        "Of a leaf that a rule divides another axis is cut among the replicas, and here none divides well: let the rule name "
-        "another axis, or take fewer devices a replica"
+        "A leaf that a rule divides is cut on another axis among the replicas, and here no axis divides well: name "
+        "another axis in the rule, or use fewer devices a replica"
     )
     return chosen, (
         f"{share:.1%} of the state's {sum(sizes):,} bytes would stay whole on every device: {named}"
@@ -131,7 +131,7 @@ def aval_of(x: Any) -> Any:
 
 
 def struct_of(layout: Layout, x: Any, form: Form) -> Any:
-    """Makes the `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a `ShardedLeaf` of one."""
+    """Makes the `ShapeDtypeStruct` of a stored leaf; `x` is an array, a struct or a `ShardedLeaf` of one."""
     stored = jax.ShapeDtypeStruct(form.stored, aval_of(x).dtype, sharding=layout.kept(form))
     return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
@@ -162,13 +162,13 @@ class FormsByPath:
         return next((form for at, form in cut if at.endswith(path)), cut[0][1])
 
     def of_part(self, shape: tuple[int, ...], part: tuple[int, ...]) -> Form:
-        """Returns the form of an array of this shape whose parts have that one."""
+        """Returns the form of an array of this shape with parts of that one."""
         known = (form for _, form in self._by_shape.get(shape, ()) if form.is_cut)
         return next((form for form in known if form.part(self.layout.num_parts) == part), self.layout.form(shape))
 
 
 def is_in_place(layout: Layout, x: Any, form: Form) -> bool:
-    """Whether a leaf is stored in this form, on the strategy's devices."""
+    """Returns whether a leaf is stored in this form, on the strategy's devices."""
     stored = x.stored if is_sharded_leaf(x) else x
     is_array = isinstance(stored, jax.Array) and not jax.typeof(stored).weak_type
     return is_array and is_sharded_leaf(x) == form.is_cut and stored.sharding == layout.kept(form)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.per_replica import PerReplica, Replicas, as_axis, is_per_replica, is_rows_of_replicas, named
+from jdist.core.per_replica import PerReplica, as_axis, is_per_replica, is_rows_of_replicas, named
+from jdist.core.replica_mesh import ReplicaMesh
 from jdist.errors import StepError
 from jdist.support import checks
 from jdist.support.arrays import check_not_donated, is_key, local_rows, promote_types, to_host
@@ -23,15 +24,15 @@ from jdist.typing import PyTree
 HostReduceOp = Literal["mean", "sum", "MEAN", "SUM"]  # the latter are TensorFlow's
 
 
-def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
+def local_results(value: PyTree, mesh: ReplicaMesh) -> tuple[PyTree, ...]:
     """Splits a value into this process's replicas' versions: `Strategy.local_results`."""
     check_not_donated(value, "the value")
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    parts = [_local_parts(node, replicas) for node in nodes]
+    parts = [_local_parts(node, mesh) for node in nodes]
     if all(part is None for part in parts):
         return (jax.tree.map(to_host, value),)
     # With `accumulate` each microbatch has a version of its own.
-    count = max(len(replicas.local), *(len(part) for part in parts if part is not None))
+    count = max(len(mesh.local_replicas), *(len(part) for part in parts if part is not None))
     if any(part and len(part) != count for part in parts):
         raise StepError(
             f"strategy.local_results: some values have {count} versions, others fewer; take those of steps with another "
@@ -41,7 +42,7 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     return tuple(jax.tree.unflatten(treedef, [part[i] for part in whole]) for i in range(count))
 
 
-def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
+def gather(value: PyTree, axis: int, mesh: ReplicaMesh) -> PyTree:
     """Concatenates the replicas' arrays: `Strategy.gather`."""
     axis = as_axis("strategy.gather", axis)
     check_not_donated(value, "the value")
@@ -63,9 +64,9 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
         return (jnp if is_key(arrays[0]) else np).concatenate(arrays, axis)
 
     def one(outer: Any, node: PyTree) -> PyTree:
-        parts = _parts(node, replicas, "strategy.gather")
+        parts = _parts(node, mesh, "strategy.gather")
         if parts is None:
-            if replicas.count > 1:
+            if mesh.num_replicas > 1:
                 raise StepError(
                     "strategy.gather: the value is not a PerReplica, so it is the same on all replicas and there is nothing to "
                     "concatenate. Pass what `strategy.run` returned, or `jdist.PerReplica.of([...])`."
@@ -76,7 +77,7 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
 
 
-def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, replicas: Replicas) -> PyTree:
+def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, mesh: ReplicaMesh) -> PyTree:
     """Reduces the replicas' arrays to one: `Strategy.reduce`."""
     others = 'For others take `strategy.local_results(value)`, or `jdist.all_reduce(x, "max")` on the replicas.'
     checks.choice("op", op, get_args(HostReduceOp), StepError, call="strategy.reduce", fix=others)
@@ -84,7 +85,7 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
     check_not_donated(value, "the value")
 
     def one(outer: Any, node: PyTree) -> PyTree:
-        parts = _parts(node, replicas, "strategy.reduce") or (to_host(node),)
+        parts = _parts(node, mesh, "strategy.reduce") or (to_host(node),)
         return jax.tree_util.tree_map_with_path(
             lambda path, *xs: _reduce_arrays(op.lower(), xs, axes, named(outer + path)), *parts
         )
@@ -109,7 +110,7 @@ def _as_axes(axis: Any) -> tuple[int, ...] | None:
 def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | None, name: str) -> np.ndarray:
     """Sums or averages one leaf over the replicas, and over `axes` of each replica's array."""
     if any(is_key(array) for array in arrays):
-        raise StepError(f"strategy.reduce: {name} is a PRNG key, of which there is no {op}.")
+        raise StepError(f"strategy.reduce: {name} is a PRNG key, which has no {op}.")
     dtype = jnp.result_type(*arrays)
     is_exact = not jnp.issubdtype(dtype, jnp.inexact)
     # As NumPy and JAX have it: a sum of bools counts, small integers add up in 32 bits; a mean of integers is floating point.
@@ -129,8 +130,8 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
     shapes = ", ".join(str(array.shape) for array in arrays)
     if any(part.shape != parts[0].shape for part in parts):
         raise StepError(
-            f"strategy.reduce: {name} has the shapes {shapes} on the replicas; what `axis` {axes} leaves of them must be "
-            "alike. To reduce over sizes that differ, name their axis."
+            f"strategy.reduce: {name} has the shapes {shapes} on the replicas; all axes but `axis` {axes} must have "
+            "equal sizes. To reduce over sizes that differ, name their axis."
         )
     total = np.stack(parts).sum(axis=0, dtype=parts[0].dtype)
     if op == "sum":
@@ -140,33 +141,34 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
     return np.asarray(total / count, out)
 
 
-def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | None:
+def _parts(node: Any, mesh: ReplicaMesh, call: str) -> tuple[PyTree, ...] | None:
     """Splits a `PerReplica` or a distributed batch's leaf into the replicas' parts, on the host; None for all else."""
     if isinstance(node, PerReplica):
-        parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves has no number of versions
-        if len(parts) % replicas.count:
+        # A tree without leaves has no number of versions.
+        parts = node.all_results() or (node.value,) * mesh.num_replicas
+        if len(parts) % mesh.num_replicas:
             raise StepError(
-                f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {replicas.count} replicas, and it "
-                "needs one for each, or for each of their microbatches."
+                f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {mesh.num_replicas} replicas, and "
+                "it needs one for each, or for each of their microbatches."
             )
         return parts
-    is_by_rows = is_rows_of_replicas(node, replicas.by_replica, call)
-    return _split(to_host(node), replicas.count) if is_by_rows else None
+    is_by_rows = is_rows_of_replicas(node, mesh.batch_sharding, call)
+    return _split(to_host(node), mesh.num_replicas) if is_by_rows else None
 
 
-def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
+def _local_parts(node: Any, mesh: ReplicaMesh) -> tuple[PyTree, ...] | None:
     """Splits as `_parts`, for this process's replicas."""
     call = "strategy.local_results"
     leaves = jax.tree.leaves(node.value) if isinstance(node, PerReplica) else []
-    if any(is_rows_of_replicas(x, replicas.by_replica, call) for x in leaves):
+    if any(is_rows_of_replicas(x, mesh.batch_sharding, call) for x in leaves):
         return node.local_results()
-    if is_rows_of_replicas(node, replicas.by_replica, call):
-        return _split(local_rows(node), len(replicas.local))
-    parts = _parts(node, replicas, call)  # on the host, or the same on all: nothing to exchange
+    if is_rows_of_replicas(node, mesh.batch_sharding, call):
+        return _split(local_rows(node), len(mesh.local_replicas))
+    parts = _parts(node, mesh, call)  # on the host, or the same on all: nothing to exchange
     if parts is None:
         return None
-    each = len(parts) // replicas.count
-    return tuple(parts[i * each + m] for i in replicas.local for m in range(each))
+    each = len(parts) // mesh.num_replicas
+    return tuple(parts[i * each + m] for i in mesh.local_replicas for m in range(each))
 
 
 def _split(rows: Any, count: int) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""How arrays of the state are cut: into parts among the replicas, and each over the devices of a replica."""
+"""The cuts of a state's arrays: into parts among the replicas, and each over the devices of a replica."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.errors import DeviceError
-from jdist.support import gloo
+from jdist.support import xla
 
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
@@ -74,7 +74,7 @@ class Form:
 
     @property
     def is_cut(self) -> bool:
-        """Whether replicas have parts of the array."""
+        """Returns whether replicas have parts of the array."""
         return self.size > 0
 
     @property
@@ -91,7 +91,7 @@ class Form:
 
     @property
     def of_layer(self) -> Form | None:
-        """How one layer of a stack is stored, whose first axis counts layers; None where layers are not stored one by one."""
+        """Returns the form of one layer of a stack (the first axis counts layers); None if not stored layer by layer."""
         if self.shape != self.of or self.axis == 0 or any(self.model[:1]):
             return None
         return Form(self.of[1:], self.shape[1:], self.axis - 1, self.size, self.model[1:])
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def on_host(self) -> bool:
-        """Whether the state is in host memory between steps."""
+        """Returns whether the state is in host memory between steps."""
         return self.memory == "host"
 
     @property
@@ -160,11 +160,11 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(), memory_kind=self.memory_kind)
 
     def spec(self, form: Form) -> PartitionSpec:
-        """How the stored array is cut among the replicas."""
+        """Returns the cut of the stored array among the replicas."""
         return PartitionSpec(*(None,) * form.axis, self.axes) if form.is_cut else PartitionSpec()
 
     def full_spec(self, form: Form) -> PartitionSpec:
-        """How the stored array is cut among all devices."""
+        """Returns the cut of the stored array among all devices."""
         entries: list[Any] = [*form.model, *(None,) * (len(form.stored) - len(form.model))]
         if form.is_cut:
             entries[form.axis] = self.axes
@@ -182,7 +182,7 @@ class Layout:
         return NamedSharding(self.mesh, self.full_spec(form), memory_kind=memory_kind)
 
     def takes_parts(self, shape: tuple[int, ...], dtype: Any) -> bool:
-        """Whether an array is kept in parts: it has an element for each of them, and is no array of PRNG keys."""
+        """Returns whether an array is kept in parts: it has an element for each of them, and does not hold PRNG keys."""
         is_large = math.prod(shape) >= max(self.num_parts, self.whole_below)
         return self.num_parts > 1 and is_large and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -191,8 +191,8 @@ class Layout:
         # On devices one axis of the array is cut; of three axes and more not the first, for some
         # padding if necessary: if it is a stack, a layer can be gathered by itself. (A stack of
         # biases is small, and gathered in full.) In host memory rows are cut that span the last
-        # axes. Any array could be one row of elements. But on a TPU, making a row of a matrix whose
-        # sides are no multiples of its tiles takes long, to compile as well, while rows that fill
+        # axes. Any array could be one row of elements. But on a TPU, making a row of a matrix with
+        # sides that are not multiples of its tiles takes long, to compile as well, while rows that fill
         # their tiles stay in place. Parts of parts would interleave: a `model` array without
         # another axis that divides well is not cut.
         n, size = self.num_parts, math.prod(shape)
@@ -231,7 +231,7 @@ class Layout:
         return jax.lax.dynamic_slice_in_dim(form.store(x), jax.lax.axis_index(self.axes) * length, length, form.axis)
 
     def all_gather(self, part: jax.Array, form: Form) -> jax.Array:
-        """Gathers the array of which each replica has a part; called where the axes are bound."""
+        """Gathers an array from each replica's part; called where the axes are bound."""
         if not any(form.model):
             return form.restore(jax.lax.all_gather(part, self.axes, axis=form.axis, tiled=True))
         gather = jax.custom_vjp(lambda part: self._gather_in_replica(part, form))
@@ -248,7 +248,7 @@ class Layout:
     def sum_scatter(self, x: jax.Array, form: Form) -> jax.Array:
         """Sums arrays over the replicas among which parts are spread; each receives its part. The transpose of `all_gather`."""
 
-        if gloo.scatters_wrongly():
+        if xla.gloo_scatters_wrongly():
             return self.sum_scatter_wide(x, form, x.dtype)
 
         def scatter(x: jax.Array) -> jax.Array:
@@ -298,8 +298,9 @@ def _host_memory(strategy: Strategy) -> str:
     kinds = [kind for kind in HOST_MEMORIES if kind in offered]
     if not offered:
         raise DeviceError(
-            f"central_storage keeps the state in host memory, and JAX describes {strategy.devices[0].device_kind} devices "
-            "that are not here without any: compile for a TPU topology, or use jdist.mirrored(topology=...)."
+            "central_storage keeps the state in host memory, which JAX does not describe for "
+            f"{strategy.devices[0].device_kind} devices that are not here: compile for a TPU topology, or use "
+            "jdist.mirrored(topology=...)."
         )
     if not kinds:
         raise DeviceError(

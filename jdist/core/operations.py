@@ -1,4 +1,4 @@
-"""What differs between kinds of strategies: what stands behind the methods of `Strategy`, and which states are in parts."""
+"""The differences between kinds of strategies: the functions behind the methods of `Strategy`, and states in parts."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdist.core.replica_mesh import ReplicaMesh
 from jdist.errors import StepError
 from jdist.support.arrays import check_not_donated, is_key, local_rows, put_rows, to_host
 from jdist.support.checks import as_int
@@ -58,7 +59,7 @@ class PerReplica:
             The values stacked along a new leading axis; or kept apart, where their shapes differ.
 
         Raises:
-            StepError: no value, trees of different structure, or a leaf that is no array of numbers.
+            StepError: no value, trees of different structure, or a leaf that is not an array of numbers.
 
         Example:
             >>> import jdist, numpy as np
@@ -69,7 +70,7 @@ class PerReplica:
         """
         values = tuple(values)
         if not values:
-            raise StepError("jdist.PerReplica.of: there is no value; pass one for each replica.")
+            raise StepError("jdist.PerReplica.of: no values; pass one for each replica.")
         for i, value in enumerate(values):
             if jax.tree.structure(value) != jax.tree.structure(values[0]):
                 raise StepError(
@@ -84,7 +85,7 @@ class PerReplica:
         return cls(jax.tree.map(_stacked, *parts))
 
     def __getitem__(self, key: Any) -> PerReplica:
-        """Takes an entry of the tree: of a function that returns `(a, b)`, `x[0]` is the `PerReplica` of `a`."""
+        """Takes the entry `key` of the tree: of a function that returns `(a, b)`, `x[0]` is the `PerReplica` of `a`."""
         if isinstance(self.value, Uneven):
             return PerReplica(Uneven(tuple(_entries(part)[key] for part in self.value.parts)))
         return PerReplica(_entries(self.value)[key])
@@ -120,8 +121,7 @@ class PerReplica:
         if () in sizes or len(sizes) > 1:
             raise StepError(
                 "a PerReplica holds arrays with one leading axis of replicas, it has the shapes "
-                f"{', '.join(str(leaf.shape) for leaf in leaves)}. To put one value for each replica together, write "
-                "`jdist.PerReplica.of([first, second, ...])`."
+                f"{', '.join(str(leaf.shape) for leaf in leaves)}; write `jdist.PerReplica.of([first, second, ...])`."
             )
         num_replicas = leaves[0].shape[0] if leaves else 0
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
@@ -134,7 +134,7 @@ def _as_array(path: Any, x: Any) -> Any:
     array = np.asarray(x)
     if array.dtype.kind in "OSUMm":
         raise StepError(
-            f"a value of a replica is no array of numbers: {jax.tree_util.keystr(path) or 'it'} is a {type(x).__name__}. "
+            f"a value of a replica is not an array of numbers: {jax.tree_util.keystr(path) or 'it'} is a {type(x).__name__}. "
             "Keep other things in a list of your own, one entry for each replica."
         )
     return array.astype(jnp.result_type(array))
@@ -156,7 +156,7 @@ def _entries(tree: PyTree) -> Any:
 
 
 def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
-    """Whether `x` is an array of a distributed batch; refuses a stack of batches."""
+    """Returns whether `x` is an array of a distributed batch; refuses a stack of batches."""
     # `by_replica` is the sharding of such an array, None without a mesh; errors name `call`.
     # Replicas of a stack lie along its second axis.
     if by_replica is None or not isinstance(x, jax.Array):
@@ -171,7 +171,7 @@ def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
 
 
 def is_per_replica(node: object) -> bool:
-    """Whether `node` is a `PerReplica`, for use as `is_leaf`."""
+    """Returns whether `node` is a `PerReplica`, for use as `is_leaf`."""
     return isinstance(node, PerReplica)
 
 
@@ -198,17 +198,6 @@ def put_per_replica(tree: PyTree, taken: list[PyTree]) -> PyTree:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Replicas:
-    """A strategy's replicas."""
-
-    count: int
-    local: tuple[int, ...]  # the numbers of those that this process drives
-    # the strategy's `batch_sharding`, which marks an array of `distribute_dataset` as spread over
-    # the replicas in rows
-    by_replica: NamedSharding | None
-
-
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
     """Names the replica that a value is made for: the argument of `strategy.distribute_values_from_function`'s function.
@@ -222,22 +211,22 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replicas) -> PerReplica:
+def values_from_function(fn: Callable[[ValueContext], PyTree], mesh: ReplicaMesh) -> PerReplica:
     """Makes the values of this process's replicas: `Strategy.distribute_values_from_function`."""
     if not callable(fn):
         raise StepError(
             "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
             f"it got a {type(fn).__name__}."
         )
-    values = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local])
-    sharding = replicas.by_replica
+    values = PerReplica.of([fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas])
+    sharding = mesh.batch_sharding
     if isinstance(values.value, Uneven) or sharding is None:
         return values
-    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), values.value))
+    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, mesh.num_replicas, 0), values.value))
 
 
 def as_array(call: str, name: str, x: Any) -> jax.Array:
-    """Makes an argument an array of numbers, or of keys; raises StepError, with the call's name, if it is none."""
+    """Makes an argument an array of numbers, or of keys; or raises StepError with the call's name."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as exc:  # text, None, lists of unequal lengths
@@ -248,7 +237,7 @@ def as_array(call: str, name: str, x: Any) -> jax.Array:
 
 
 def as_arrays(call: str, tree: PyTree) -> PyTree:
-    """Makes each leaf of a tree an array of numbers, or of keys; raises StepError for one that is none."""
+    """Makes each leaf of a tree an array of numbers, or of keys, or raises StepError."""
     return jax.tree_util.tree_map_with_path(lambda path, x: as_array(call, named(path), x), tree)
 
 
@@ -268,7 +257,7 @@ def check_numbers(call: str, op: str, tree: PyTree) -> None:
 
 
 def as_axis(call: str, axis: Any) -> int:
-    """Converts an axis to concatenate along to a Python int; raises StepError if it is none."""
+    """Converts an axis to concatenate along to a Python int, or raises StepError."""
     number = as_int(axis)
     if number is not None:
         return number

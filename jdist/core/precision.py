@@ -17,7 +17,7 @@ import numpy as np
 from jdist.core.step_state import LossScale, pack, unpack
 from jdist.errors import StepError
 from jdist.support import checks
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -79,7 +79,7 @@ class Precision:
         return jnp.dtype(_DTYPES[self.name])
 
     def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
-        """Casts floating-point leaves that are wider to the compute dtype; leaves all others as they are.
+        """Casts floating-point leaves that are wider to the compute dtype; leaves all others unchanged.
 
         Example:
             >>> import jdist, jax.numpy as jnp
@@ -101,7 +101,7 @@ class Precision:
         return unpack(jax.tree_util.tree_map_with_path(cast, pack(tree)))
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Casts leaves of the compute dtype to float32; leaves all others as they are."""
+        """Casts leaves of the compute dtype to float32; leaves all others unchanged."""
 
         def cast(x: Any) -> Any:
             is_half = isinstance(x, jax.Array) and x.dtype == self.compute_dtype
@@ -117,7 +117,7 @@ class Precision:
         for name in self.keep:
             if name not in there:
                 raise StepError(
-                    f"`jdist.precision({self.name!r}, keep=...)` names {name!r}, which is no entry of the state or the batch."
+                    f"`jdist.precision({self.name!r}, keep=...)` names {name!r}, which is not an entry of state or batch."
                     f"{did_you_mean(name, there)} They have: {', '.join(sorted(there))}."
                 )
 
@@ -135,9 +135,9 @@ def precision(
     loss function. What a step computes of the batch elsewhere, such as a metric, is computed from rounded values: `keep` names
     entries that are not to be. Gradients come back in float32 to the parameters, which are float32 throughout, as are the
     optimiser's state, batch statistics, the sums of `jdist.mean`, all-reduces, and the loss, what `has_aux` returns and metrics
-    as they are returned. Integers, bools and keys are never cast, nor are replicated arguments of the step.
+    as returned. Integers, bools and keys are never cast, nor are replicated arguments of the step.
 
-    "fp16" scales the loss (Micikevicius et al. 2018): a step whose all-reduced gradients are not finite is left out on all
+    "fp16" scales the loss (Micikevicius et al. 2018): a step with all-reduced gradients that are not finite is left out on all
     replicas alike, and the scale halved; after `growth_interval` finite ones in a row it doubles. What is still not finite
     at scale 1 does what `non_finite` says.
 
@@ -168,7 +168,7 @@ def precision(
         >>> str(w.dtype), str(metrics["loss"].dtype)
         ('float32', 'float32')
 
-    Source: jmp's Policy (https://github.com/google-deepmind/jmp), whose names the methods of the value have.
+    Source: jmp's Policy (https://github.com/google-deepmind/jmp); the methods of the value have its names.
     """
     fix = "Without `precision` a step computes in the dtype of its parameters."
     checks.choice("name", name, _DTYPES, StepError, call="jdist.precision", fix=fix)

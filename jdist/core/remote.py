@@ -1,4 +1,4 @@
-"""Interfaces to other processes: trees whose arrays they hold, and a coordinator that schedules functions on them."""
+"""Interfaces to other processes: trees with arrays that they hold, and a coordinator that schedules functions on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RemoteTree(abc.ABC):
     @property
     @abc.abstractmethod
     def shapes(self) -> PyTree:
-        """The tree, with a `jax.ShapeDtypeStruct` in the place of each array."""
+        """The tree, with a `jax.ShapeDtypeStruct` in place of each array."""
 
     @abc.abstractmethod
     def fetch(self) -> PyTree:
@@ -32,14 +32,11 @@ class RemoteTree(abc.ABC):
 
 
 class Coordinator(Protocol):
-    """An interface to the workers of a parameter server, which `jdist.ps.ClusterCoordinator` implements."""
+    """An interface to the workers of a parameter server, which `jdist.ps.ClusterCoordinator` implements and describes."""
 
     def schedule(
         self, fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> PyTree:
-        """Schedules a call of a function on a worker."""
-        ...
-
+    ) -> PyTree: ...
     def create_per_worker_dataset(
         self,
         fn: Callable[..., Any] | str,
@@ -47,36 +44,16 @@ class Coordinator(Protocol):
         partial: Literal["pad", "drop", "error"] = "pad",
         with_mask: bool = False,
         prefetch: int = 2,
-    ) -> Iterable[Any]:
-        """Makes a dataset of which each worker reads its own share."""
-        ...
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits until everything that was scheduled is done."""
-        ...
-
+    ) -> Iterable[Any]: ...
+    def join(self, timeout_s: float | None = None) -> None: ...
     @property
-    def done(self) -> bool:
-        """Whether everything that was scheduled is done."""
-        ...
-
+    def done(self) -> bool: ...
     @property
-    def num_workers(self) -> int:
-        """How many workers there are."""
-        ...
-
+    def num_workers(self) -> int: ...
     @property
-    def local_workers(self) -> tuple[int, ...]:
-        """Process ids of the workers of this machine."""
-        ...
-
-    def fetch(self, tree: PyTree) -> PyTree:
-        """Replaces each `RemoteValue` in a tree by its array."""
-        ...
-
-    def close(self) -> None:
-        """Ends the connections, and the processes that the strategy has started."""
-        ...
+    def local_workers(self) -> tuple[int, ...]: ...
+    def fetch(self, tree: PyTree) -> PyTree: ...
+    def close(self) -> None: ...
 
 
 def fetched(tree: PyTree) -> PyTree:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist.core.per_replica import Replicas
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
 
@@ -19,7 +18,7 @@ Transform = Literal["shard_map", "pmap", "jit"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaMesh:
-    """A mesh whose axes are those of replicas, and those inside each; `Strategy` describes the fields."""
+    """A mesh with axes of replicas, and axes inside each; `Strategy` describes the fields."""
 
     name: str
     devices: tuple[Device, ...] = ()
@@ -44,23 +43,23 @@ class ReplicaMesh:
         """The first device of each replica."""
         return self.devices[:: len(self.devices) // self.num_replicas or 1]
 
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas, and those among them that this process drives."""
+    @functools.cached_property
+    def local_replicas(self) -> tuple[int, ...]:
+        """The numbers of the replicas that this process drives."""
         local = range(self.num_replicas)
         if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
             here = self.batch_sharding.addressable_devices
             local = (i for i in local if self.first_devices[i] in here)
-        return Replicas(count=self.num_replicas, local=tuple(local), by_replica=self.batch_sharding)
+        return tuple(local)
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether the all-reduce keeps something of each gradient: steps return a `jdist.StepState` with residuals."""
+        """Returns whether the all-reduce keeps something of each gradient: steps return a `jdist.StepState` with residuals."""
         return self.num_replicas > 1 and not self.reduction.exact
 
     @property
     def is_global_view(self) -> bool:
-        """Whether a step sees the whole batch, and the compiler spreads it."""
+        """Returns whether a step sees the whole batch, and the compiler spreads it."""
         return self.transform == "jit"
 
     @property

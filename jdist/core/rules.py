@@ -1,4 +1,4 @@
-"""Which axes of a state's leaves are divided over the devices of a replica: by rules over paths, or by flax's metadata."""
+"""The axes of a state's leaves that are divided over the devices of a replica: by rules over paths, or by flax's metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jdist.core.layout import axes_of, names_in
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import StepError
-from jdist.support.paths import join_path, matches_path, nearest_path
+from jdist.support.leaves import join_path, matches_path, nearest_path
 from jdist.typing import PyTree
 
 Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
@@ -23,7 +23,7 @@ _SHARDINGS = ("out_sharding", "sharding_names", "sharding")  # of a variable of 
 
 @dataclass(frozen=True)
 class Rule:
-    """Divides the leaves whose path it matches over mesh axes inside a replica."""
+    """Divides the leaves at paths that it matches over mesh axes inside a replica."""
 
     # a regular expression for the end of a path, from a node's name on; None: flax's metadata
     pattern: str | None
@@ -31,11 +31,11 @@ class Rule:
     axes: tuple[Any, ...]
 
     def matches(self, path: str) -> bool:
-        """Whether a leaf at this path is divided so."""
+        """Returns whether a leaf at this path is divided so."""
         return self.pattern is not None and matches_path(self.pattern, path)
 
     def says_as(self, other: Rule) -> bool:
-        """Whether another rule divides the same axes: what it ends with, None, does not count."""
+        """Returns whether another rule divides the same axes: what it ends with, None, does not count."""
         pairs = itertools.zip_longest(self.axes, other.axes)
         return all(names_in(a) == names_in(b) for a, b in pairs)
 
@@ -62,8 +62,8 @@ def rules_of(
         matching += [noted] if noted is not None and all(not noted.says_as(rule) for rule in matching) else []
         if len(matching) > 1:
             raise StepError(
-                f"two rules divide the leaf {path}: {matching[0]} and {matching[1]}. Make their patterns such that one of "
-                "them matches it, or leave one of them out."
+                f"two rules divide the leaf {path}: {matching[0]} and {matching[1]}. Change the patterns so that only "
+                "one matches it, or leave one out."
             )
         found.append(matching[0] if matching else None)
     own = [path for (path, _, _), of_optimizer in zip(leaves, is_of_optimizer, strict=True) if not of_optimizer]
@@ -92,13 +92,13 @@ def rules_of(
 
 
 def _nearest(rule: Rule, paths: Sequence[str]) -> str | None:
-    """Finds the path whose end is nearest to a rule's pattern."""
+    """Finds the path with the end nearest to a rule's pattern."""
     assert rule.pattern is not None
     return nearest_path(rule.pattern, paths)
 
 
 def _fits(strategy: Strategy, shape: tuple[int, ...], rule: Rule, shapes: set[tuple[int, ...]] | None) -> bool:
-    """Whether a leaf of an optimiser's state is divided by a rule: as a parameter of that shape, if there are any."""
+    """Returns whether a leaf of an optimiser's state is divided by a rule: as a parameter of that shape, if there are any."""
     return shape in shapes if shapes else _undivided(strategy, shape, rule) is None
 
 
@@ -106,14 +106,14 @@ def _check_divides(strategy: Strategy, path: str, shape: tuple[int, ...], rule: 
     if len(rule.axes) > len(shape):
         raise StepError(
             f"the rule {rule} has {len(rule.axes)} entries, and the leaf {path} has {len(shape)} axes: its shape is "
-            f"{list(shape)}. Give an entry an axis at most."
+            f"{list(shape)}. Give at most one entry for each axis."
         )
     axis = _undivided(strategy, shape, rule)
     if axis is not None:
         raise StepError(
             f"the rule {rule} divides axis {axis} of the leaf {path} among {_num_devices(strategy, rule.axes[axis])} devices, "
             f"and that axis has {shape[axis]} elements: the shape is {list(shape)}, the mesh axes are {_described(strategy)}. "
-            "Divide another axis, or change the size of one of the two."
+            "Divide another axis, or change one of the sizes."
         )
 
 
@@ -147,7 +147,7 @@ def _leaves(strategy: Strategy, state: PyTree) -> Iterator[tuple[str, tuple[int,
 
 
 def _is_noted(node: Any) -> bool:
-    """Whether a node is a box of flax's linen, or a variable of nnx."""
+    """Returns whether a node is a box of flax's linen, or a variable of nnx."""
     return (hasattr(node, "unbox") and hasattr(node, "names")) or hasattr(node, "get_metadata")
 
 
@@ -174,7 +174,7 @@ def _as_rule(strategy: Strategy, path: str, axes: tuple[Any, ...]) -> Rule | Non
     for name in axes_of(axes):
         if name not in strategy.mesh.shape:
             raise StepError(
-                f"flax's metadata of the leaf {path} name the axis {name!r}, which the mesh has not: it has "
+                f"flax's metadata of the leaf {path} name the axis {name!r}, which the mesh does not have: it has "
                 f"{', '.join(strategy.mesh.shape)}. Name one of these; logical names need rules that translate them "
                 "(`nn.with_logical_partitioning(..., rules=...)`)."
             )

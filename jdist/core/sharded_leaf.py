@@ -54,7 +54,7 @@ class ShardedLeaf:
 
     @property
     def kept(self) -> str:
-        """Where it is kept, in words."""
+        """Describes where it is kept."""
         return describe("", self).kept
 
     @property
@@ -114,7 +114,7 @@ for _name in _OPERATORS:  # Python looks them up in the class, past `__getattr__
 
 
 def is_sharded_leaf(node: object) -> bool:
-    """Whether `node` is a `ShardedLeaf`, for use as `is_leaf`."""
+    """Returns whether `node` is a `ShardedLeaf`, for use as `is_leaf`."""
     return isinstance(node, ShardedLeaf)
 
 
@@ -138,7 +138,7 @@ def spread_like(array: np.ndarray, like: ShardedLeaf) -> ShardedLeaf:
 
 
 def _part(array: np.ndarray, stored: tuple[int, ...], at: Any) -> np.ndarray:
-    """Copies a part out of an array whose stored shape is `stored`, padded with zeros."""
+    """Copies a part out of an array of stored shape `stored`, padded with zeros."""
     bounds = [each.indices(size)[:2] for each, size in zip(at, stored, strict=True)]
     part = np.zeros([last - first for first, last in bounds], array.dtype)
     if len(stored) == array.ndim:

@@ -22,7 +22,7 @@ from jdist.core.step_state import pack
 from jdist.errors import StepError
 from jdist.support.leaves import Leaf, Way, describe, leaves_of, path_of
 from jdist.support.tracebacks import without_own_frames
-from jdist.support.units import counted, size
+from jdist.support.words import counted, size
 from jdist.typing import PyTree
 
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -139,7 +139,7 @@ def _planned(strategy: Strategy, state: PyTree) -> tuple[list[Leaf], str | None]
 def _placed(strategy: Strategy, x: Any) -> jax.ShapeDtypeStruct:
     """Describes a leaf of a state under a strategy that keeps arrays whole."""
     sharding, aval = strategy.replicated_sharding or jnp.zeros(()).sharding, aval_of(x)
-    # Residuals of compressed gradients stay as they are: each replica has its own part.
+    # Residuals of compressed gradients stay unchanged: each replica has its own part.
     if isinstance(x, jax.Array) and not x.is_deleted() and not x.sharding.is_fully_replicated:
         sharding = x.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

@@ -11,7 +11,7 @@ from jdist.errors import StepError
 from jdist.support.leaves import Leaf, table_of
 from jdist.support.svg import MARGIN, BarPart, Svg, fit, kind, text_width
 from jdist.support.table import Table
-from jdist.support.units import counted, size
+from jdist.support.words import counted, size
 
 _WIDTH, _INDENT, _ROW = 868.0, 14.0, 20.0
 _NOTE, _TOTAL, _BARS = 150.0, 400.0, 416.0  # where a place's note begins, its bytes end, and its bars begin
@@ -80,7 +80,7 @@ class StateReport:
         return _draw(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture as an SVG file, whose name must end in ".svg"."""
+        """Writes the picture as an SVG file; its name must end in ".svg"."""
         if not os.fspath(path).endswith(".svg"):
             raise StepError(f"the picture is SVG, and {os.fspath(path)!r} does not end in .svg.")
         self.svg.save(path)

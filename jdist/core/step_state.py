@@ -1,4 +1,4 @@
-"""A step's state: what steps carry beside the user's from call to call, and leaves of the user's that are no arrays.
+"""A step's state: what steps add to the user's from call to call, and leaves of the user's that are not arrays.
 
 Such a leaf, a model's activation function for example, is a constant of the step. Inside of jdist it is a `StaticLeaf`, a
 node without children: it belongs to the structure of the state, by which programs are told apart and which a step has to
@@ -35,20 +35,20 @@ class LossScale:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepState:
-    """A user's state, and what steps carry from call to call beside it.
+    """A user's state, and what steps carry with it from call to call.
 
-    A step in `jdist.precision("fp16")` and one whose all-reduce compresses gradients return their state so; the step function
+    A step in `jdist.precision("fp16")` and one with a compressed all-reduce return their state so; the step function
     itself sees only `user`. Pass it on whole, and save it whole. Fields and items of the user's state can be read as if they
     were its own. So can its methods: what they return of the state's own type, as `replace` and `apply_gradients` do, has the
-    same beside it.
+    same added.
 
     Attributes:
         user: the state as the step function returned it.
         loss_scale: the scale for the next step, `state.loss_scale.scale`; None where the loss is not scaled.
         residuals: what compressed gradients left out, which is sent with the next ones: `{name of a step: one entry for each
-            gradient that it takes}`, outside of a step arrays of shape [num_replicas, ...], of which each replica holds its
+            gradient that it takes}`, outside of a step arrays of shape [num_replicas, ...], and each replica holds its
             own part; None where nothing is compressed.
-        kept: trees by name that a checkpoint holds beside the state; None everywhere else.
+        kept: trees by name that a checkpoint holds with the state; None everywhere else.
     """
 
     user: PyTree
@@ -57,7 +57,7 @@ class StepState:
     kept: Mapping[str, PyTree] | None = None
 
     def with_user(self, user: PyTree) -> StepState:
-        """Replaces the user's state and keeps what is beside it: for a change that no method of the state makes.
+        """Replaces the user's state by `user` and keeps the rest: for a change that no method of the state makes.
 
         Example:
             >>> import jdist
@@ -84,7 +84,7 @@ class StepState:
 
 
 def _is_method_of(user: PyTree, value: Any) -> bool:
-    """Whether what an attribute gives is a method of the state: Python's own, Equinox's, or a partial one."""
+    """Returns whether what an attribute gives is a method of the state: Python's own, Equinox's, or a partial one."""
     if isinstance(value, functools.partial):  # of `functools.partialmethod`
         value = value.func
     return callable(value) and getattr(value, "__self__", None) is user
@@ -114,32 +114,32 @@ def _rewrapping(state: StepState, method: Callable[..., Any]) -> Callable[..., A
 
 
 def user_state(state: PyTree) -> PyTree:
-    """Returns the user's own state, without what steps carry beside it."""
+    """Returns the user's own state, without what steps add to it."""
     return state.user if isinstance(state, StepState) else state
 
 
 def user_states(tree: PyTree) -> PyTree:
-    """Strips each state of a tree of what steps carry beside it."""
+    """Strips each state of a tree of what steps add to it."""
     return jax.tree.map(user_state, tree, is_leaf=lambda x: isinstance(x, StepState))
 
 
 def with_user_state(around: PyTree, state: PyTree) -> PyTree:
-    """Puts what steps carry beside `around` beside another user's state."""
+    """Returns a user's state with what steps have added to `around`."""
     return dataclasses.replace(around, user=state) if isinstance(around, StepState) else state
 
 
 def carrying(state: PyTree, **carried: Any) -> StepState:
-    """Puts these of a `StepState`'s fields beside a state, in place of those that it has."""
+    """Adds these of a `StepState`'s fields to a state, in place of those that it has."""
     return dataclasses.replace(state if isinstance(state, StepState) else StepState(state), **carried)
 
 
 def loss_scale_of(state: PyTree) -> LossScale | None:
-    """Returns the loss scale beside a state, if any."""
+    """Returns a state's loss scale, if any."""
     return state.loss_scale if isinstance(state, StepState) else None
 
 
 def residuals_of(state: PyTree) -> PyTree:
-    """Returns the residuals beside a state, if any."""
+    """Returns a state's residuals, if any."""
     return state.residuals if isinstance(state, StepState) else None
 
 
@@ -151,7 +151,7 @@ def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
 
 
 def carried_by(state: PyTree) -> set[str]:
-    """Names what steps carry beside a state."""
+    """Names what steps have added to a state."""
     fields = {"loss scale": loss_scale_of(state), "residuals": residuals_of(state)}
     return {name for name, value in fields.items() if value is not None}
 
@@ -163,7 +163,7 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLeaf:
-    """A leaf that is no array."""
+    """A leaf that is not an array."""
 
     value: Hashable  # from the user's tree
     type: type  # its type: 1, 1.0 and True are equal
@@ -173,7 +173,7 @@ class StaticLeaf:
 
 
 def is_static(node: object) -> bool:
-    """Whether `node` is a `StaticLeaf`, for use as `is_leaf`."""
+    """Returns whether `node` is a `StaticLeaf`, for use as `is_leaf`."""
     return isinstance(node, StaticLeaf)
 
 
@@ -192,8 +192,7 @@ def pack(tree: PyTree) -> PyTree:
         except TypeError as exc:
             raise StepError(
                 f"state leaf {jax.tree_util.keystr(path) or 'itself'} is a {type(leaf).__name__} that cannot be hashed: {exc}. "
-                "What is no array in a state is a constant of the step, by which programs are told apart; give its class "
-                "a `__hash__`, or keep it out of the state."
+                "A constant of the step needs a `__hash__`; else keep it out of the state."
             ) from exc
         constants_found.append(leaf)
         return StaticLeaf(leaf, type(leaf))
@@ -215,7 +214,7 @@ def unpack(tree: PyTree) -> PyTree:
 
 
 def has_static(tree: PyTree) -> bool:
-    """Whether a tree has a `StaticLeaf`."""
+    """Returns whether a tree has a `StaticLeaf`."""
     return any(map(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
 
 

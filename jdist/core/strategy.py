@@ -198,7 +198,7 @@ class Strategy(ReplicaMesh):
             StepError: a `PerReplica` of another number of replicas.
         """
         with self.cluster.blocked():
-            return host_reduce.local_results(value, self.replicas)
+            return host_reduce.local_results(value, self)
 
     @without_own_frames
     @context.in_own_settings
@@ -213,7 +213,7 @@ class Strategy(ReplicaMesh):
             A `PerReplica`, each replica's value on its own device.
 
         Raises:
-            StepError: the values' trees differ, or hold what is no array of numbers.
+            StepError: the values' trees differ, or hold something other than arrays of numbers.
 
         Example:
             >>> import jdist
@@ -223,7 +223,7 @@ class Strategy(ReplicaMesh):
             [10]
         """
         self.need_devices("distribute_values_from_function")
-        return values_from_function(fn, self.replicas)
+        return values_from_function(fn, self)
 
     @without_own_frames
     @context.in_own_settings
@@ -241,7 +241,7 @@ class Strategy(ReplicaMesh):
             StepError: a leaf is a scalar, has no such axis, or differs in size on another one.
         """
         with self.cluster.blocked():
-            return host_reduce.gather(value, axis, self.replicas)
+            return host_reduce.gather(value, axis, self)
 
     @without_own_frames
     @context.in_own_settings
@@ -268,7 +268,7 @@ class Strategy(ReplicaMesh):
             1.5
         """
         with self.cluster.blocked():
-            return host_reduce.reduce(op, value, axis, self.replicas)
+            return host_reduce.reduce(op, value, axis, self)
 
     @without_own_frames
     @context.in_own_settings
@@ -287,8 +287,8 @@ class Strategy(ReplicaMesh):
         """Feeds global batches to the replicas.
 
         Args:
-            dataset: `jdist.data.from_arrays(...)`, a dataset of Grain, Hugging Face, PyTorch or `tf.data` whose elements are
-                batches, or any iterable of numpy pytrees, one global batch each. With several processes all make the same
+            dataset: `jdist.data.from_arrays(...)`, a dataset of Grain, Hugging Face, PyTorch or `tf.data` with batches as
+                elements, or any iterable of numpy pytrees, one global batch each. With several processes all make the same
                 one, unless `autoshard` of the options says otherwise.
             options: how batches are made ahead, and how several processes share the dataset: `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: pad it and mask the padding,
@@ -311,16 +311,11 @@ class Strategy(ReplicaMesh):
             BatchError: a batch does not fit the replicas, or its leaves disagree.
         """
         self.need_devices("distribute_dataset")
-        asked = FeedOptions(
-            num_replicas=self.num_replicas,
-            partial=partial,
-            with_mask=with_mask,
-            steps_per_call=steps_per_call,
-            batch_axis=batch_axis,
-            shapes=shapes,
-            input=input_options(options, prefetch),
-        )
-        return self.operations.feed_batches(self, dataset, asked)
+        asked = dict(partial=partial, with_mask=with_mask, steps_per_call=steps_per_call, batch_axis=batch_axis)
+        return self.operations.feed_batches(self, dataset, self._feed(options, prefetch, shapes=shapes, **asked))
+
+    def _feed(self, options: InputOptions | None, prefetch: int | None, **asked: Any) -> FeedOptions:
+        return FeedOptions(num_replicas=self.num_replicas, input=input_options(options, prefetch), **asked)
 
     @without_own_frames
     @context.in_own_settings
@@ -341,11 +336,11 @@ class Strategy(ReplicaMesh):
         `InputOptions(replication="per_replica")` it is called once for each replica, which takes its own dataset's next
         batch. Padding is at the end of the joined global batch: where a batch is short, the rows behind it move up.
 
-        Under a parameter server it runs on the workers, each of which has to find it: see
+        Under a parameter server it runs on the workers, and each must be able to find it: see
         `strategy.coordinator.create_per_worker_dataset`.
 
         Args:
-            fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.
+            fn: from a `jdist.InputContext` to a source of per-replica batches.
             options: how batches are made ahead; None: `jdist.InputOptions()`.
             partial: as for `distribute_dataset`; a full batch is one of per-replica batches as large as the first.
             with_mask: as for `distribute_dataset`.
@@ -370,15 +365,8 @@ class Strategy(ReplicaMesh):
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
         self.need_devices("distribute_datasets_from_function")
-        asked = FeedOptions(
-            num_replicas=self.num_replicas,
-            partial=partial,
-            with_mask=with_mask,
-            steps_per_call=steps_per_call,
-            batch_axis=batch_axis,
-            input=input_options(options, None),
-        )
-        return self.operations.feed_pipelines(self, fn, asked)
+        asked = dict(partial=partial, with_mask=with_mask, steps_per_call=steps_per_call, batch_axis=batch_axis)
+        return self.operations.feed_pipelines(self, fn, self._feed(options, None, **asked))
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it.

@@ -1,4 +1,4 @@
-"""Batches whose rows are not on the first axis.
+"""Batches with rows on another axis than the first.
 
 Between a call and the user's step every batch has its rows first: its axes are moved when a program begins, and moved back
 for the step itself. XLA removes a pair of moves with nothing between.
@@ -26,7 +26,7 @@ Take = Callable[[PyTree], PyTree]  # makes numpy arrays of a source's batch, row
 
 
 def is_first(batch_axis: BatchAxis) -> bool:
-    """Whether rows are on the first axis of every leaf."""
+    """Returns whether rows are on the first axis of every leaf."""
     return as_int(batch_axis) == 0
 
 
@@ -41,8 +41,7 @@ def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
         if as_int(axis, least=0) is None:
             raise error(
                 f"`batch_axis` has {axis!r}{f' at {jax.tree_util.keystr(path)}' if path else ''}; it must be an integer of at "
-                "least 0, the axis that a batch's rows are on, or a tree of them as in `jax.vmap`'s `in_axes`. What has no "
-                'rows is passed with the role "replicated".'
+                'least 0, or a tree of them as in `jax.vmap`\'s `in_axes`. Pass arrays without rows as "replicated".'
             )
 
 
@@ -86,9 +85,9 @@ def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: 
         for (path, leaf), axis_of_leaf in zip(jax.tree_util.tree_leaves_with_path(batch), axes_of_batch, strict=True):
             if np.ndim(leaf) <= lead + axis_of_leaf:
                 raise BatchError(
-                    f"batch leaf {jax.tree_util.keystr(path) or 'itself'} has shape {np.shape(leaf)}, and its rows are to be "
-                    f"on axis {axis_of_leaf}{' after the axis of steps' if lead else ''}, as `batch_axis` says. Say another "
-                    "axis for it, in a tree as `jax.vmap` takes for `in_axes`."
+                    f"batch leaf {jax.tree_util.keystr(path) or 'itself'} has shape {np.shape(leaf)}, and its rows should be "
+                    f"on axis {axis_of_leaf}{' after the axis of steps' if lead else ''}. Give `batch_axis` as a tree, as "
+                    "`jax.vmap` takes for `in_axes`."
                 )
         axes += axes_of_batch
     return tuple(axes)

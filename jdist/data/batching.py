@@ -1,24 +1,34 @@
-"""Shapes of batches: checks, padding and masks, and which rows of a batch are real."""
+"""Preparation of batches for the devices: checks, padding and masks, and which rows of a batch are real."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdist.data.leaves import MASK, TreeSpec, check_rows, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
+from jdist.data.leaves import (
+    MASK,
+    TreeSpec,
+    check_fits,
+    check_rows,
+    check_same,
+    count_rows,
+    leaves_by_path,
+    to_numpy,
+    tree_spec,
+)
 from jdist.data.options import FeedOptions
-from jdist.data.position import LocalRows
+from jdist.data.position import LocalRows, Numbered, Part, Place
 from jdist.errors import BatchError
 from jdist.support.arrays import to_host
 from jdist.typing import PyTree
 
 
 class Masked(NamedTuple):
-    """A batch that is no dict, with its mask; a step takes it as the pair `(batch, mask)`."""
+    """A batch that is not a dict, with its mask; a step takes it as the pair `(batch, mask)`."""
 
     batch: PyTree
     mask: Any
@@ -59,9 +69,8 @@ class Shapes:
         if len(self.known) == self.limit:
             leaves = ", ".join(f"{leaf.path} {leaf}" for leaf in spec.leaves)
             raise BatchError(
-                f"batch {number:,} (from 0), {rows} rows of {leaves}, has one shape more than `shapes={self.limit}` allows; "
-                "each compiles the step once. Raise `shapes`, or let the source pad to fewer shapes and give the largest batch "
-                "of each first"
+                f"batch {number:,} (from 0), {rows} rows of {leaves}, has one shape more than `shapes={self.limit}` allows. "
+                "Raise `shapes`, or let the source pad to fewer shapes and give the largest batch of each first"
             )
         self.known.append((shape, rows))
         return rows
@@ -78,9 +87,8 @@ def plan_layout(batch: PyTree, full: tuple[int, ...], options: FeedOptions, *, c
     if is_dict and MASK in batch:
         own = leaves_by_path({MASK: batch[MASK]})
         raise BatchError(
-            f"the batch has a leaf `mask` of its own ({', '.join(own.values())}), where `distribute_dataset` puts the mask "
-            "that tells real rows from padding. Rename the leaf; or pass `with_mask=True`, and the step receives "
-            "`(batch, mask)` with the batch unchanged"
+            f"the batch has a leaf `mask` of its own ({', '.join(own.values())}), where `distribute_dataset` puts the mask of "
+            "real rows. Rename the leaf, or pass `with_mask=True`: the step then receives `(batch, mask)`"
         )
     check_divisible(full, options)
     rows = padded_rows(full, num_replicas=options.num_replicas)
@@ -109,7 +117,7 @@ def check_divisible(full: tuple[int, ...], options: FeedOptions) -> None:
     if padded_rows(full, num_replicas=num_replicas) != global_batch:
         raise BatchError(
             f"the processes have {', '.join(map(str, full))} rows of a full batch, and partial={options.partial!r} allows no "
-            'padding; let all have as many, or use partial="pad"'
+            'padding; give all the same number, or use partial="pad"'
         )
 
 
@@ -132,11 +140,9 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
         )
     if rows < layout.rows and not (layout.is_dict or options.with_mask):
         raise BatchError(
-            f"a batch has {rows} rows and needs {layout.rows} for {options.num_replicas} replicas, but "
-            f"this {type(batch).__name__} has no place for the mask that tells padding from real rows. "
-            "Choose: with_mask=True (the step receives `(batch, mask)`), batches that are dicts (they "
-            'gain a `mask` leaf), or partial="drop" with a global batch that divides by '
-            f"{options.num_replicas}"
+            f"a batch has {rows} rows and needs {layout.rows} for {options.num_replicas} replicas, but this "
+            f"{type(batch).__name__} has no place for the mask of real rows. Use with_mask=True (the step receives "
+            '`(batch, mask)`), a dict (it gains a `mask` leaf), or partial="drop" with a global batch that divides'
         )
     local_rows = layout.rows // options.share.count
     mask = (np.arange(local_rows) < num_real).view(RowMask)
@@ -145,6 +151,54 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
     if layout.is_dict:
         return {**filled, MASK: mask}
     return Masked(filled, mask) if options.with_mask else filled
+
+
+def prepare(parts: Iterator[Part | None], layout: BatchLayout) -> Generator[Numbered | None]:
+    """Fits, stacks and places batches; yields each with the place behind it."""
+    # None comes where a wait for other processes was stopped; the next item continues. The
+    # generator holds no reference to its consumer, so a thread that runs it does not keep the
+    # consumer alive.
+    options = layout.options
+    group: list[PyTree] = []
+    place = Place()
+    # `fit` copies before the source is asked again, which may refill the same memory.
+    layouts = {(layout.tree, layout.full): layout}
+    for each in parts:
+        if each is None:
+            yield None
+            continue
+        place, part = each
+        try:
+            if options.shapes > 1:
+                shape = tree_spec(part.batch), part.full
+                if shape not in layouts:
+                    layouts[shape] = plan_layout(part.batch, part.full, options, copy=layout.copy)
+                layout = layouts[shape]
+            fitted = fit(layout, part)
+            check_fits(fitted)
+        except BatchError as error:
+            error.add_note(f"in batch {place.step - 1:,} (from 0) of the pass")
+            raise
+        if fitted is None:
+            continue
+        group.append(fitted)
+        if len(group) == options.steps_per_call:
+            yield place, _placed(group, options)
+            group = []
+    if group:
+        yield place, _placed(group, options)
+
+
+def _placed(group: list[PyTree], options: FeedOptions) -> PyTree:
+    batch = group[0] if options.steps_per_call == 1 else stack(group)
+    return put(batch, options.place) if options.place is not None and options.input.prefetch_to_device else batch
+
+
+def put(batch: PyTree, place: Callable[[PyTree], PyTree]) -> PyTree:
+    """Puts a batch where `place` does; its mask stays known as the one of jdist."""
+    placed = place(batch)
+    hand_on_real_rows(batch, placed)
+    return placed
 
 
 def stack(batches: Sequence[PyTree]) -> PyTree:
@@ -178,7 +232,7 @@ def _fill(leaf: np.ndarray, rows: int, *, copy: bool) -> np.ndarray:
 
 
 class RealRows(NamedTuple):
-    """How many rows of a batch are real: a field of its mask, which takes it along into other trees."""
+    """The number of real rows of a batch: a field of its mask, which takes it along into other trees."""
 
     sizes: tuple[int, ...]  # by process; padding follows them
     fed: int  # rows that each process feeds, padding included
@@ -216,7 +270,7 @@ def filled_up(batch: PyTree) -> np.ndarray | None:
 
 
 def has_padding(batch: PyTree) -> bool:
-    """Whether `distribute_dataset` filled a batch up."""
+    """Returns whether `distribute_dataset` filled a batch up."""
     mask = _marked(batch)
     return mask is not None and min(mask.jdist_real_rows.sizes) < mask.jdist_real_rows.fed
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import weakref
 from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from jdist.data import batching
-from jdist.data.batching import BatchLayout
+from jdist.data.batching import BatchLayout, plan_layout, prepare, put
 from jdist.data.options import FeedOptions
-from jdist.data.pipeline import DatasetIterator, learn_layout, prepare, skip_batches
 from jdist.data.position import Numbered, Part, Place, write_state
-from jdist.data.prefetch import Prefetcher, StopRequest
+from jdist.data.prefetch import DatasetIterator, Prefetcher, StopRequest
 from jdist.data.readers import GlobalReader
 from jdist.data.sources.protocol import kind_of
 from jdist.data.sources.rows import RowsByNumber
@@ -31,7 +32,7 @@ class DistributedDataset:
     """Batches as the replicas receive them, and the position of the one who consumes them.
 
     A loop starts at the position: at first 0; behind the last batch that was received, after a loop was left early; 0 again
-    after a loop came to the end; the restored one after `restore`, even if that is the end. A plain iterable starts anew in
+    after a loop came to the end; the restored one after `restore`, even if that is the end. A plain iterable starts over in
     each loop, but an iterator (a generator) goes on where the consumer stopped, with nothing lost. One loop is active at a
     time: a new one closes the last.
 
@@ -60,12 +61,12 @@ class DistributedDataset:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it is known that a pass does not end."""
+        """Returns whether it is known that a pass does not end."""
         return self._reader.is_endless
 
     @property
     def is_resumable(self) -> bool:
-        """Whether `state` and `restore` work: not of a plain iterable."""
+        """Returns whether `state` and `restore` work: not of a plain iterable."""
         return self._reader.is_resumable
 
     @property
@@ -91,7 +92,7 @@ class DistributedDataset:
         """
         if (steps := self.steps_per_pass) is None:
             is_dropping = self._options.partial == "drop"
-            drops = ', of which partial="drop" leaves out those that are short' if is_dropping else ""
+            drops = ', and partial="drop" leaves out the short ones' if is_dropping else ""
             why = "is without end" if self.is_endless else "does not tell how many batches it has"
             raise TypeError(
                 f"this dataset has no len(): its source, a {self._kind}, {why}{drops}. Count in steps, as "
@@ -131,7 +132,7 @@ class DistributedDataset:
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
 
     def state(self) -> dict[str, Any]:
-        """Saves the position as a dict that JSON can hold: the steps that the consumer has received, and of which data.
+        """Saves the position as a dict that JSON can hold: the number of steps that the consumer has received, and their data.
 
         Where each process has a source of its own that has states, such as a loader's, all have to ask.
 
@@ -155,7 +156,7 @@ class DistributedDataset:
         self._end_active("the dataset was restored to another position")
 
     def go_to(self, step: int) -> None:
-        """Goes to a step of the pass, from 0; as `restore`.
+        """Goes to number `step` of the pass, from 0; as `restore`.
 
         Raises:
             DatasetError: the source does not make batches by their numbers.
@@ -178,7 +179,9 @@ class DistributedDataset:
     def skip(self, count: int, *, number: int = 0) -> None:
         """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`.
 
-        `number` is that of the pass, for libraries whose order depends on it.
+        Args:
+            count: the number of batches to leave out.
+            number: that of the pass, for libraries with an order that depends on it.
         """
         self._skip = count
         if number:
@@ -202,11 +205,11 @@ class DistributedDataset:
         elif self._options.input.prefetch:
             depth, keeps = self._options.input.prefetch, self._reader.is_stream
             batches = Prefetcher(batches, depth=depth, keep_unused=keeps, stop=self._stop)
-        self._stream = batches if self._reader.is_stream else None
+        place, self._stream = self._options.place, batches if self._reader.is_stream else None
         self._prefetcher = batches if isinstance(batches, Prefetcher) else None
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
-            hand_over=None if self._options.input.prefetch_to_device else self._options.place,
+            hand_over=None if place is None or self._options.input.prefetch_to_device else partial(put, place=place),
             handed=self._handed,
             came_to_end=self._came_to_end,
             close=self.close,
@@ -247,7 +250,10 @@ class DistributedDataset:
 
     def _padded_rows(self) -> int | None:
         full = self._reader.full if self._layout is None else self._layout.full
-        return None if full is None else batching.padded_rows(full, num_replicas=self._options.num_replicas)
+        return None if full is None else self._padded(full)
+
+    def _padded(self, full: tuple[int, ...]) -> int:
+        return batching.padded_rows(full, num_replicas=self._options.num_replicas)
 
     def _steps_text(self, of_iterable: str, unit: str = "") -> str:
         if self.num_steps is None and not self.is_endless:
@@ -268,7 +274,7 @@ class DistributedDataset:
         if not self.is_resumable:
             self._skipped, self._skip = self._skip, 0
             if self._skipped:
-                parts = skip_batches(parts, self._skipped, self._kind)
+                parts = _skip_batches(parts, self._skipped, self._kind)
         if self._layout is None:  # resumed at the end: there was no batch to learn it from
             return (_ for _ in ())
         return prepare(parts, self._layout)
@@ -301,10 +307,14 @@ class DistributedDataset:
 
     def _learn(self, parts: Iterator[Part | None], *, start: int) -> Iterator[Part | None]:
         """Learns the layout from the first batch; returns the batches with that one still in front."""
-        learned = learn_layout(parts, self._reader, self._options)
-        if learned is not None:
-            self._layout, parts = learned
-            return parts
+        for place, part in filter(None, parts):
+            if (rows := sum(part.sizes)) > 0:
+                # Some sources know their full batch from the first one on.
+                known = part.full or self._reader.full
+                full = known or self._options.share.sizes(rows, self._padded((rows,)))
+                copy = not getattr(self._source, "is_fresh", False)
+                self._layout = plan_layout(part.batch, full, self._options, copy=copy)
+                return itertools.chain([(place, part)], parts)
         if start > 0:
             return iter(())
         raise DatasetError(
@@ -347,9 +357,8 @@ class DistributedDataset:
             return
         if self._reader.is_stream:
             raise DatasetError(
-                f"the {self._kind} is exhausted: an earlier loop used it up (or an error ended it), and an "
-                "iterator cannot start again. Pass something that gives a new iterator each time (a list, a loader, an object "
-                "with `__iter__`), or `jdist.data.from_arrays(..., epochs=...)`"
+                f"the {self._kind} is exhausted: an earlier loop used it up, or an error ended it. Pass an iterable that can "
+                "start again (a list, a loader), or `jdist.data.from_arrays(..., epochs=...)`"
             )
         if self.position == 0:
             raise DatasetError(
@@ -360,3 +369,17 @@ class DistributedDataset:
 
 def _is_over(stream: Generator[Numbered | None] | Prefetcher[Numbered]) -> bool:
     return stream.ended if isinstance(stream, Prefetcher) else inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED
+
+
+def _skip_batches(parts: Iterator[Part | None], count: int, kind: str) -> Iterator[Part | None]:
+    """Leaves out the first batches of a plain iterable."""
+    place = Place()
+    for each in parts:
+        place = place if each is None else each[0]
+        if each is None or place.step > count:
+            yield each
+    if place.step < count:
+        raise DatasetError(
+            f"the {kind} ended after {place.step:,} batches, but this run has trained on {count:,} of this pass. To go on, "
+            "it must give the same batches in the same order as then; or start over, in another folder."
+        )

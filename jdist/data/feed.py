@@ -61,8 +61,8 @@ def _reader(source: Source, options: FeedOptions) -> GlobalReader:
     share, peers, autoshard = options.share, options.peers, options.input.autoshard
     if share.count > 1 and peers is None and autoshard in ("file", "off"):
         raise DatasetError(
-            f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
-            "know how to reach them. Make it with `jdist.multi_worker()`"
+            f"`autoshard` is {autoshard!r}, and the processes must then agree on each step, but the strategy cannot "
+            "reach the others. Make it with `jdist.multi_worker()`"
         )
     if share.count == 1 or peers is None:
         return _global_reader(source, dataclasses.replace(options, peers=None))
@@ -75,22 +75,24 @@ def _reader(source: Source, options: FeedOptions) -> GlobalReader:
     check_alike(
         [each["alike"] for each in descriptions],
         "the sources of the processes",
-        'Every process has to make the same; one that has a part of its own is fed by `autoshard="off"`',
+        'Every process must make the same; for parts of their own use `autoshard="off"`',
     )
     if policy == "data":
         _say_what_is_read(source, share)
         return _global_reader(source, options)
     if options.shapes > 1:
         raise DatasetError(
-            f"`shapes` is {options.shapes}, but autoshard={policy!r} gives each process batches of its own, whose shapes may "
-            'differ in one step. Let all processes make the same batches, `jdist.InputOptions(autoshard="data")`'
+            f"`shapes` is {options.shapes}, but autoshard={policy!r} gives each process batches of its own, and their "
+            'shapes may differ in one step. Let all processes make the same batches, `jdist.InputOptions(autoshard="data")`'
         )
     return LocalReader(local, options, peers, descriptions)
 
 
 def _global_reader(source: Source, options: FeedOptions) -> GlobalReader:
     if options.partial == "drop" and isinstance(source, RowsByNumber):
-        source = source.without_short()  # so that its steps count, and number, the batches that are left
+        source = dataclasses.replace(
+            source, drop_short=True
+        )  # so that its steps count, and number, the batches that are left
     return GlobalReader(source, options)
 
 
@@ -102,8 +104,8 @@ def _policy(source: Source, share: ProcessShard, autoshard: Policy) -> Policy:
     here = f"process {share.index} of {share.count}"
     if autoshard in ("file", "data"):
         raise DatasetError(
-            f"`autoshard` is {autoshard!r}, by which the processes share one source, but the {kind_of(source)} gives this "
-            f"process part {part[0]} of {part[1]} alone. Leave `autoshard` out, or let the {kind_of(source)} give all data"
+            f"`autoshard` is {autoshard!r}, so the processes share one source, but the {kind_of(source)} gives this "
+            f"process only part {part[0]} of {part[1]}. Leave `autoshard` out, or let the {kind_of(source)} give all data"
         )
     if autoshard == "auto" and part != (share.index, share.count):
         raise DatasetError(
@@ -117,7 +119,7 @@ def _say_what_is_read(source: Source, share: ProcessShard) -> None:
     """Tells once that each process reads the data of all, where another library could give it its own."""
     how = getattr(source, "how_to_share", "") or None
     if isinstance(source, BatchSource):
-        how = "batch it last, after all that is done to rows, and without a `batch_fn`: then a process reads its rows alone"
+        how = "batch it last, after all changes of rows, and without a `batch_fn`: a process then reads only its rows"
     elif how is not None:
         how = f"let it give each process its part, by {how}"
     if how is not None and share.index == 0:
@@ -135,8 +137,8 @@ def _local_files(source: Source, share: ProcessShard) -> FileSource:
     if below != source.global_batch:
         nearest = f"{below} or {below + share.count}" if below else f"{share.count}"
         raise BatchError(
-            f"a global batch of {source.global_batch} rows does not divide by {share.count} processes, of which each makes "
-            f'its own rows by autoshard="file"; use a global batch of {nearest}, or autoshard="data"'
+            f"a global batch of {source.global_batch} rows does not divide by {share.count} processes, and with "
+            f'autoshard="file" each makes its own rows; use a global batch of {nearest}, or autoshard="data"'
         )
     return dataclasses.replace(source, global_batch=source.global_batch // share.count)
 

@@ -37,13 +37,13 @@ def to_numpy(tree: PyTree) -> PyTree:
     """Converts the leaves of a batch to numpy arrays; copies only if it must convert."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
-        forgotten = "; what makes it has to return it" if tree is None else ""
+        forgotten = "; the function that makes it must return it" if tree is None else ""
         raise BatchError(f"a batch must hold at least one array, but this one has no leaves: {tree!r}{forgotten}")
     return structure.unflatten([_leaf_to_numpy(_name(path), leaf) for path, leaf in leaves])
 
 
 def is_numeric(dtype: np.dtype) -> bool:
-    """Whether a device can hold arrays of a numpy dtype: numbers (bfloat16 and the like too) and bools."""
+    """Returns whether a device can hold arrays of a numpy dtype: numbers (bfloat16 and the like too) and bools."""
     return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
 
 
@@ -53,8 +53,7 @@ def numbers_of(path: str, leaf: Any) -> np.ndarray:
     columns = next((name for name in ("column_names", "columns") if hasattr(leaf, name)), None)
     if columns is not None:
         raise BatchError(
-            f"batch leaf {path} is a table, a {type(leaf).__name__}, which would become one matrix without its columns' names "
-            "and dtypes. Make it a dict of arrays, such as "
+            f"batch leaf {path} is a table, a {type(leaf).__name__}. Make it a dict of arrays, "
             f"`{{name: table[name].to_numpy() for name in table.{columns}}}`"
         )
     try:
@@ -75,7 +74,7 @@ def numbers_of(path: str, leaf: Any) -> np.ndarray:
 
 
 def _unlike_rows(array: np.ndarray) -> str | None:
-    """Describes the first two rows of an object array that are no part of one array of numbers; None: there are none."""
+    """Describes the first two rows of an object array that do not fit one array of numbers, or returns None."""
     if not array.dtype.hasobject or array.ndim != 1:
         return None
     rows = ["missing (None)" if row is None else f"of shape {np.shape(row)}" for row in array]
@@ -87,9 +86,8 @@ def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
     array = numbers_of(path, leaf)
     if array.ndim == 0:
         raise BatchError(
-            f"batch leaf {path} is a single value ({array}); every leaf needs a leading batch axis. If it "
-            "is part of a Python list, make that list an array with `numpy.asarray`; a constant belongs "
-            "in the step, or is repeated once a row with `numpy.full(rows, value)`"
+            f"batch leaf {path} is a single value ({array}); every leaf needs a leading batch axis. Make a list an array "
+            "with `numpy.asarray`; put a constant into the step, or repeat it with `numpy.full(rows, value)`"
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
@@ -106,9 +104,8 @@ def check_fits(batch: PyTree) -> None:
         if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
             wrong = most if most > np.iinfo(kept).max else least
             raise BatchError(
-                f"batch leaf {_name(path)} has {wrong:,} in {leaf.dtype}, of which JAX keeps {kept}, so it would become "
-                "another number. Make it smaller, as by the remainder of a table's size, or let JAX keep 64 bits: "
-                '`jax.config.update("jax_enable_x64", True)`'
+                f"batch leaf {_name(path)} has {wrong:,} in {leaf.dtype}, which JAX stores as {kept}, so it would become "
+                'another number. Make it smaller, or set `jax.config.update("jax_enable_x64", True)`'
             )
 
 
@@ -127,7 +124,7 @@ def count_rows(tree: PyTree) -> int:
 
 
 def check_static_parts(batch: PyTree, rows: int) -> None:
-    """Raises a `BatchError` for a node of a batch, as a `BCOO`, whose static part holds the number of rows: cuts miss it."""
+    """Raises a `BatchError` for a node (a `BCOO`) with the number of rows in its static part: cuts miss it."""
     treedef = jax.tree.structure(batch)
     if not _holds(treedef, rows):
         return
@@ -139,8 +136,7 @@ def check_static_parts(batch: PyTree, rows: int) -> None:
     path, node = next(item for item in jax.tree_util.tree_leaves_with_path(numbered, is_leaf=holds) if holds(item[1]))
     raise BatchError(
         f"batch node {_name(path)} is a {type(node).__name__}, a container with {rows}, the number of rows, in its static "
-        "part: its arrays are cut by rows, and that number stays. Pass the arrays as leaves of a dict, and make the "
-        f"{type(node).__name__} of them in the step; leave a number with another meaning out of the batch"
+        f"part, which stays when its arrays are cut. Pass the arrays as leaves of a dict, and make the container in the step"
     )
 
 
@@ -149,7 +145,7 @@ def _holds(treedef: Any, rows: int) -> bool:
 
 
 def _holds_itself(treedef: Any, rows: int) -> bool:
-    """Whether the static part of a tree's topmost node has the number `rows`; the keys of a dict are none."""
+    """Returns whether the static part of a tree's topmost node has the number `rows`; the keys of a dict do not count."""
     kind, static = treedef.node_data() or (None, None)
     if kind in (None, dict, list, tuple, type(None), OrderedDict, defaultdict):
         return False
@@ -220,7 +216,7 @@ def join(batches: Sequence[PyTree]) -> PyTree:
         count_rows(batch)
         if (spec := tree_spec(batch)) != first:
             raise BatchError(
-                f"batches whose rows are to be joined differ: in number {number} (from 0) {differences(first, spec)}. All need "
+                f"cannot join the rows of batches that differ: in batch {number} (from 0) {differences(first, spec)}. All need "
                 "one structure, one dtype a leaf and one shape a row"
             )
     return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)

@@ -93,7 +93,7 @@ class Channel:
                 return messages
             if time.monotonic() > deadline_s:
                 raise ClusterTimeoutError(
-                    f"the other processes did not come to {key!r} within {WAIT_S:g} s. All processes must make the same "
+                    f"the other processes did not reach {key!r} within {WAIT_S:g} s. All processes must make the same "
                     "datasets in the same order, and iterate over them alike; or the source of one of them stands still."
                 )
         return None
@@ -150,7 +150,7 @@ def _difference(first: str, other: str, process: int) -> str:
 
 def parts_in_step(local: LocalBatches, channel: Channel) -> Iterator[Part | None]:
     """Yields this process's parts of global batches, with the place behind each."""
-    # A process whose batches have ended continues with empty parts until all have ended. None comes
+    # A process without further batches continues with empty parts until all have ended. None comes
     # if the wait for the other processes was stopped; the next item continues the wait. The number
     # of the first batch is the same on all.
     full, start = (), local.place.step
@@ -171,7 +171,7 @@ def parts_in_step(local: LocalBatches, channel: Channel) -> Iterator[Part | None
 
 def batches_in_step(batches: Iterator[Numbered], channel: Channel) -> Iterator[Numbered | None]:
     """Yields global batches that every process makes in full, once rows, leaves and end agree."""
-    # Otherwise one process would wait in a step for another whose loop is over, or whose array has
+    # Otherwise one process would wait in a step for another with a finished loop, or an array of
     # another shape. For None see `parts_in_step`.
     bounded = channel.peers.bounded
     for number in itertools.count():
@@ -185,8 +185,7 @@ def batches_in_step(batches: Iterator[Numbered], channel: Channel) -> Iterator[N
         check_alike(
             [each["is"] for each in messages],
             f"batches {number} (from 0) of the processes",
-            "Every process has to make the same; one that has rows of its own is fed by "
-            '`jdist.InputOptions(autoshard="off")`',
+            'Every process must make the same; for rows of their own use `jdist.InputOptions(autoshard="off")`',
         )
         if messages[0]["end"]:
             return
@@ -249,7 +248,7 @@ class LocalBatches:
         return rows
 
     def describe_first(self, bounded: Callable[[str], str]) -> dict[str, Any]:
-        """Describes the first batch for the other processes; empty if there is no row."""
+        """Describes the first batch for the other processes; empty without a row."""
         if self._filler is None:
             return {}
         leaves = bounded(json.dumps(leaves_by_path(self._filler)))
@@ -271,8 +270,8 @@ def _check_first(messages: list[dict[str, Any]]) -> tuple[int, ...]:
     for process, message in enumerate(messages):
         if "leaves" not in message:
             raise DatasetError(
-                f"process {process} has no rows: its source gave none to begin with, so there is nothing to fill its part "
-                "of a batch up with. Share the data out so that each process has some"
+                f"process {process} has no rows: its source gave none, so its part of a batch cannot be filled up. "
+                "Divide the data so that each process has rows"
             )
     check_alike(
         [message["leaves"] for message in messages],

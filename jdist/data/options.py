@@ -30,8 +30,8 @@ class InputOptions:
         replication: for `distribute_datasets_from_function`: "per_worker" calls the function once a process, and its
             replicas take turns; "per_replica" calls it once for each replica.
         autoshard: for `distribute_dataset`, how several processes share the source; one process has it all. "data": each
-            reads the whole source, of arrays its own rows only, and keeps its rows of every global batch; iterables whose
-            batches differ in rows, shapes or number are refused. "file": of `jdist.data.from_files`, file i is read by
+            reads the whole source, of arrays its own rows only, and keeps its rows of every global batch; iterables with
+            batches that differ in rows, shapes or number are refused. "file": of `jdist.data.from_files`, file i is read by
             process `i % processes`, which makes its part of every global batch from its own files. "off": each process's
             source gives its own rows already. "auto": "file" where there are as many files as processes, else "data". What a
             batch holds, its padding included, depends on the number of processes under "file" and "off", not under "data".
@@ -89,7 +89,7 @@ class FeedOptions:
             `num_replicas`; the others require that it divides.
         with_mask: yield `(batch, mask)`; else a dict gains a `mask` leaf, and other trees have no mask.
         steps_per_call: stack this many batches on a new leading axis. The rest at the end comes as a smaller stack, which
-            compiles a step once more.
+            compiles a step again.
         batch_axis: the axis of the rows in the source's batches, or a tree of them; `place` gets rows first.
         shapes: how many shapes the batches may have, see `Strategy.distribute_dataset`.
         input: how batches are made ahead, and how several processes share the source.
@@ -163,10 +163,10 @@ class InputContext:
             raise unknown("a jdist.InputContext", name, dir(type(self)))
 
     def per_replica_batch(self, global_batch: int) -> int:
-        """Divides the rows of a global batch by `num_replicas_in_sync`.
+        """Divides `global_batch`, in rows, by `num_replicas_in_sync`.
 
         Raises:
-            DatasetError: `global_batch` is no whole number, 1 or more.
+            DatasetError: `global_batch` is not a whole number, 1 or more.
             BatchError: it does not divide.
         """
         rows = checks.whole_number("global_batch", global_batch, DatasetError)
@@ -176,6 +176,6 @@ class InputContext:
             return rows // n
         nearest = f"{below} or {below + n}" if below else f"{n}"
         raise BatchError(
-            f"a global batch of {rows} rows does not divide by {n} replicas, so there is no one per-replica "
-            f"batch; use a global batch of {nearest}, or `strategy.distribute_dataset`, which pads"
+            f"a global batch of {rows} rows does not divide by {n} replicas, so a per-replica batch has no "
+            f"single size; use a global batch of {nearest}, or `strategy.distribute_dataset`, which pads"
         )

@@ -83,7 +83,7 @@ def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
 
 
 def check_saved(state: Any) -> None:
-    """Raises a `DatasetError` for what is no saved position that this version reads."""
+    """Raises a `DatasetError` unless it is a saved position that this version reads."""
     if not isinstance(state, Mapping):
         raise DatasetError(f"a saved position is the dict that `state()` returned, not a {type(state).__name__}")
     missing = [key for key in ("version", "step", "fingerprint") if key not in state]
@@ -100,9 +100,8 @@ def check_fingerprint(saved: Any, now: str) -> None:
     """Raises a `DatasetError` that names what differs, if a position was saved of other data."""
     if saved != now:
         raise DatasetError(
-            f"the saved position belongs to another dataset: {_difference(saved, now)}. A position counts batches, so data, "
-            "global batch and shuffle seed must be the same (the number of devices may differ); make the "
-            "source as it was, or start at step 0"
+            f"the saved position belongs to another dataset: {_difference(saved, now)}. Data, global batch and shuffle seed "
+            "must be the same; restore the source, or start at step 0"
         )
 
 
@@ -143,9 +142,8 @@ def read_place(source: SequentialSource, saved: Mapping[str, Any], *, index: int
         )
     if len(sources) != count:
         raise DatasetError(
-            f"the saved position is that of {_sources(len(sources))}, and there are now {_sources(count)}. A {source.kind} "
-            "has one place in each process's part of the data: go on with as many processes, or with a source of random access "
-            "(`jdist.data.from_rows(...)`, a grain MapDataset), whose position fits any number of them"
+            f"the saved position is that of {_sources(len(sources))}, and there are now {_sources(count)}. Go on with as many "
+            "processes; a source of random access, such as `jdist.data.from_rows(...)`, fits any number of them"
         )
     own = sources[index]
     check_fingerprint(own["fingerprint"], source.fingerprint)  # of the files of this process

@@ -1,4 +1,4 @@
-"""Iterators that run ahead of their consumer, in threads that end with the consumer."""
+"""Iterators that run ahead of their consumer, in threads that end with the consumer; and a pass over a dataset."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jdist.cluster.watch.stacks import awaiting
+from jdist.data.position import Numbered, Place
 from jdist.errors import DatasetError
+from jdist.support.tracebacks import hide_own_frames
+from jdist.typing import PyTree
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -65,7 +68,7 @@ class Prefetcher(Iterator[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left."""
+        """Returns whether nothing is left."""
         return self._ended and not self._ready and self._error is None
 
     @property
@@ -199,6 +202,83 @@ def ordered_map(
     finally:
         for thread in threads:
             thread.abandon(thread.turn)
+
+
+class DatasetIterator(Iterator[PyTree]):
+    """One pass over a `DistributedDataset`; its prefetch thread ends with it."""
+
+    def __init__(
+        self,
+        batches: Iterator[Numbered],  # prepared, with the place behind each
+        *,
+        hand_over: Callable[[PyTree], PyTree] | None,  # maps each batch when the consumer takes it
+        handed: Callable[[Place], None],  # gets the place behind each batch that the consumer receives
+        came_to_end: Callable[[int], None],  # gets the number of batches handed out, at the end
+        close: Callable[[], None],  # called by `close` while the pass is running
+    ):
+        self._batches = batches
+        self._hand_over = hand_over
+        self._handed = handed
+        self._came_to_end = came_to_end
+        self._close = close
+        self._count = 0
+        self._done = False
+        self._reason: str | None = None
+        self._finalizer: weakref.finalize | None = None
+        if isinstance(batches, Prefetcher):
+            # At exit `_close_all` closes what still runs.
+            self._turn = batches.turn
+            self._finalizer = weakref.finalize(self, batches.abandon, self._turn)
+            self._finalizer.atexit = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from jdist.support.tensorflow_names import unknown
+
+            raise unknown("the iterator of a distributed dataset", name, dir(type(self)))
+
+    def __next__(self) -> PyTree:
+        if self._reason is not None:
+            raise DatasetError(
+                f"this iteration is over: {self._reason}. A dataset has one position, so one loop at a time; "
+                "for a second loop at the same time call `distribute_dataset` again"
+            )
+        if self._done:
+            raise StopIteration
+        try:
+            batches = self._batches
+            place, batch = batches.take(self._turn) if isinstance(batches, Prefetcher) else next(batches)
+            if self._hand_over is not None:
+                batch = self._hand_over(batch)
+        except StopIteration:
+            if not self._done:  # else another thread has closed this pass meanwhile
+                self._done = True
+                self._came_to_end(self._count)
+            raise
+        except BaseException as exc:
+            # An interrupt too: `iter` goes on behind the batch that was handed out last.
+            self._done = True
+            if isinstance(self._batches, Prefetcher):
+                self._batches.abandon(self._turn)
+            if isinstance(exc, Exception):
+                hide_own_frames(exc)
+            raise
+        self._count += 1
+        self._handed(place)
+        return batch
+
+    def close(self) -> None:
+        """Ends the pass; waits at most 2 s for its thread. The dataset's position stays."""
+        if not self._done:
+            self._close()
+
+    def end(self, reason: str | None) -> None:
+        """Ends the pass without touching its thread; a `reason` is raised to whoever goes on with it."""
+        if self._finalizer is not None:
+            self._finalizer.detach()  # of an iterator, the next pass has the same thread
+        if not self._done:
+            self._done, self._reason = True, reason
 
 
 _running: weakref.WeakSet[Prefetcher] = weakref.WeakSet()

@@ -58,7 +58,7 @@ class GlobalReader:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether places in the source can be saved."""
+        """Returns whether places in the source can be saved."""
         return self.numbered is not None or not self._sequential.advice
 
     @property
@@ -68,12 +68,12 @@ class GlobalReader:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it is known that a pass does not end."""
+        """Returns whether it is known that a pass does not end."""
         return self.num_steps is None if self.numbered is not None else self._sequential.is_endless
 
     @property
     def is_stream(self) -> bool:
-        """Whether the source cannot begin again."""
+        """Returns whether the source cannot begin again."""
         return self.numbered is None and self._sequential.is_stream
 
     @property

@@ -20,7 +20,7 @@ from jdist.loop.metric_totals import MetricTotals
 from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.support.signature import Key, Problem, check_options, misfit, show
-from jdist.support.suggest import nearest
+from jdist.support.words import nearest
 from jdist.typing import PyTree
 
 # Of `jdist.callbacks`: a run has its own of these, or they take what no config can say.
@@ -31,7 +31,7 @@ _IN_FOLDER = ("path", "folder", "dir")  # arguments that are relative to the run
 def _factories() -> dict[str, Callable[..., Callback]]:
     """Lists the functions that make a callback by the names that configs have for them."""
     public = {name: value for name, value in vars(callbacks).items() if inspect.isfunction(value)}
-    return {name: value for name, value in public.items() if name not in _NOT_IN_CONFIGS}
+    return {name: value for name, value in public.items() if name not in _NOT_IN_CONFIGS and name[0] != "_"}
 
 
 def _of_run(callback: str, run: str, learning_rate: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def make_callbacks(
             if "config" in inspect.signature(factory).parameters:
                 arguments["config"] = {**values, **(options.get("config") or {})}
             if arguments.get("schedule", ...) is None:
-                text = "train.optimizer has no `learning_rate`, so there is none to log"
+                text = "train.optimizer has no `learning_rate` to log"
                 problems.append(Problem(key=key, text=text))
                 continue
             callback, wrong = _made(factory, arguments, key)
@@ -172,7 +172,7 @@ def check_watched_of_shapes(
 
 
 def watches_evaluation(config: Config, made: Sequence[Callback]) -> bool:
-    """Whether anything looks at a metric of the evaluation."""
+    """Returns whether anything looks at a metric of the evaluation."""
     return any(_watched(config, made))
 
 

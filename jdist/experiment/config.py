@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from jdist.report.metric_direction import Mode
+from jdist.loop.report.metrics_file import Mode
 
 Count = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -125,7 +125,7 @@ class InitSection(Section):
 
     path: str = Field(
         min_length=1,
-        description="A run folder or a folder of checkpoints, of which the newest is taken; or safetensors: a file, an "
+        description="A run folder or a folder of checkpoints, for the newest in it; or safetensors: a file, an "
         "index or a folder.",
     )
     only: str | list[str] | None = Field(
@@ -165,7 +165,7 @@ class CheckpointSection(Section):
     best: str | None = Field(
         default=None,
         pattern=r"^eval/.",
-        description="Evaluation metric whose best checkpoint is kept too, such as eval/accuracy; null for none.",
+        description="Evaluation metric of the best checkpoint, which is kept too, such as eval/accuracy; null for none.",
     )
     mode: Mode | None = Field(
         default=None,

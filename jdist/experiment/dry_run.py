@@ -26,18 +26,18 @@ from jdist.experiment.summary import arithmetic
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
 from jdist.support.arrays import is_key
-from jdist.support.units import size
+from jdist.support.words import size
 from jdist.typing import PyTree
 
 
-def dry_run(config: Config, document: Document, *, fresh: bool = False, console: Console | None = None) -> int:
+def dry_run(config: Config, document: Document, *, fresh: bool = False) -> int:
     """Checks a config, compiles its steps, and describes a run; returns exit code 0."""
     # `config` was checked and its `platform` applied. With `fresh` the run would set an existing
     # folder aside.
     parts = prepare(config, document, make=without_servers)
     check_init_from(config.init_from, document)
     strategy, task = parts.strategy, parts.task
-    console = console or Console(soft_wrap=True, quiet=not strategy.cluster.is_chief)
+    console = Console(soft_wrap=True, quiet=not strategy.cluster.is_chief)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, emoji=False)
@@ -73,7 +73,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
 
 
 def without_servers(name: str, **options: Any) -> Strategy:
-    """Makes the strategy; of a parameter server, whose processes are not started, what one worker computes on."""
+    """Makes the strategy; of a parameter server (its processes are not started) what one worker computes on."""
     if name != "parameter_server":
         return make_strategy(name, **options)
     check_parameter_server(**options)
@@ -82,16 +82,7 @@ def without_servers(name: str, **options: Any) -> Strategy:
 
 def _zeros(x: Any) -> Any:
     """Makes zeros on the host, which take no memory before they are written to."""
-    if not is_key(x):
-        return np.zeros(x.shape, x.dtype)
-    kinds: list[Any] = []  # JAX tells a key's kind only of arrays and of what is traced
-
-    def data_of(key: jax.Array) -> jax.Array:
-        kinds.append(jax.random.key_impl(key))
-        return jax.random.key_data(key)
-
-    data = jax.eval_shape(data_of, x)
-    return jax.random.wrap_key_data(jax.numpy.zeros(data.shape, data.dtype), impl=kinds[0])
+    return jax.lax.full(x.shape, 0, x.dtype) if is_key(x) else np.zeros(x.shape, x.dtype)
 
 
 def _compiled(what: str, lowered: jax.stages.Lowered) -> str:

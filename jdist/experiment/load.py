@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from jdist.errors import ConfigError
-from jdist.support.signature import Key
-from jdist.support.suggest import closest, nearest
+from jdist.support.signature import Key, dotted, leaves
+from jdist.support.words import closest, nearest
 
 # YAML 1.1 reads `010` as 8 and `1:30` as 90, YAML 1.2 reads 10 and text: such values get a tag of their own.
 _AMBIGUOUS = "jdist:ambiguous"
@@ -66,7 +66,7 @@ def parse(
     try:
         loader = _Loader(text)
     except yaml.YAMLError as exc:  # a character that YAML does not allow, seen at once
-        raise ConfigError(f"{where}: no valid YAML: {str(exc).splitlines()[0]}.") from exc
+        raise ConfigError(f"{where}: not valid YAML: {str(exc).splitlines()[0]}.") from exc
     reader = _Reader(loader, where, line_numbers)
     try:
         node = loader.get_single_node()
@@ -76,19 +76,14 @@ def parse(
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         line = f"{where}:{mark.line + 1}" if mark and line_numbers else where
-        raise ConfigError(f"{line}: no valid YAML: {exc.problem or exc.context}.") from exc
-    except (yaml.YAMLError, ValueError, OverflowError) as exc:  # such as an escape for a character that is none
-        raise ConfigError(f"{where}: no valid YAML: {str(exc).splitlines()[0]}.") from exc
+        raise ConfigError(f"{line}: not valid YAML: {exc.problem or exc.context}.") from exc
+    except (yaml.YAMLError, ValueError, OverflowError) as exc:  # such as an escape for an invalid character
+        raise ConfigError(f"{where}: not valid YAML: {str(exc).splitlines()[0]}.") from exc
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply to be a config.") from None
     finally:
         loader.dispose()
     return values, reader.origins, reader.problems
-
-
-def dotted(key: Key) -> str:
-    """Writes a key as an override does: `train.steps` for `("train", "steps")`."""
-    return ".".join(key)
 
 
 class _Reader:
@@ -108,8 +103,8 @@ class _Reader:
         self._seen.add(node)
         if self._repeated > _MOST_REPEATED:
             raise ConfigError(
-                f"{self._place(node)}: the aliases of what begins here, and of what it holds, stand for more than "
-                f"{_MOST_REPEATED:,} values. Write out what is meant."
+                f"{self._place(node)}: the aliases in the value that begins here stand for more than "
+                f"{_MOST_REPEATED:,} values. Write the values out."
             )
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
@@ -152,7 +147,7 @@ class _Reader:
     def _check_tag(self, node: yaml.Node) -> None:
         if node.tag not in _TAGS:
             raise ConfigError(
-                f"{self._place(node)}: the tag {_tag(node)} is not known; a config holds plain numbers, texts, lists "
+                f"{self._place(node)}: unknown tag {_tag(node)}; a config holds plain numbers, texts, lists "
                 "and mappings. Leave it out, or put text that begins with an exclamation mark in quotes."
             )
 
@@ -161,7 +156,7 @@ class _Reader:
 
 
 def _tag(node: yaml.Node) -> str:
-    """Returns the tag of a node as it is written."""
+    """Returns the tag of a node as written."""
     return node.tag.replace(_STANDARD, "!!")
 
 
@@ -169,13 +164,15 @@ def _tag(node: yaml.Node) -> str:
 class Document:
     """The values of a config before they are checked."""
 
-    file: str  # the config file, as it was given
+    file: str  # the config file, as given
     values: dict[str, Any]  # nested dicts, lists and scalars
     origins: dict[Key, str] = field(default_factory=dict)  # `configs/digits.yaml:12` or `override train.steps=500`
     problems: tuple[str, ...] = ()  # what is wrong already, one line each
 
     def origin(self, key: Key) -> str:
-        """Names the place of `key`, or of the nearest key above it that was given; the file if none was."""
+        """Names the place of `key`, or of the nearest key below or above it that was given; the file if none was."""
+        if key not in self.origins and (below := [k for k in self.origins if k[: len(key)] == key]):
+            return self.origins[below[0]]  # an override has made this level
         return next((self.origins[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.origins), self.file)
 
 
@@ -192,16 +189,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
         problem = _override(values, origins, text)
         problems += [problem] if problem else []
     return Document(file=file, values=values, origins=origins, problems=tuple(problems))
-
-
-def leaves(values: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Lists every key path that holds no further mapping, with its value; an empty mapping is a value."""
-    for key, value in values.items():
-        path = (*prefix, str(key))
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, path)
-        else:
-            yield path, value
 
 
 def differences(
@@ -223,7 +210,7 @@ def _read(path: Path) -> str:
         remedy = f" Did you mean {configs[close]}?" if close else nearest("", configs.values(), label="Files there")
         raise ConfigError(f"{path}: no such config file.{remedy}") from None
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: not a text file in UTF-8, so no YAML: {exc.reason}.") from exc
+        raise ConfigError(f"{path}: not a text file in UTF-8, so not YAML: {exc.reason}.") from exc
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}.") from exc
 

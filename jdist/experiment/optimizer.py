@@ -18,7 +18,7 @@ from jdist.experiment.load import Key
 from jdist.experiment.schedule import REFUSALS, build_value, check_schedules, fill_length, is_schedule, reason
 from jdist.support.checks import as_real
 from jdist.support.signature import Problem, alternatives, check_options, misfit, show
-from jdist.support.suggest import nearest
+from jdist.support.words import nearest
 
 _OF_RATE: dict[str, Callable[..., Any]] = {"linear": scaling.linear, "square_root": scaling.square_root}
 # The optimizers of optax that the rule `adam` was derived for.
@@ -106,7 +106,7 @@ def _wrong(value: Any, parameter: inspect.Parameter, key: Key) -> Problem | None
         elif parameter.name == "learning_rate" and number is not None and not number >= 0:
             fault = "is not >= 0"
     elif by_function:
-        fault = None if isinstance(value, bool) else "is not true or false, the masks that a config can say"
+        fault = None if isinstance(value, bool) else "is not true or false: a config takes no other mask"
     elif "dtype" in parameter.name:
         fault = None if _is_dtype(value) else "is not a dtype, such as float32 or bfloat16"
     else:
@@ -185,7 +185,7 @@ def _check_scaling(
         return
     key: Key = (*KEY, "scaling")
     if options.get("learning_rate") is None:
-        yield Problem(key=key, text="there is no learning_rate to scale", remedy=" Give one, or leave the scaling out.")
+        yield Problem(key=key, text="needs a learning_rate to scale", remedy=" Give one, or leave the scaling out.")
     elif section["rule"] == "adam" and name not in _ADAMS:
         yield Problem(
             key=(*key, "rule"),

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
-from jdist.strategies.libtpu import quiet_environment
-from jdist.support.xla_flags import CPU_DEVICES, with_flags
+from jdist.strategies.absent_plugins import quiet_environment
+from jdist.support.xla import CPU_DEVICES, with_flags
 
-# The first rules out kernels whose sums depend on the order of threads, the second the choice of kernels by
-# stopwatch, anew in each process.
+# The first rules out kernels with sums that depend on the order of threads, the second the choice of kernels
+# by stopwatch, in each process again.
 DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
 # Variables that change what XLA computes; a replay sets them again.
 VARIABLES = (

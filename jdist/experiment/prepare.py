@@ -22,7 +22,7 @@ from jdist.data.sources.sequential import SequentialSource, resumable
 from jdist.errors import ConfigError, DeviceError, StrategyError
 from jdist.experiment.callbacks import check_callbacks, complete
 from jdist.experiment.config import Config, TaskSection, TrainSection
-from jdist.experiment.load import Document, Key, leaves
+from jdist.experiment.load import Document
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
 from jdist.experiment.schedule import warn_beyond
 from jdist.experiment.validate import refusal
@@ -32,8 +32,8 @@ from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.strategies.devices import find_devices
 from jdist.support.checks import largest_divisor
-from jdist.support.signature import Problem, check_options, show
-from jdist.support.suggest import nearest
+from jdist.support.signature import Key, Problem, check_options, leaves, show
+from jdist.support.words import nearest
 from jdist.tasks.options import OptionError, near
 from jdist.typing import PyTree
 
@@ -53,7 +53,7 @@ class Parts:
     train_data: Any  # a source that lasts for the whole run, or is gone through as often as that takes
     total_steps: int  # of the whole run
     steps_per_epoch: int | None  # of one pass over the data; None if that has no end
-    rows_per_epoch: int | None  # likewise
+    rows_per_epoch: int | None  # also of one pass
     eval_batch: int  # rows of one evaluation step, at most those there are to evaluate on
     values: dict[str, Any]  # the whole config as plain values, with lengths of schedules filled in
     derived: Mapping[Key, str]  # where values came from that follow from others, by key
@@ -238,7 +238,7 @@ def _of_option(error: OptionError) -> Problem:
 
 
 def _of_path(section: TaskSection, error: OSError) -> Problem:
-    """Blames the option that an error's path is of, or is below; raises the error if there is none."""
+    """Blames the option that an error's path is of, or is below; raises the error if no option is."""
     for key, value in leaves(section.options):
         for given in value if isinstance(value, list) else [value]:
             if isinstance(given, str) and given and isinstance(error.filename, str | os.PathLike):

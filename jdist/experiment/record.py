@@ -23,10 +23,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jdist.errors import ConfigError
-from jdist.experiment.load import differences, dotted
+from jdist.experiment.load import differences
 from jdist.experiment.platform import variables
-from jdist.report.files import first_free, write_atomically, writing
+from jdist.loop.report.files import first_free, write_atomically, writing
 from jdist.support.file_lock import hold
+from jdist.support.signature import dotted
 from jdist.support.versions import installed
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # What lies in such folders is installed, wherever they are: in a home directory, or in a virtual environment
-# beside the task.
+# next to the task.
 _PACKAGES = {"site-packages", "dist-packages"}
 _JDIST, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 
@@ -48,7 +49,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"  # one JSON object a line
         self.checkpoints = path / "checkpoints"
         self.curves = path / "curves.png"  # metrics over steps
-        self.evaluations = path / "eval.jsonl"  # measured by an evaluator beside the run
+        self.evaluations = path / "eval.jsonl"  # measured by an evaluator during the run
         self.environment = path / "environment.json"  # each start that trained: its config and where it ran
         self.result = path / "result.json"  # checksums of the last state, once the run has ended
         self.times = path / "times.jsonl"  # what the time of each start went to
@@ -56,11 +57,11 @@ class RunFolder:
         self.lock = path / ".lock"  # held by the process that writes the run, as long as it lives
 
     def has_checkpoints(self) -> bool:
-        """Whether a run got as far as a first checkpoint; hidden and temporary entries do not count."""
+        """Returns whether a run got as far as a first checkpoint; hidden and temporary entries do not count."""
         return self.checkpoints.is_dir() and any(not p.name.startswith(".") for p in self.checkpoints.iterdir())
 
     def has_rows(self) -> bool:
-        """Whether a run got as far as a first row of metrics."""
+        """Returns whether a run got as far as a first row of metrics."""
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
 
@@ -143,7 +144,7 @@ class Result:
     stopped: str | None = None  # why a callback ended the run before its last step; None if none did
 
     def is_end(self, total_steps: int) -> bool:
-        """Whether it is the end of a run of so many steps."""
+        """Returns whether it is the end of a run of so many steps."""
         return self.step >= total_steps or self.stopped is not None
 
 
@@ -178,11 +179,10 @@ def _read(path: Path, make: Callable[[Any], T]) -> T | None:
         return make(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}. Delete it, or start the run again with --fresh.") from exc
-    except (TypeError, KeyError) as exc:
-        text = f"{path}: not as this jdist writes it: {exc}. Delete it, or start the run again with --fresh."
-        raise ConfigError(text) from exc
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        is_foreign = isinstance(exc, TypeError | KeyError)
+        wrong = "not in the form that this jdist writes" if is_foreign else "cannot be read"
+        raise ConfigError(f"{path}: {wrong}: {exc}. Delete it, or start the run again with --fresh.") from exc
 
 
 def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
@@ -195,7 +195,7 @@ def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
             lines += [f"  {dotted(n)}: {a} there{where}, {b} here" for n, (a, b) in differences(there, now).items()]
     if not lines:
         return "the environment is that of the run"
-    return "\n".join(["not as it was in the run, so it may come to other bits:", *lines])
+    return "\n".join(["the environment differs from that of the run, so bits may differ:", *lines])
 
 
 def task_sources(make: str) -> dict[str, Path]:
@@ -272,7 +272,7 @@ def environment(strategy: Strategy, make: str, sources: Mapping[str, Any]) -> di
     return {
         "python": platform.python_version(),
         "jdist": installed("jdist"),
-        "jdist source": digest(folder_sources(_JDIST)),
+        "jdist source": digest(folder_sources(_JDIST) | {"__init__.pyi": _JDIST / "__init__.pyi"}),
         **{package: installed(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")},
         "machine": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),

@@ -1,4 +1,4 @@
-"""Where a run begins: with the checkpoints of its own folder, or with weights that its config names."""
+"""The beginning of a run: the checkpoints of its own folder, or weights that its config names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from jdist.callbacks import Resume
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.folder import list_committed
 from jdist.checkpoint.leaves import flatten
+from jdist.cluster.runtime import Runtime
 from jdist.core.step_state import pack
 from jdist.core.strategy import Strategy
 from jdist.errors import CheckpointError, ConfigError
 from jdist.experiment.config import Config, InitSection
-from jdist.experiment.load import Document, Key, differences, dotted, flow, load
+from jdist.experiment.load import Document, differences, flow, leaves, load
 from jdist.experiment.prepare import import_function
 from jdist.experiment.record import RunFolder
 from jdist.experiment.validate import refusal, validate
 from jdist.support.checks import largest_divisor
-from jdist.support.signature import Problem
+from jdist.support.signature import Key, Problem, dotted
 from jdist.typing import PyTree
 from jdist.weights.files import has_files
 from jdist.weights.load import load_part
@@ -53,12 +54,26 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     if not different:
         return
     lengths = [line for line in different if "_steps:" in line and "learning_rate" in line]
-    remedy = (
-        "Go on with the config as it was, take another name, or start again with --fresh, which keeps the old folder."
-    )
+    remedy = "Go on with the old config, choose another name, or start again with --fresh, which keeps the old folder."
     if lengths:
-        remedy += " A schedule follows the length of the run unless its own length is given: give it as it was."
+        remedy += " A schedule follows the length of the run unless its own length is given: give its old length."
     raise ConfigError("\n".join([f"{folder.path}: holds a run with a different config:", *different, remedy]))
+
+
+def check_same_config(values: Mapping[str, Any], cluster: Runtime, timeout_s: float) -> None:
+    """Refuses a job with processes that were started with different configs; `platform` may differ."""
+    texts = {dotted(key): flow(value) for key, value in leaves(values) if key[0] != "platform"}
+    first, *others = cluster.exchange("the config", texts, timeout_s)
+    for process, other in enumerate(others, 1):
+        different = [
+            f"{dotted(key)} is {there} on process 0, and {here} on process {process}"
+            for key, (there, here) in differences(first, other).items()
+        ]
+        if different:
+            raise ConfigError(
+                f"the configs of the processes differ: {'; '.join(different[:_MOST_NAMED])}. Start all processes with one "
+                "config and the same overrides."
+            )
 
 
 def check_goes_on(restored: Resume, folder: RunFolder, config: Config, document: Document, *, total: int) -> None:
@@ -92,10 +107,10 @@ def check_init_from(section: InitSection | None, document: Document) -> None:
         text = f"{path.absolute()} has no checkpoint of a run and no safetensors, or is not there"
         problems.append(Problem(key=(*_INIT, "path"), text=text))
     elif checkpoints is None and section.rename is not None:
-        text = "is for checkpoints; of safetensors `rules` say which tensor is which leaf"
+        text = "is for checkpoints; for safetensors use `rules`, which map tensors to leaves"
         problems.append(Problem(key=(*_INIT, "rename"), text=text))
     elif checkpoints is not None and section.rules is not None:
-        text = f"is for safetensors, and {path} holds checkpoints; for these there is `rename`"
+        text = f"is for safetensors, and {path} holds checkpoints; for these use `rename`"
         problems.append(Problem(key=(*_INIT, "rules"), text=text))
     if section.rules is not None:
         try:
@@ -126,7 +141,7 @@ def init_from(section: InitSection, state: PyTree, strategy: Strategy, say: Call
 
 
 def _load(section: InitSection, path: Path, state: PyTree, strategy: Strategy) -> tuple[PyTree, tuple[str, ...]]:
-    """Returns the state with what is loaded, and the paths of its leaves that are new."""
+    """Returns the state with the loaded leaves, and the paths of the new ones."""
     # All by a pattern: None stands for a run that goes on.
     options: Any = {"only": ".*" if section.only is None else section.only, "skip_mismatch": section.skip_mismatch}
     checkpoints = _checkpoints_in(path)
@@ -145,6 +160,6 @@ def _load(section: InitSection, path: Path, state: PyTree, strategy: Strategy) -
 
 
 def _checkpoints_in(path: Path) -> Path | None:
-    """Finds the folder of checkpoints in a run folder, or that this is itself; None if there is none."""
+    """Finds the folder of checkpoints in a run folder, or that this is itself, or returns None."""
     folders = [folder for folder in (path / "checkpoints", path) if folder.is_dir()]
     return next((folder for folder in folders if list_committed(folder)), None)

@@ -44,16 +44,16 @@ from jdist.experiment.record import (
     write_result,
     write_start,
 )
-from jdist.experiment.resume import check_goes_on, check_init_from, check_same_run, init_from
+from jdist.experiment.resume import check_goes_on, check_init_from, check_same_config, check_same_run, init_from
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.loop.data import open_feed
 from jdist.loop.evaluate import Evaluation, measure
 from jdist.loop.metric_totals import MetricTotals
+from jdist.loop.report.curves import plot_curves
+from jdist.loop.report.files import write_atomically
+from jdist.loop.report.metrics_file import OF_ROWS, MetricsFile, Row, read_rows
+from jdist.loop.report.progress import figures
 from jdist.loop.run import Run
-from jdist.report.curves import plot_curves
-from jdist.report.files import write_atomically
-from jdist.report.metrics_file import OF_ROWS, MetricsFile, Row, read_rows
-from jdist.report.progress import figures
 from jdist.strategies.by_name import make_strategy
 from jdist.support.file_lock import is_held
 
@@ -63,21 +63,15 @@ _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhi
 
 
 def run(
-    config: Config,
-    document: Document,
-    *,
-    command: str,
-    fresh: bool = False,
-    original: Sequence[Start] = (),
-    console: Console | None = None,
+    config: Config, document: Document, *, command: str, fresh: bool = False, original: Sequence[Start] = ()
 ) -> int:
     """Trains, evaluates, logs, saves and plots a config, or continues; returns the exit code."""
     # Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots;
     # all make the steps, evaluate, save and stop together. `config` was checked and its `platform`
-    # applied; `original` are the starts of a run that this one repeats, whose differences are
+    # applied; `original` are the starts of a run that this one repeats; differences from it are
     # printed first.
     begun = time.monotonic()
-    # What the config names, and the config as it is understood.
+    # What the config names, and the config with its defaults.
     with together("preparing the run", _PREPARE_S):
         parts = prepare(config, document)
         check_init_from(config.init_from, document)
@@ -85,9 +79,8 @@ def run(
     cluster = strategy.cluster
     resolved = describe(parts.values, document, derived=parts.derived)
     with contextlib.ExitStack() as stack:
-        if not cluster.is_chief:
-            console = Console(file=stack.enter_context(open(os.devnull, "w", encoding="utf-8")))
-        console = console or Console(soft_wrap=True)
+        file = None if cluster.is_chief else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        console = Console(file=file, soft_wrap=True)
 
         def say(text: str) -> None:
             console.print(text, markup=False, highlight=False, emoji=False)
@@ -103,12 +96,13 @@ def run(
         folder = RunFolder(Path(config.log.folder) / config.name)
         callbacks = make_callbacks(config, parts.values, parts.learning_rate, document, folder.path)
 
+        check_same_config(parts.values, cluster, _PREPARE_S)
         # The run folder, held by the chief until it ends.
         with together("opening the run folder", _PREPARE_S, cluster):
             if cluster.is_chief:
-                anew = fresh and os.environ.get(ATTEMPT, "0") == "0"  # the launcher's next attempts go on
-                if anew and (aside := set_aside(folder.path)) is not None:
-                    say(f"the run that was in {folder.path} is now in {aside}")
+                is_first = fresh and os.environ.get(ATTEMPT, "0") == "0"  # the launcher's next attempts go on
+                if is_first and (aside := set_aside(folder.path)) is not None:
+                    say(f"moved the earlier run from {folder.path} to {aside}")
                 stack.enter_context(open_folder(folder.path))
                 check_same_run(folder, parts.values, document)
                 if not folder.config.exists():
@@ -235,7 +229,7 @@ def _recording(
         check_goes_on(restored, folder, config, document, total=total)
         say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
         if changed := changed_sources(config.task.make, folder.source):
-            those = "steps from here on are its" if step < total else "--fresh begins anew with it"
+            those = "steps from here on are its" if step < total else "--fresh starts over with it"
             say(f"warning: the task's source has changed since then, and {those}: {', '.join(changed)}")
         rows = [_of_history(row, parts.steps_per_epoch) for row in read_rows(folder.metrics) if row["step"] <= step]
         return Resume(state=restored.state, step=step, data=restored.data, notes={**restored.notes, "rows": rows})
@@ -278,12 +272,12 @@ def _of_history(row: Row, steps_per_epoch: int | None) -> Row:
     return {"step": row["step"], "epoch": epoch, "time_s": row.get("time_s", 0.0), **values}
 
 
-def follow(config: Config, document: Document, *, console: Console | None = None) -> int:
+def follow(config: Config, document: Document) -> int:
     """Evaluates each checkpoint of a running job into its eval.jsonl; returns the exit code."""
     # The job never waits for this. It ends with the evaluation of the run's last step (0), on a
     # signal (130, 143), or when nobody has trained for five minutes. `config` was checked and its
     # `platform` applied.
-    console = console or Console(soft_wrap=True)
+    console = Console(soft_wrap=True)
     parts = prepare(config, document, make=_of_one_process)
     folder = RunFolder(Path(config.log.folder) / config.name)
     strategy, task, total = parts.strategy, parts.task, parts.total_steps

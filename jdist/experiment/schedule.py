@@ -9,11 +9,10 @@ from typing import Any, TypeGuard
 
 import optax
 
-from jdist.experiment.load import Key, dotted
 from jdist.scaling import gradual_warmup
-from jdist.support.signature import Problem, check_options, show
-from jdist.support.suggest import closest, nearest
+from jdist.support.signature import Key, Problem, check_options, dotted, show
 from jdist.support.tracebacks import callers_level
+from jdist.support.words import closest, nearest
 
 # What optax raises for arguments that it cannot use.
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
@@ -24,7 +23,7 @@ Wrong = Callable[[Any, inspect.Parameter, Key], Problem | None]
 
 
 def is_schedule(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a value of a config describes a schedule."""
+    """Returns whether a value of a config describes a schedule."""
     return isinstance(value, dict) and "schedule" in value
 
 
@@ -42,7 +41,7 @@ def fill_length(value: Any, *, steps: int) -> Any:
 
 
 def build_value(value: Any) -> Any:
-    """Makes the schedule that a value describes, or each of a list of them; returns any other value as it is."""
+    """Makes the schedule that a value describes, or each of a list of them; returns any other value unchanged."""
     if isinstance(value, list):
         return [build_value(item) for item in value]
     if not is_schedule(value):
@@ -68,7 +67,7 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
             remedy = f" Did you mean {min(longer, key=len)}?"
         else:
             remedy = nearest(str(name), known, label="Schedules", limit=20)
-        yield Problem(key=(*key, "schedule"), text=f"there is no schedule {show(name)}", remedy=remedy)
+        yield Problem(key=(*key, "schedule"), text=f"unknown schedule {show(name)}", remedy=remedy)
         return
     called = f"{'jdist.scaling' if function is gradual_warmup else 'optax'}.{name}"
     problems = list(check_options(function, options, called=called, key=key, wrong=wrong))
@@ -82,7 +81,7 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
 
 
 def warn_beyond(value: Any, key: Key, *, steps: int) -> None:
-    """Warns of a schedule whose length is given, and is more than the run has; in a list each has a part of the run."""
+    """Warns of a schedule with a given length that is more than the run has; in a list each has a part of the run."""
     if not is_schedule(value):
         return
     for option, inner in value.items():
@@ -119,11 +118,11 @@ def _too_short(value: dict[str, Any], key: Key, *, filled: Set[Key], length: Key
     is_of_run = (*key, name) in filled
     stages = [option for option in value if option.endswith("_steps") and option != name]
     what = f"a run of {value[name]:,} steps" if is_of_run else f"a length of {value[name]:,}"
-    whose = f", whose {' and '.join(f'{stage} is {value[stage]:,}' for stage in stages)}" if stages else ""
+    details = f", where {' and '.join(f'{stage} is {value[stage]:,}' for stage in stages)}" if stages else ""
     lower = [f"lower {dotted((*key, stage))}" for stage in stages]
     return Problem(
         key=length if is_of_run else (*key, name),
-        text=f"{what} is too short for the schedule {value['schedule']} of {dotted(key)}{whose}: it needs {least:,} or more",
+        text=f"{what} is too short for the schedule {value['schedule']} of {dotted(key)}{details}: it needs {least:,} or more",
         remedy=f" {' or '.join(['Train for longer' if is_of_run else 'Raise it', *lower])}.",
         others=tuple((*key, stage) for stage in stages),
     )

@@ -13,8 +13,8 @@ from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
 from jdist.experiment.optimizer import explain
 from jdist.experiment.prepare import Parts
-from jdist.report.metrics_file import Row
-from jdist.report.progress import readable
+from jdist.loop.report.metrics_file import Row
+from jdist.loop.report.progress import readable
 from jdist.support.checks import largest_divisor
 from jdist.typing import PyTree
 
@@ -26,6 +26,9 @@ def arithmetic(config: Config, parts: Parts) -> str:
     batch = f"global batch {train.global_batch:,} = {replicas:,} replica{'s' if replicas > 1 else ''} x {rows:,}"
     if rows * replicas != train.global_batch:
         batch += f" - {rows * replicas - train.global_batch:,} padding"
+        processes = parts.strategy.cluster.num_processes  # each pads its own rows
+        if idle := processes * (replicas // processes - -(-train.global_batch // (processes * rows))):
+            batch += f", so {idle:,} of {replicas:,} replicas train on padding alone"
     if train.accumulate > 1:
         batch += f", each worked through in {train.accumulate:,} parts"
     examples = parts.examples(parts.total_steps, train.global_batch)
@@ -52,7 +55,7 @@ def non_finite_advice(
     elif saved:
         where, begin = f"The newest checkpoint is that of step {saved:,}.", "go on from there"
     else:
-        where, begin = "There is no checkpoint yet.", "begin anew"
+        where, begin = "The run has no checkpoint yet.", "start over"
     bad = [
         f"batch{jax.tree_util.keystr(path)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)

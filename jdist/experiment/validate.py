@@ -10,10 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.load import Document, Key, dotted
-from jdist.report.metric_direction import NAMES, better
-from jdist.support.signature import Problem, problem_of, show
-from jdist.support.suggest import closest
+from jdist.experiment.load import Document
+from jdist.loop.report.metrics_file import NAMES, better
+from jdist.support.signature import Key, Problem, dotted, problem_of, show
+from jdist.support.words import closest
 
 
 def validate(document: Document) -> Config:
@@ -79,9 +79,9 @@ def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
 
 
 def _translate(error: Any) -> Problem:
-    """Says one of pydantic's errors in jdist's words, with what the schema knows of the key."""
+    """Phrases one of pydantic's errors in jdist's words, with the schema's knowledge of the key."""
     problem = problem_of(error)
-    key, about = problem.key, _description(problem.key)
+    key, about = problem.key, dict(_keys()).get(problem.key, "")
     if error["type"] == "extra_forbidden":
         return Problem(key=key, text="no such key", remedy=_nearest_key(key))
     if error["type"] == "missing":
@@ -97,10 +97,6 @@ def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[K
         for part in (field.annotation, *get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from _keys(part, (*prefix, name))
-
-
-def _description(key: Key) -> str:
-    return dict(_keys()).get(key, "")
 
 
 def _nearest_key(key: Key) -> str:

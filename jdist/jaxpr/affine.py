@@ -39,15 +39,15 @@ _SIGNS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 Slope = Any  # a number of the program, or an array computed when the step runs; no axes, or those of the leaf
 
 
-# Of a number that is no mean, the mean over microbatches or replicas is another one than that of all rows.
+# Averaging over microbatches or replicas changes a number that is not a mean of rows.
 SAY_WHAT_IT_IS = (
-    'Combine it first, by what it is: `jdist.all_reduce(x, "sum")` of a sum over its rows, "max" of a maximum; of a mean '
-    '`jdist.aggregate(new, "mean")` of the new value will do.'
+    'Combine it first, by its kind: `jdist.all_reduce(x, "sum")` for a sum over its rows, "max" for a maximum; for a '
+    'mean `jdist.aggregate(new, "mean")` of the new value.'
 )
 
 
 class _NotAffineError(Exception):
-    """The new value is no slope times the old one plus something that does not depend on it."""
+    """The new value is not a slope times the old one plus something that does not depend on it."""
 
 
 class AffineRule:
@@ -101,7 +101,7 @@ class AffineRule:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether all that is added to the old value is whole by its making and a sum over rows, which no mean is."""
+        """Returns whether all that is added to the old value is whole by its making and a sum over rows, which no mean is."""
         return all(
             eqn.primitive.name in (*_ADDING, *_KEEPING)
             and all(self._is_whole(v) and self._is_sum(v) for v in self._others(eqn))
@@ -114,7 +114,7 @@ class AffineRule:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the new value is made of means over the rows, seen in the program, and of nothing else of theirs."""
+        """Returns whether the new value is made of means over the rows, seen in the program, and of nothing else of theirs."""
         return self._degree(self._new) == 0
 
     def _degree(self, v: Any) -> int | None:
@@ -163,7 +163,7 @@ class AffineRule:
         return found.pop() if keeps else None
 
     def _is_number_of_terms(self, divisor: float, eqn: Any) -> bool:
-        """Whether what divides a sum is the number of rows or of the sum's terms, or one less, as in a variance."""
+        """Returns whether what divides a sum is the number of rows or of the sum's terms, or one less, as in a variance."""
         number = round(divisor)
         if not number or abs(divisor - number) > 1e-6 * number:
             return False
@@ -180,7 +180,7 @@ class AffineRule:
         return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
 
     def _adds_row_by_row(self, eqn: Any) -> bool:
-        """Whether a `scatter-add` adds something for each row, or sums over rows at places that the rows do not choose."""
+        """Returns whether a `scatter-add` adds a value for each row, or sums rows at places that they do not choose."""
         _, indices, updates = eqn.invars[:3]
         if graph.is_in(indices, self._of_rows):
             return math.prod(indices.aval.shape[:-1]) % self._num_rows == 0

@@ -100,7 +100,7 @@ def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) ->
 
 def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> Any:
     """Applies an equation to operands of any shape, outside of the mesh that it was traced under."""
-    # A sharding among the parameters names the mesh of the trace, whose axes are no longer bound.
+    # A sharding among the parameters names the mesh of the trace, and its axes are no longer bound.
     params = {k: None if isinstance(x, jax.sharding.Sharding) else x for k, x in eqn.params.items()}
     return eqn.primitive.bind(*operands, **{**params, **changed})
 

@@ -37,7 +37,7 @@ def products_of(closed: Any) -> Counter[ProductKind]:
 
 
 def is_countable(closed: Any) -> bool:
-    """Whether the products of a jaxpr are all seen: none in a loop of unknown length, or in a kernel."""
+    """Returns whether the products of a jaxpr are all seen: none in a loop of unknown length, or in a kernel."""
     for eqn in graph.body_of(closed).eqns:
         name, inner = eqn.primitive.name, graph.nested_jaxprs(eqn)
         if name.startswith(_KERNELS):

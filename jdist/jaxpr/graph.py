@@ -20,7 +20,7 @@ from jdist.core.collective_marks import collective_of
 # Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
 ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-# Primitives that lay out the elements of an array anew.
+# Primitives that change the layout of an array's elements.
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 PRINTS = ("debug_print", "debug_callback")  # they return nothing
 HOST_CALLS = (*PRINTS, "io_callback", "pure_callback")
@@ -76,7 +76,7 @@ def substituted(closed: Any, results_of: Callable[[Any], dict[int, Var]], *, dro
 
 
 def without(closed: Any, left_out: Callable[[Any], bool]) -> Any:
-    """Rewrites a function without some equations whose results nothing reads."""
+    """Rewrites a function without some equations with results that nothing reads."""
     jaxpr = body_of(closed)
     return ClosedJaxpr(jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if not left_out(eqn)]), closed.consts)
 
@@ -141,19 +141,21 @@ def _arguments_returned(closed: Any) -> dict[int, int]:
 
 
 def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
-    """Rewrites a function, some equations by `rule(equation, operands, last argument)`; None leaves one as it is."""
+    """Rewrites a function, some equations by `rule(equation, operands, last argument)`; None leaves one unchanged."""
 
     def run(*values: Any) -> list[Any]:
-        known = values_at_start(closed, values)
-        for eqn in body_of(closed).eqns:
-            operands = [value_of(v, known) for v in eqn.invars]
-            results = rule(eqn, operands, values[-1] if values else None)
-            if results is None:
-                results = apply_equation(closed, eqn, operands)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [value_of(v, known) for v in body_of(closed).outvars]
+        return _evaluated(closed, values, lambda eqn, operands: rule(eqn, operands, values[-1] if values else None))
 
     return jax.make_jaxpr(run)(*map(struct_of, body_of(closed).invars))
+
+
+def entered(closed: Any, is_entered: Callable[[Any], bool]) -> Any:
+    """Enters some of the calls of a function, also in what they call."""
+
+    def results(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
+        return run(entered(nested_jaxprs(eqn)[0], is_entered), operands) if is_entered(eqn) else None
+
+    return replaced(closed, results) if any(map(is_entered, body_of(closed).eqns)) else closed
 
 
 def all_equations(closed: Any) -> Iterator[Any]:
@@ -165,17 +167,17 @@ def all_equations(closed: Any) -> Iterator[Any]:
 
 
 def uses_primitive(eqn: Any, *names: str) -> bool:
-    """Whether an equation, or one nested in it, applies one of these primitives."""
+    """Returns whether an equation, or one nested in it, applies one of these primitives."""
     return eqn.primitive.name in names or any(contains_primitive(j, *names) for j in nested_jaxprs(eqn))
 
 
 def contains_primitive(closed: Any, *names: str) -> bool:
-    """Whether a jaxpr applies one of these primitives anywhere."""
+    """Returns whether a jaxpr applies one of these primitives anywhere."""
     return any(eqn.primitive.name in names for eqn in all_equations(closed))
 
 
 def prints(closed: Any) -> bool:
-    """Whether a jaxpr prints, or calls the host without reading a result."""
+    """Returns whether a jaxpr prints, or calls the host without reading a result."""
     return contains_primitive(closed, *PRINTS)
 
 
@@ -201,7 +203,7 @@ def effects_of(closed: Any) -> list[Any]:
 
 
 def is_print_or_callback(eqn: Any) -> bool:
-    """Whether all that an equation does beside computing is to call the host."""
+    """Returns whether an equation's only effects are calls of the host."""
     return all(name.endswith(("DebugEffect", "IOEffect")) for name in _effect_names(eqn))
 
 
@@ -223,10 +225,9 @@ def needed(
     return equations[::-1], reads
 
 
-def arguments_read(closed: Any) -> list[bool]:
-    """Marks the arguments that any result or effect of a traced function depends on, calls and loops in it entered."""
-    jaxpr = body_of(closed)
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+def arguments_read(closed: Any, results: Sequence[bool]) -> list[bool]:
+    """Marks the arguments that an effect or one of the marked results depends on, calls and loops in it entered."""
+    return partial_eval.dce_jaxpr(body_of(closed), list(results))[1]
 
 
 def subfunction(
@@ -287,14 +288,23 @@ def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequ
 
 def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
     """Evaluates a jaxpr and inlines its calls (`jax.jit`, `custom_jvp`, `checkpoint`)."""
+
+    def rule(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        # Of `rules` one, `(equation, operands) -> results`, replaces a primitive; None keeps the usual evaluation.
+        results = rules[eqn.primitive.name](eqn, operands) if eqn.primitive.name in rules else None
+        if results is None and eqn.primitive.name in CALLS:
+            return inlined(nested_jaxprs(eqn)[0], operands, rules)
+        return results
+
+    return _evaluated(closed, arguments, rule)
+
+
+def _evaluated(closed: Any, arguments: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None]) -> list[Any]:
+    """Evaluates a jaxpr, some equations by `rule(equation, operands)`; None evaluates one as usual."""
     known = values_at_start(closed, arguments)
     for eqn in body_of(closed).eqns:
         operands = [value_of(v, known) for v in eqn.invars]
-        # A rule, `(equation, operands) -> results`, replaces a primitive; None keeps the usual
-        # evaluation.
-        results = rules[eqn.primitive.name](eqn, operands) if eqn.primitive.name in rules else None
-        if results is None and eqn.primitive.name in CALLS:
-            results = inlined(nested_jaxprs(eqn)[0], operands, rules)
+        results = rule(eqn, operands)
         if results is None:
             results = apply_equation(closed, eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
@@ -373,15 +383,15 @@ def struct_of(v: Var) -> jax.ShapeDtypeStruct:
 
 
 def is_literal(v: Var) -> bool:
-    """Whether an operand is a constant written into the jaxpr."""
+    """Returns whether an operand is a constant written into the jaxpr."""
     return isinstance(v, jex.Literal)
 
 
 def is_in(v: Var, variables: Collection[Var]) -> bool:
-    """Whether an operand is one of these variables; a constant written into the jaxpr is none."""
+    """Returns whether an operand is one of these variables; a constant written into the jaxpr is not."""
     return not is_literal(v) and v in variables
 
 
 def is_dropped(v: Var) -> bool:
-    """Whether nothing reads a result of an equation."""
+    """Returns whether nothing reads a result of an equation."""
     return isinstance(v, jex.DropVar)

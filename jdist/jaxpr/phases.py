@@ -42,8 +42,8 @@ class Phase:
     """One loop over the microbatches.
 
     Attributes:
-        cuts: those whose operands it computes.
-        carried: which of `Split.carried` it computes, by place.
+        cuts: those with operands that it computes.
+        carried: the places of those of `Split.carried` that it computes.
         outputs: which of the step's outputs it computes, by place.
         prepare: `(state, others, combined) -> prepared`, what is the same for all its microbatches; `combined` holds
             the combined arrays of all earlier phases' cuts.
@@ -129,7 +129,7 @@ class Split:
         early: for each output, whether a phase computes it; the others wait for the update.
         output_shapes: of the outputs.
         update: `(state, others, combined, carried) -> (state leaves, outputs)`, `combined` the arrays of all cuts in
-            order, None in the place of an output that a phase computes.
+            order, None in place of an output that a phase computes.
         traced: the traced step, for those who take it apart further.
         state_treedef: of the state.
         outputs_treedef: of the outputs.
@@ -240,7 +240,7 @@ def _levels(equations: Sequence[Any], cuts: AbstractSet[int]) -> dict[Var, int]:
 
 
 def is_cut(eqn: Any, own: AbstractSet[Var]) -> bool:
-    """Whether an equation is a collective that reads one of these variables, which are a microbatch's own."""
+    """Returns whether an equation is a collective that reads one of these variables, which are a microbatch's own."""
     return collective_of(eqn) is not None and any(graph.is_in(v, own) for v in eqn.invars)
 
 

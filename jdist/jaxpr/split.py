@@ -63,7 +63,7 @@ def split(
         return [*arguments[first : len(arguments) - rest], microbatch]
 
     closed, shapes = variation.traced(trace, of_rows)
-    closed = variation.flat_collectives(closed)
+    closed = graph.entered(closed, variation.holds_collective)
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
         """Computes the transpose of a gather: each takes the rows that it gave of the sum over all."""
@@ -95,7 +95,7 @@ def split(
 
 
 class PartsVaryError(Exception):
-    """A step takes replicas' own parts of what is not the same on all of them, which together are no array."""
+    """A step takes replicas' own parts of a value that differs between them; together the parts do not form an array."""
 
 
 def _cuts_what_varies(closed: Any, rows: Sequence[Any]) -> bool:
@@ -124,7 +124,7 @@ class _Analysis:
         self.new_state, self.outputs = (_take(outvars, len(jax.tree.leaves(tree))) for tree in results)
         self.equations = list(jaxpr.eqns)
         self.of_rows = variation.of_one_microbatch(closed, [*self.batch, self.microbatch])
-        # What is gathered of parts is gathered for each microbatch anew, as if it were the microbatch's own.
+        # Arrays gathered from parts are gathered again for each microbatch, as if they were its own.
         cut = [v for eqn in self.equations if is_own_part(eqn) for v in eqn.outvars if v not in self.of_rows]
         self.parts = {*self.others[len(self.others) - num_parts :], *cut}
         self.own = variation.of_one_microbatch(closed, [*self.batch, self.microbatch, *self.parts])
@@ -146,8 +146,7 @@ class _Analysis:
                 raise BoundaryError(
                     "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or another jdist collective inside a "
                     "`lax.scan`, `lax.cond`, `lax.while_loop` or `jax.checkpoint` of its own, where it cannot be split. "
-                    "Call it in the step itself: let the inner function return the loss of each example and take the mean "
-                    f"outside of it; or {self.otherwise}."
+                    f"Call it in the step itself, or {self.otherwise}."
                 )
 
     def _sort_effects(self) -> tuple[list[Any], list[Any]]:
@@ -302,9 +301,8 @@ class _Analysis:
         if is_added_to:
             raise BoundaryError(
                 f"the step adds to state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, what it computes from the "
-                "rows of one microbatch: a sum over its rows, of which all count, or a mean, of which the mean counts? Say "
-                'it: `jdist.aggregate(new, "sum", old=old)`, or `jdist.aggregate(new, "mean")`; of what is neither add '
-                '`jdist.all_reduce(x, "max")`.'
+                'rows of one microbatch. Say how they come together: `jdist.aggregate(new, "sum", old=old)`, '
+                '`jdist.aggregate(new, "mean")`, or add `jdist.all_reduce(x, "max")`.'
             )
         if is_average:
             raise BoundaryError(
@@ -313,24 +311,28 @@ class _Analysis:
             )
         raise BoundaryError(
             f"the step computes state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, from the rows of one "
-            "microbatch, and microbatches, like replicas, have no common value of it: it is no sum and no moving "
-            'average. Say how they come together: `jdist.all_reduce(x, "max")`, `jdist.aggregate(new, "sum", '
-            f"old=old)`, ...; for parameters change `jax.value_and_grad` to `jdist.value_and_grad`; or {self.otherwise}."
+            'microbatch, and microbatches have no common value of it. Combine it, `jdist.all_reduce(x, "max")` or '
+            f"`jdist.aggregate`; for parameters change `jax.value_and_grad` to `jdist.value_and_grad`; or {self.otherwise}."
         )
 
     def _check_called_once(self, equations: Sequence[Any], effects: Sequence[Any]) -> None:
         """Refuses a part of the step that would call the host again for what another part calls it."""
         if any(_is_among(eqn, effects) for eqn in equations):
             raise BoundaryError(
-                "what a callback of the step returned is needed in more than one of the parts that the step is split into "
-                "(the mask of a mean and the loss, for example), and it would be called once for each. Call it outside of "
-                f"the step and pass the value as an argument, or {self.otherwise}."
+                "the result of a callback is needed in several of the parts that the step is split into, and the "
+                "callback would run once for each. Call it outside of the step and pass the value, or "
+                f"{self.otherwise}."
             )
+
+
+def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    """Finds the axis along which parts were joined, from two shapes."""
+    return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), 0)
 
 
 def own_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Takes this replica's rows of an array of all replicas' rows; `shape` is that of its own."""
-    axis = next((i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b), 0)
+    axis = axis_of_rows(shape, x.shape)
     return jax.lax.dynamic_slice_in_dim(x, collectives.replica_id() * shape[axis], shape[axis], axis)
 
 
@@ -343,5 +345,5 @@ def _take(items: Any, count: int) -> list[Any]:
 
 
 def _is_among(eqn: Any, equations: Sequence[Any]) -> bool:
-    """Whether an equation is one of these, not merely equal to one."""
+    """Returns whether an equation is one of these, not merely equal to one."""
     return any(eqn is other for other in equations)

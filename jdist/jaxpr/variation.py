@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from jdist.core.collective_marks import Collective, collective_of, gradient_number
+from jdist.core.collective_marks import Collective, collective_of, gradient_number, is_own_part
 from jdist.errors import StepError
 from jdist.jaxpr import graph
 
 Var = graph.Var
 
-# JAX's collectives whose result is the same on every replica, and primitives whose result differs even for equal operands.
+# JAX's collectives with the same result on every replica, and primitives with results that differ even for equal operands.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 DRAWS = frozenset({"random_bits", "random_gamma"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
@@ -24,7 +24,7 @@ Visit = Callable[[Any, list[bool], bool], None]
 
 
 def makes_alike(eqn: Any) -> bool:
-    """Whether an equation is one of JAX's own collectives of all replicas that gives them the same."""
+    """Returns whether an equation is one of JAX's own collectives of all replicas that gives them the same."""
     return (
         eqn.primitive.name in _MAKE_ALIKE
         and eqn.params.get("axis_index_groups") is None
@@ -103,14 +103,14 @@ def _gradients_by_rows(closed: Any, own: Collection[Var]) -> ByRows:
 _MOVING = frozenset({"add", "add_any", "sub", "convert_element_type", "copy", "optimization_barrier", "stop_gradient"})
 _MAY_WAIT = (
     "the step calls a collective (`jdist.value_and_grad`, `jdist.all_reduce`, a masked `jdist.mean`, `lax.psum`, ...) inside a "
-    "`lax.{}` whose condition depends on a replica's own rows: replicas that decide differently never reach the call, and the "
+    "`lax.{}` with a condition on a replica's own rows: replicas that decide differently never reach the call, and "
     'others wait for them forever. Combine the condition first, for example by `jdist.all_reduce(x, "max")`; or make the call '
     "outside, and choose between the results by `jnp.where`. A line search takes `value_fn=jdist.global_loss(loss_fn)`."
 )
 
 
 def _waits(closed: Any) -> bool:
-    """Whether replicas wait for one another in a function."""
+    """Returns whether replicas wait for one another in a function."""
     names, bound = (_MAKE_ALIKE | _MAKE_OWN) - {"axis_index"}, _bound_axes()
     return any(
         eqn.primitive.name in names and not set(_axes_of(eqn)).isdisjoint(bound) for eqn in graph.all_equations(closed)
@@ -133,6 +133,8 @@ def _results_vary(eqn: Any, flags: list[bool], visit: Visit) -> list[bool]:
         return every
     if collective_of(eqn) is not None or makes_alike(eqn):
         return [False] * len(eqn.outvars)
+    if is_own_part(eqn):  # of an array that all replicas have; the step sees the gathered array
+        return [any(flags)]
     if name in _MAKE_OWN:
         return every
     bodies = graph.nested_jaxprs(eqn)
@@ -184,7 +186,7 @@ def _body_varies(closed: Any, flags: Sequence[bool], visit: Visit) -> list[bool]
 
 
 def is_transposed_gather(eqn: Any) -> bool:
-    """Whether an equation is what differentiation makes of `jdist.all_gather`: each replica's rows of the sum over all."""
+    """Returns whether an equation is the transpose of `jdist.all_gather`: each replica's rows of the sum over all."""
     collective = collective_of(eqn)
     return collective is not None and collective.op == "gather" and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
 
@@ -197,21 +199,8 @@ def collectives_in(eqn: Any) -> list[Collective]:
     return [c for body in graph.nested_jaxprs(eqn) for inner in graph.body_of(body).eqns for c in collectives_in(inner)]
 
 
-def flat_collectives(closed: Any) -> Any:
-    """Enters the calls (`jax.jit`, `custom_jvp`) of a function that hold a collective of jdist; other calls stay."""
-    if not any(_holds_collective(eqn) for eqn in graph.body_of(closed).eqns):
-        return closed
-
-    def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
-        if not _holds_collective(eqn):
-            return None
-        return graph.run(flat_collectives(graph.nested_jaxprs(eqn)[0]), operands)
-
-    return graph.replaced(closed, entered)
-
-
-def _holds_collective(eqn: Any) -> bool:
-    """Whether an equation is a call, to be entered, of a function that holds a collective of jdist."""
+def holds_collective(eqn: Any) -> bool:
+    """Returns whether an equation is a call, to be entered, of a function that holds a collective of jdist."""
     enterable = eqn.primitive.name in graph.CALLS - {"checkpoint", "remat2"} and collective_of(eqn) is None
     return enterable and bool(collectives_in(eqn))
 

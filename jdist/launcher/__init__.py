@@ -4,5 +4,5 @@ Start at `launch.launch`; `ray.ray_launch` runs the same `loop`. `supervisor` is
 `events` and carries out its commands; `process` starts a process and shows its output; `exit_cause` finds which process
 is to blame.
 
-May import: cluster and what is below it.
+May import: cluster and what is below it; `launcher.notebook` is a higher room of its own.
 """

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from jdist.cluster.environment import ATTEMPT
 from jdist.launcher.exit_cause import Task
-from jdist.support.xla_flags import CPU_DEVICES, with_flags
+from jdist.support.xla import CPU_DEVICES, with_flags
 
 # Variables of the cluster that this launcher itself is part of.
 OF_CLUSTER = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -114,7 +114,7 @@ class State:
 
     @property
     def due(self) -> float | None:
-        """When the next `Tick` is needed; None if not before another event."""
+        """Returns the time when the next `Tick` is needed; None if not before another event."""
         times = [self.plan[0][0]] if self.plan else []
         if self.wake_at is not None:
             times.append(self.wake_at)

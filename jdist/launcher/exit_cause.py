@@ -22,9 +22,16 @@ _NOISE = re.compile(
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
 # What follows ends a process that waited for a lost one: JAX's words about it blame whom they name at random.
-_ENDED_BY_JAX = re.compile(r".*Terminating process because the JAX distributed service detected")
-_MESSAGE = "jdist: "  # begins jdist's messages, of which records for programs and frames of a stack explain nothing
+_ENDED_BY_JAX = re.compile(r"^.*Terminating process because the JAX distributed service detected", re.MULTILINE)
+_MESSAGE = "jdist: "  # begins jdist's messages; records for programs and frames of a stack among them explain nothing
 _NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
+# The first line of a warning and the source line that follows it, and jdist's note of a step that it did not verify:
+# never a cause. Anchored, as a bar's output is one long line.
+_WARNING = re.compile(
+    r"^[^\n:]+:\d+: \w*Warning: .*\n([ \t]+\S.*(\n|$))?|^[^\s:]+: verify (found|could) .*(\n|$)", re.MULTILINE
+)
+# Signals from outside, which no line of the process's own explains.
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 LONGEST = 30  # lines
 LINES_WITHOUT = 8
 
@@ -39,7 +46,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """What its output lines begin with: a worker's index, another's type, a server's type and index."""
+        """The beginning of its output lines: a worker's index, another's type, a server's type and index."""
         if self.serves:
             return str(self)
         return str(self.index) if self.type == WORKER else self.type
@@ -52,17 +59,22 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How one process ended."""
+    """The end of one process."""
 
     task: Task
     code: int  # its exit code; minus the signal's number if a signal ended it
     at: float  # seconds of the launcher's clock
     sent: signal.Signals | None = None  # the last signal that the launcher had sent it
 
+    @property
+    def was_killed(self) -> bool:
+        """Returns whether a signal from outside ended it."""
+        return -self.code in _FROM_OUTSIDE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     number: int  # from 0
     size: int  # number of workers
@@ -115,7 +127,7 @@ def exit_code(end: End) -> int:
 
 
 def restart_may_help(end: End) -> bool:
-    """Whether a restart may help; not after a usage error, on a full disk, or for a program that cannot be started."""
+    """Returns whether a restart may help; not after a usage error, on a full disk, or for a program that cannot be started."""
     return end.code not in (USAGE, CANNOT_WRITE, *_CANNOT_BE_STARTED)
 
 
@@ -133,12 +145,14 @@ def describe(end: End) -> str:
     return f"ended with exit code {end.code}{more}"
 
 
-def explanation(stderr: str) -> list[str]:
+def explanation(stderr: str, *, killed: bool = False) -> list[str]:
     """Finds the last traceback, or else the last lines, of a process's standard error."""
     lines = [line.rstrip() for line in _own(stderr).splitlines()]
     header = _last_traceback(lines)
     if header is None:
         lines = [line for line in lines if line]
+        if killed and not any(map(_is_message, lines)):
+            return []
         reasons = [line for line in _without_noise(lines) if not _NO_REASON.match(line)]
         return (reasons or lines)[-LINES_WITHOUT:]
     start = _message(lines, header)
@@ -166,20 +180,26 @@ def lost_peer(stderr: str) -> tuple[int, str] | None:
     return None
 
 
-def cause(stderr: str) -> str:
+def cause(stderr: str, *, killed: bool = False) -> str:
     """Finds the line that says most: of the exception, else jdist's last one, else the last one; or ""."""
+    # The last lines of a process that was killed from outside are those of its work.
     lines = _own(stderr).splitlines()
     header = _last_traceback(lines)
     if header is not None:
         message = _message(lines, header)
         return lines[message].strip("| ") if message < len(lines) else ""
     lines = [line.strip() for line in lines if line.strip()]
-    reasons = [line for line in lines if line.startswith(_MESSAGE) and not _NO_REASON.match(line)]
-    return (reasons or _without_noise(lines) or lines or [""])[-1]
+    reasons = list(filter(_is_message, lines))
+    return (reasons or ([] if killed else _without_noise(lines) or lines) or [""])[-1]
+
+
+def _is_message(line: str) -> bool:
+    return line.startswith(_MESSAGE) and not _NO_REASON.match(line)
 
 
 def _own(stderr: str) -> str:
-    """Cuts off what JAX writes as it ends a process, unless that is all."""
+    """Cuts out warnings, and what JAX writes as it ends a process, unless that is all."""
+    stderr = _WARNING.sub("", stderr)
     own = _ENDED_BY_JAX.split(stderr)[0]
     return own if own.strip() else stderr
 
@@ -209,14 +229,15 @@ def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> 
         return ""
     task, blame = _blame(attempt, attempt.guilty, stderr)
     head = f"attempt {attempt.number} failed: {blame}; its log: {log_of(task)}"
-    return "\n".join([head, *(f"  {line}" for line in explanation(stderr))])
+    return "\n".join([head, *(f"  {line}" for line in explanation(stderr, killed=attempt.guilty.was_killed))])
 
 
 def verdict(attempt: Attempt, guilty: End, stderr: str) -> str:
     """Says in one line which process ended a job, since when, and what to do."""
-    blame, why = _blame(attempt, guilty, stderr)[1], "" if kind(guilty) == Kind.PEER_LOST else cause(stderr)
-    blame += f": {why}" if why else ""
-    remedy = "Look at its log, and start the job again; it goes on from its last checkpoint."
+    blame = _blame(attempt, guilty, stderr)[1]
+    why = "" if kind(guilty) == Kind.PEER_LOST else cause(stderr, killed=guilty.was_killed)
+    blame += f": {why.removesuffix('.')}" if why else ""
+    remedy = "Look at its log, mend the cause, and start the job again; it goes on from its last checkpoint."
     if guilty.code in (USAGE, CANNOT_WRITE):
         remedy = "Another start would end in the same way: mend this first."
     return f"the job failed {attempt.duration_s:.0f} s after attempt {attempt.number} began: {blame}. {remedy}"

@@ -37,7 +37,7 @@ def launch(
 ) -> Launched:
     """Runs a command in several processes that find each other by TF_CONFIG; none is left when it returns.
 
-    With `workers` and `ps` the command runs once, as the chief of a parameter server, whose workers and servers run `jdist
+    With `workers` and `ps` the command runs once, as the chief of a parameter server; its workers and servers run `jdist
     serve`. One of these that dies is restarted alone; all end with the chief.
 
     In the main thread, the first SIGINT or SIGTERM is passed on to the processes, which may save and leave; a second one
@@ -132,12 +132,12 @@ def parse_servers(workers: int | None, ps: int | None, processes: object) -> tup
         return None
     if processes is not None:
         raise LaunchError(
-            f"processes={processes} and workers={workers}, ps={ps} are given. `processes` is for jobs that train in step; a "
-            "parameter server has `workers` and `ps`, and its program runs once, as the chief."
+            f"processes={processes} and workers={workers}, ps={ps} exclude each other. `processes` is for jobs that "
+            "train in step; a parameter server has `workers` and `ps`, and its program runs once, as the chief."
         )
     if workers is None or ps is None:
         missing, there = ("workers", "ps") if workers is None else ("ps", "workers")
-        raise LaunchError(f"`{there}` is given without `{missing}`; a parameter server needs both, from 1 on.")
+        raise LaunchError(f"`{there}` is given without `{missing}`; a parameter server needs both, 1 or more.")
     return checks.whole_number("workers", workers, LaunchError), checks.whole_number("ps", ps, LaunchError)
 
 
@@ -172,8 +172,7 @@ def command_line(command: Sequence[str], *, devices_per_process: int | None = No
         return [sys.executable, *command]
     if shutil.which(target) is None:
         raise LaunchError(
-            f"{target}: no such program. What is launched is a config (.yaml, .yml), a script (.py), `-m` and a "
-            f"module, or a program."
+            f"{target}: no such program. Give a config (.yaml, .yml), a script (.py), `-m` and a module, or a program."
         )
     return list(command)
 

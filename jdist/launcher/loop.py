@@ -23,7 +23,7 @@ from jdist.launcher.environment import child_environment
 from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
 from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary, verdict
 from jdist.launcher.output import Console, LogFile, prefix
-from jdist.launcher.process import Host, LocalHost, Process, Stream
+from jdist.launcher.process import Host, Process, Stream
 from jdist.launcher.record import Record
 from jdist.launcher.supervisor import Restarts, begin, step
 
@@ -61,7 +61,7 @@ class Launcher:
         explains: bool = True,  # prints the cause of a failed attempt at once
         host: Host | None = None,  # None: this machine
     ) -> None:
-        self._host = LocalHost() if host is None else host
+        self._host = host or Host()
         self._settings, self._line, self._log_dir = settings, line, log_dir
         self._devices, self._timeout_s, self._explains = devices_per_process, timeout_s, explains
         # The job refuses processes with another token, such as those of another user.
@@ -183,10 +183,11 @@ class Launcher:
         self._stderr[process.task] = process.stderr
         if process.log.problem is not None:
             self._say(f"the log {process.log.path} is not whole: {process.log.problem}")
+        end = End(at=at, task=process.task, code=code)
         if not process.task.serves:
-            self._events.append(End(at=at, task=process.task, code=code))
+            self._events.append(end)
         elif text := self._servers.ended(process.task, code, time.monotonic()):
-            why = cause(process.stderr)
+            why = cause(process.stderr, killed=end.was_killed)
             self._say(f"{text}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
 
     def _obey(self, commands: Sequence[Command]) -> None:
@@ -230,8 +231,12 @@ class Launcher:
 
     def _start_servers(self) -> None:
         for task in self._servers.due(time.monotonic()):
+            line = [sys.executable, "-m", "jdist", "serve"]
+            script = next(iter(self._line[1:]), "")
+            if task.type == WORKER and script.endswith(".py") and Path(script).is_file():
+                line += ["--script", script]  # for dataset functions of the program itself
             try:
-                self._spawn(task, [sys.executable, "-m", "jdist", "serve"])
+                self._spawn(task, line)
             except OSError as exc:
                 text = self._servers.ended(task, PEER_LOST, time.monotonic())
                 self._say(f"{text}: {exc}")
@@ -260,7 +265,7 @@ class Launcher:
         assert attempt.guilty is not None
         task = attempt.guilty.task
         stderr = self._stderr.get(task, "")
-        self._causes[attempt.number] = cause(stderr)
+        self._causes[attempt.number] = cause(stderr, killed=attempt.guilty.was_killed)
         self._failure = failure(attempt, lambda each: self._log_path(each, attempt.number), stderr)
         if self._explains:
             self._say(self._failure)

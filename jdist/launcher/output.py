@@ -145,7 +145,7 @@ def prefix(label: str, file: IO[str], colour: str) -> bytes:
     from rich.console import Console as RichConsole
     from rich.text import Text
 
-    rich = RichConsole(file=file)  # heeds what the terminal can, and NO_COLOR
+    rich = RichConsole(file=file)  # respects the terminal's abilities, and NO_COLOR
     with rich.capture() as captured:
         rich.print(Text(text, style=colour), end="")
     return captured.get().encode()

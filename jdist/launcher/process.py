@@ -18,7 +18,7 @@ from jdist.launcher.exit_cause import Task
 from jdist.launcher.output import Console, Lines, LogFile
 
 GUARD = Path(__file__).with_name("guard.py")
-GUARD_GONE_S = 10.0  # for a guard to end whose socket has closed
+GUARD_GONE_S = 10.0  # for a guard to end after its socket has closed
 CHUNK = 1 << 16
 _REMEMBERED = 1 << 16  # bytes of standard error that are kept, to find a traceback in
 
@@ -197,23 +197,13 @@ class Process:
         self.log.close()
 
 
-class Host(Protocol):
-    """Places the processes of each attempt, and starts them."""
+class Host:
+    """Places the processes of each attempt, and starts them: on this machine."""
 
     def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
         """Finds an address for each process of an attempt, unless the user has asked to stop; the next ports are free."""
-        ...
-
-    def start(self, task: Task, line: Sequence[str], environ: Mapping[str, str]) -> Transport:
-        """Starts a process in its place."""
-        ...
-
-
-class LocalHost:
-    """This machine."""
-
-    def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
         return [f"127.0.0.1:{port}" for port in free_ports(len(tasks))]
 
     def start(self, task: Task, line: Sequence[str], environ: Mapping[str, str]) -> Transport:
+        """Starts a process in its place."""
         return GuardPipe(line, environ)

@@ -26,7 +26,7 @@ from jdist.launcher.environment import OF_CLUSTER, free_ports
 from jdist.launcher.exit_cause import Task
 from jdist.launcher.launch import check_cpu_devices, command_line, make_log_dir, make_settings
 from jdist.launcher.loop import Launched, Launcher
-from jdist.launcher.process import CHUNK, GuardPipe, Transport
+from jdist.launcher.process import CHUNK, GuardPipe, Host, Transport
 from jdist.support import checks
 
 # Of the launcher's environment processes get what concerns the job; the rest is their node's.
@@ -54,7 +54,7 @@ def ray_launch(
     stop_timeout_s: float = 300.0,
     regrow_s: float = 300.0,
 ) -> Launched:
-    """Runs a command in several Ray actors, whose processes find each other by TF_CONFIG; none is left when it returns.
+    """Runs a command in several Ray actors; their processes find each other by TF_CONFIG, and all have ended when it returns.
 
     It is `jdist launch` with the processes elsewhere: their output comes to the terminal and the logs here, a process or an
     actor that is lost is named, all are ended, and with restarts left all are started again, in new actors. The actors of an
@@ -134,7 +134,7 @@ def _bundle_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float] 
     return bundle
 
 
-class _RayHost:
+class _RayHost(Host):
     """The actors of an attempt, in a placement group."""
 
     def __init__(

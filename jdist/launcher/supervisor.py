@@ -18,17 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jdist.cluster.exit_status import FAILED, FINISHED, PEER_LOST
-from jdist.launcher.events import (
-    Asked,
-    Commands,
-    Event,
-    Phase,
-    Plan,
-    Send,
-    Settings,
-    Start,
-    State,
-)
+from jdist.launcher.events import Asked, Commands, Event, Phase, Plan, Send, Settings, Start, State
 from jdist.launcher.exit_cause import (
     CHIEF,
     EVALUATOR,
@@ -125,7 +115,7 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
         plan = _plan(end.at + state.settings.stop_timeout_s, grace_s, signal.SIGKILL)
         text = "the others may save and leave"
     elif state.phase is Phase.RUNNING and end.code == PEER_LOST:
-        # All that run notice it within a moment. The rest stand still, and heed no SIGTERM.
+        # All that run notice it within a moment. The rest stand still, and SIGTERM does not end them.
         leave_s = min(grace_s, NOTICE_S)
         plan = _plan(end.at + leave_s, grace_s, signal.SIGKILL)
         text = f"the others have {leave_s:g} s to leave as well"
@@ -141,7 +131,7 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
     if not first or not state.running:
         return state, ()
     commands: Commands = (f"{end.task} {describe(end)}; {text}",)
-    # The evaluator has no peers whose loss it could notice.
+    # The evaluator has no peers, so it does not notice a loss.
     idle = frozenset(task for task in state.running if task.type == EVALUATOR and task not in state.sent)
     state, sent = _send(state, idle, signal.SIGTERM)
     return state, commands + sent
@@ -199,7 +189,7 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
 
 
 def _give_up(state: State, now: float) -> tuple[State, Commands]:
-    """Gives up after SIGKILL: the system holds the processes, and nothing can be started beside them."""
+    """Gives up after SIGKILL: the system holds the processes, and nothing can be started next to them."""
     held = state.running
     ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, sent=signal.SIGKILL) for task in sorted(held))
     state = replace(state, ends=state.ends + ends, running=frozenset(), forced=False)
@@ -285,7 +275,7 @@ def _names(tasks: frozenset[Task]) -> str:
 
 
 class Restarts:
-    """The servers of a parameter server, each of which is restarted alone, later each time."""
+    """The servers of a parameter server; each is restarted alone, later each time."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int):
         self.tasks, self._seed = tuple(tasks), seed
@@ -296,7 +286,7 @@ class Restarts:
 
     @property
     def next_at(self) -> float | None:
-        """When the next server is due; None if none is."""
+        """Returns the time when the next server is due, or None."""
         return min(self._due.values(), default=None)
 
     def due(self, now: float) -> list[Task]:

@@ -22,8 +22,8 @@ from jdist.core.strategy import Strategy
 from jdist.jaxpr.flops import is_countable, products_of
 from jdist.launcher.record import launch_of
 from jdist.loop.memory import peak_memory_bytes
-from jdist.report.metrics_file import COMPILE, INPUT, OTHER, STEPS, TRAINING
-from jdist.report.times import Earlier, Outcome, PartClock, TimesFile, shares
+from jdist.loop.report.metrics_file import COMPILE, INPUT, OTHER, STEPS, TRAINING
+from jdist.loop.report.times import Earlier, Outcome, PartClock, TimesFile, shares
 from jdist.step.base import Distributed
 from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.default import default
@@ -53,7 +53,7 @@ class Costs:
         self._thread = threading.get_ident()
         self._ideal_step_s: float | None = None
         self._is_training = False
-        self._untimed_steps = 0  # that the first call made before it returned, which is no part of the speed
+        self._untimed_steps = 0  # that the first call made before it returned, and that the speed leaves out
         self._since = (0, begun, dict(self.clock.seconds))  # step, time and seconds at the last row
         self._line = (_STARTUP, 0, begun, dict(self.clock.seconds))  # part, step, time and seconds of the next line
         self._file: TimesFile | None = None
@@ -98,7 +98,7 @@ class Costs:
 
     def called(self, token: jax.Array | None, step: int, consumed: PyTree = None) -> None:
         """Notes that a call of the step has returned; `token` is ready once the call is over."""
-        # `consumed` is the state whose buffers the call has taken. It is freed while the loop waits
+        # `consumed` is the state that gave its buffers to the call. It is freed while the loop waits
         # for the next batch: JAX releases Python's lock with each freed array, and gets it back
         # late if threads that read want it, too.
         self._consumed = consumed
@@ -173,7 +173,7 @@ class Costs:
         return now - self._line[2] >= max(_LINE_S, (now - self.clock.begun) / _LINES)
 
     def _write_line(self, step: int, *, at: float | None = None, seconds: dict[str, float] | None = None) -> None:
-        """Writes what the time up to now, or to `at`, went to, and begins anew."""
+        """Writes the use of the time up to now, or to `at`, and restarts the count."""
         part, first, begin, before = self._line
         if at is None or seconds is None:
             at, seconds = self.clock.settle(), dict(self.clock.seconds)
@@ -212,7 +212,7 @@ class DeviceWatch:
         self._thread.start()
 
     def add(self, token: jax.Array | None) -> None:
-        """Takes in an array that is ready once the newest step is over, and is never donated; None: there is none."""
+        """Takes in an array that is ready once the newest step is over, and is never donated, if any."""
         self._newest = token
         if token is None:
             return

@@ -49,7 +49,7 @@ class Feed:
 
     @property
     def has_position(self) -> bool:
-        """Whether the data can go on at any batch without reading those before it."""
+        """Returns whether the data can go on at any batch without reading those before it."""
         return isinstance(self.batches, DistributedDataset) and self.batches.is_resumable
 
     def one_pass(self) -> Iterator[PyTree]:
@@ -74,7 +74,7 @@ class Feed:
         return self.batches.state() if self.has_position else {_PASSED: self.batches.position, _PASS: self._pass}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Goes to a saved position; data without one is read up to there once more, unless it is begun."""
+        """Goes to a saved position; data without one is read again up to there, unless it is begun."""
         if state is None:
             return
         if self.has_position or _PASSED not in state:
@@ -106,7 +106,7 @@ def open_feed(
     if is_arrays(data):
         if global_batch is None:
             raise DatasetError(
-                "`global_batch` is missing: of arrays say how many rows a step takes, over all replicas, for example "
+                "`global_batch` is missing: for arrays give the rows of a step over all replicas, for example "
                 "global_batch=128."
             )
         _check_mask_has_a_place(data, strategy, global_batch)
@@ -141,8 +141,8 @@ def open_feed(
         batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
     if epochs is not None and isinstance(batches, DistributedDataset) and batches.is_endless:
         raise DatasetError(
-            f"`epochs` is {epochs}, but `data` is a {type(data).__name__} without end, of which no epoch ends. Give "
-            "`steps_per_epoch`, how many steps are one, or `steps` in the place of `epochs`."
+            f"`epochs` is {epochs}, but `data` is a {type(data).__name__} without end, so no epoch ends. Give "
+            "`steps_per_epoch`, the length of an epoch, or `steps` instead of `epochs`."
         )
     num_steps = None
     if isinstance(batches, DistributedDataset) and batches.steps_per_pass is not None:
@@ -164,8 +164,8 @@ def _taken(data: Any, kind: str, global_batch: int | None, shuffle_seed: int | N
             if value is not None:
                 raise DatasetError(
                     f"`{name}` is {value}, but `data` is {kind}, which has batches of its own. Leave it out, or give "
-                    "arrays: a dict of numpy arrays of one length. Of what has rows by number, such as a list of them, "
-                    "`jdist.data.from_rows(data, global_batch=...)` makes batches."
+                    "arrays: a dict of numpy arrays of one length. For rows by number, such as a list of them, use "
+                    "`jdist.data.from_rows(data, global_batch=...)`."
                 )
         return data
     source = adapted(data, global_batch)
@@ -173,7 +173,7 @@ def _taken(data: Any, kind: str, global_batch: int | None, shuffle_seed: int | N
         return source
     if global_batch is None or not isinstance(source, RowSource):
         raise DatasetError(
-            f"`shuffle_seed` is {shuffle_seed}, but `data` is {kind}, of which jdist shuffles nothing. Leave it out, and "
+            f"`shuffle_seed` is {shuffle_seed}, but `data` is {kind}, and jdist does not shuffle that. Leave it out, and "
             "shuffle it by its own library."
         )
     return from_rows(data, global_batch=global_batch, shuffle_seed=shuffle_seed)
@@ -194,12 +194,12 @@ def check_filled(data: Any, global_batch: int | None) -> None:
         raise DatasetError(
             f"`global_batch` is {batch:,}, more than twice the {rows:,} rows that there are to train on: most of every step "
             f"would be padding. For all rows in every step say global_batch={rows}; a dataset that you distribute yourself, "
-            "`strategy.distribute_dataset(jdist.data.from_arrays(...))`, is taken as it is."
+            "`strategy.distribute_dataset(jdist.data.from_arrays(...))`, is used unchanged."
         )
 
 
 def _is_begun(data: Any) -> bool:
-    """Whether data without a position was read before by this program."""
+    """Returns whether data without a position was read before by this program."""
     if inspect.isgenerator(data):
         return inspect.getgeneratorstate(data) != inspect.GEN_CREATED
     return isinstance(data, DistributedDataset) and not data.is_resumable and data.position > 0
@@ -209,7 +209,7 @@ def _check_is_data(data: Any) -> None:
     """Refuses what is neither arrays nor a source of batches."""
     if isinstance(data, str | bytes | os.PathLike):
         raise DatasetError(
-            f"`data` is the path {data!r}, and a path is no data. Give what reads it: `jdist.data.from_files([...], read, "
+            f"`data` is the path {data!r}, not data. Give a dataset that reads it: `jdist.data.from_files([...], read, "
             "global_batch=...)`, or a dataset of Grain, Hugging Face or another library."
         )
     if isinstance(data, Mapping | tuple):
@@ -229,7 +229,7 @@ def _check_is_data(data: Any) -> None:
 
 
 def _has_to_fill_up(source: Epochs, strategy: Strategy, steps: int | None) -> bool:
-    """Whether a batch has to be filled up before `steps` are made, as far as that is known."""
+    """Returns whether a batch must be filled up before `steps` are made, as far as that is known."""
     if not isinstance(source, RowsByNumber):
         return False
     if source.global_batch % strategy.num_replicas:
@@ -239,15 +239,15 @@ def _has_to_fill_up(source: Epochs, strategy: Strategy, steps: int | None) -> bo
 
 
 def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) -> None:
-    """Refuses arrays that are no dict where batches have to be filled up."""
+    """Refuses arrays outside of a dict where batches must be filled up."""
     if isinstance(data, Mapping):
         return
     rows = len(jax.tree.leaves(data)[0])
     if rows % global_batch or global_batch % strategy.num_replicas:
         raise DatasetError(
-            f"`data` has {rows:,} rows, which do not come out even in batches of {global_batch:,} over "
-            f"{strategy.num_replicas} replicas: a batch has to be filled up, and a mask says which of its rows are real. Give "
-            'a dict, in which the mask has its place: {"x": data}, with batch["x"] and batch["mask"] in the step.'
+            f"`data` has {rows:,} rows, which do not divide into batches of {global_batch:,} over "
+            f"{strategy.num_replicas} replicas: a batch must be filled up, and a mask says which of its rows are real. Give "
+            'a dict, which has a place for the mask: {"x": data}, with batch["x"] and batch["mask"] in the step.'
         )
 
 
@@ -255,7 +255,7 @@ def _with_epochs(source: Epochs, epochs: int | None, steps: int | None) -> Epoch
     """Sets a source's epochs: each draws a new order, which a second pass over the source would not do."""
     if epochs is not None and source.epochs not in (None, 1):
         raise DatasetError(
-            f"`epochs` is {epochs}, and `data` has {source.epochs} epochs already. Say it once: leave out one of them."
+            f"`epochs` is {epochs}, and `data` has {source.epochs} epochs already. Leave one of them out."
         )
     if epochs is not None:
         return dataclasses.replace(source, epochs=epochs)
@@ -263,7 +263,7 @@ def _with_epochs(source: Epochs, epochs: int | None, steps: int | None) -> Epoch
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether data is arrays of rows, no batches: a dict or tuple of arrays, or one array."""
+    """Returns whether data is arrays of rows, no batches: a dict or tuple of arrays, or one array."""
     if isinstance(data, Mapping | tuple):
         leaves: Sequence[Any] = jax.tree.leaves(dict(data) if isinstance(data, Mapping) else data)
         return bool(leaves) and all(isinstance(x, np.ndarray | jax.Array) for x in leaves)

@@ -25,10 +25,10 @@ from jdist.metrics import Metric
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
 from jdist.support.arrays import to_host
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
-_AHEAD = 8  # batches whose results may wait to be read
+_AHEAD = 8  # batches with results that may wait to be read
 
 
 @with_hints
@@ -51,20 +51,20 @@ def evaluate(
         data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
-        metrics: the metrics of `jdist.metrics` whose contributions the step returns, as for `jdist.fit`; None: the task's.
+        metrics: the metrics of `jdist.metrics` that the step returns contributions to, as for `jdist.fit`; None: the task's.
         verify: compares the first batch's results with those of one replica, once for each step, as for `jdist.fit`.
 
     Returns:
         The results by name, the loss first; the same on all processes.
 
     Raises:
-        StepError: `step` is no step, or returns something else.
+        StepError: `step` is not a step, or returns something else.
         DatasetError: `data` has no rows, or is not data.
         VerificationError: the results are others than on one replica, and `verify` is "strict".
 
     Warns:
         VerificationWarning: the results are others than on one replica, and `verify` is "first".
-        UserWarning: the step never reads the mask of arrays whose batches are filled up.
+        UserWarning: the step never reads the mask, and batches of the arrays are filled up.
 
     Example:
         >>> import jdist, numpy as np
@@ -117,7 +117,7 @@ def predict(
         The tree, of numpy arrays [rows of the data set, ...]; whole on every process.
 
     Raises:
-        StepError: `step` is no step, or a result has no row for each row of the batch.
+        StepError: `step` is not a step, or a result has no row for each row of the batch.
         DatasetError: `data` has no rows, or is not data.
         VerificationError: the results are others than on one replica, and `verify` is "strict".
 
@@ -206,7 +206,7 @@ def measure(
     if math.isnan(weight) and not measured:
         raise DatasetError(
             "the rows of batches that the workers of a parameter server read are not known here, so scalars cannot be averaged "
-            "over them. Return what `jdist.metrics` metrics contribute, or give arrays or a source of batches."
+            "over them. Return contributions of `jdist.metrics`, or give arrays or a source of batches."
         )
     if not weight:
         raise DatasetError("the evaluation data has no rows; check where it comes from, and its mask")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.core.context import outside_scopes
+from jdist.core.context import outside_scopes, plain_jax
 from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import BatchAxis, axes_of
@@ -41,7 +41,7 @@ def export(
         step: `(state, batch) -> results`, as for `jdist.predict`; it runs as one replica.
         state: laid out by the strategy, or on the host.
         batch: an example of a batch, or its shapes: dicts, lists and tuples of arrays [rows, ...], without padding.
-        strategy: the one whose state it is; None: the step's own, else the current one.
+        strategy: the one that made the state; None: the step's own, else the current one.
         platforms: where it will run: "cpu", "cuda", "rocm", "tpu"; None: on the platform of this process.
 
     Returns:
@@ -66,8 +66,7 @@ def export(
         )
     strategy = strategy_of(step, strategy, state)
     distributed = eval_step_of(step, strategy, call="jdist.export", returns="examples")
-    # Plain JAX, whatever surrounds the call.
-    with outside_scopes(), jax.set_mesh(None), jax.disable_jit(False):
+    with outside_scopes(), plain_jax():
         return _serialized(distributed, strategy.fetch(state), batch, platforms)
 
 
@@ -116,7 +115,7 @@ def _of_any_rows(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
         if len(x.shape) <= axis:
             raise StepError(
                 f"jdist.export: leaf {jax.tree_util.keystr(path) or 'batch'} of `batch` has shape {x.shape} and no axis "
-                f"{axis} for its rows. Close over what is the same for all rows, or put it into the state."
+                f"{axis} for its rows. Close over values that all rows share, or put them into the state."
             )
         return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
 

@@ -21,12 +21,12 @@ from jdist.loop.data import check_filled, is_arrays, open_feed
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.keras_hints import with_hints
 from jdist.loop.metric_totals import Metrics
+from jdist.loop.report.history import History
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.nnx import NNXStep
-from jdist.report.history import History
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
 from jdist.support import checks
@@ -69,9 +69,9 @@ def fit(
         strategy: where the step runs; None: the step's own, else the current one.
         epochs: how often to go through the data; or give `steps`. Neither: once.
         steps: how many optimiser updates to make, in as many passes over the data as it takes; with `steps_per_call` up to
-            a call more, where passes that are no multiple of it end in shorter calls.
+            a call more, where passes that are not a multiple of it end in shorter calls.
         steps_per_epoch: how many steps make an epoch, in as many passes over the data as they take; for data without end, or
-            for epochs that are no passes. None: a pass is an epoch.
+            for epochs other than passes. None: a pass is an epoch.
         global_batch: rows of a step over all replicas, if `data` is arrays; at most twice those there are. The last of an epoch
             may have fewer, which are filled up and masked.
         shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
@@ -80,8 +80,8 @@ def fit(
         eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
         eval_every: how many steps lie between evaluations; None: an epoch. At the end as well, unless it was stopped before.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
-        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
-            `jdist.metrics.collect`, whose contribution is all that a step returns. None: the task's.
+        metrics: by name the metrics of `jdist.metrics` that the steps return contributions to; or one metric, such as a
+            `jdist.metrics.collect`, if its contribution is all that a step returns. None: the task's.
         callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
@@ -106,7 +106,7 @@ def fit(
     Warns:
         VerificationWarning: the first step is another than on one replica, and `verify` is "first".
         CheckpointWarning: a callback resumes runs, and the data has no position to go on at.
-        UserWarning: a step returns the state as it was given, or never reads the mask of arrays whose batches are filled up.
+        UserWarning: a step returns the state unchanged, or never reads the mask where batches of arrays are filled up.
 
     Example:
         >>> import jdist, numpy as np
@@ -247,8 +247,8 @@ def _on_step(function: Any) -> Callback:
         raise StepError(f"`callbacks` has `jdist.callbacks.{name}` itself. Call it: `{name}(...)` makes the callback.")
     if not callable(function) or not _takes_a_moment(function):
         raise StepError(
-            f"`callbacks` has {function!r:.80}, which is no callback: call a function of `jdist.callbacks`, or give a function "
-            "of a moment."
+            f"`callbacks` has {function!r:.80}, which is not a callback: call a function of `jdist.callbacks`, or give a "
+            "function of a moment."
         )
     return Callback(on_step=function)
 

@@ -9,15 +9,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from jdist.errors import StepError
 from jdist.loop.task import Task
-from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import hide_own_frames
+from jdist.support.words import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Keras' names of `fit`, `evaluate` and `predict`, and options that are the step's.
 _HERE = {
-    "batch_size": "`global_batch`: the rows of a step over all replicas",
+    **dict.fromkeys(("batch_size", "global_batch_size"), "`global_batch`: the rows of a step over all replicas"),
     "validation_data": "`eval_data`, with `eval_step`",
     "validation_split": "`eval_data`, with `eval_step`: split the arrays before",
     "validation_freq": "`eval_every`, a number of steps",
@@ -39,7 +39,7 @@ def _is_keras_model(value: object) -> bool:
 
 
 def with_hints(call: Callable[P, R], /) -> Callable[P, R]:
-    """Wraps a function so that an argument of another library's is refused with what to write instead."""
+    """Wraps a function to refuse another library's arguments, and to name the right ones."""
     known = inspect.signature(call).parameters
 
     @functools.wraps(call)
@@ -54,8 +54,8 @@ def with_hints(call: Callable[P, R], /) -> Callable[P, R]:
     def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if len(args) > 3:
             raise StepError(
-                f"jdist.{call.__name__} takes a step, a state and the data by position, it got {len(args)} arguments. The data "
-                'is one tree, {"x": x, "y": y}; all else is given by name.'
+                f"jdist.{call.__name__} takes a step, a state and the data by position, and got {len(args)} arguments. "
+                'The data is one tree, {"x": x, "y": y}; pass all other arguments by name.'
             )
         for value in (*args[:2], kwargs.get("step"), kwargs.get("state")):
             if _is_keras_model(value):

@@ -19,7 +19,7 @@ from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.core.strategy import Strategy
 from jdist.errors import LiveLeaf, OutOfMemoryError
 from jdist.support.arrays import is_key
-from jdist.support.units import counted, size
+from jdist.support.words import counted, size
 from jdist.typing import PyTree
 
 _LISTED = 10
@@ -50,9 +50,9 @@ def raise_out_of_memory(error: Exception, trees: Mapping[str, PyTree]) -> None:
         f"  {leaf.path:<{width}}  {leaf.array}  {size(leaf.bytes_per_device)} a device\n" for leaf in leaves[:_LISTED]
     )
     raise OutOfMemoryError(
-        f"a device has no memory left: {reason}. Live were {counted(len(leaves), 'array')} with {size(held)} a "
-        f"device, the largest of them:\n{listed}The rest is what the step computes in between. Less is needed with a smaller "
-        '`global_batch`, `accumulate=2`, `precision="bf16"`, `jax.checkpoint` in the model, or a state in parts, '
+        f"a device has no memory left: {reason}. In use were {counted(len(leaves), 'array')} with {size(held)} a "
+        f"device, the largest of them:\n{listed}The rest holds intermediate results of the step. Less is needed with a "
+        'smaller `global_batch`, `accumulate=2`, `precision="bf16"`, `jax.checkpoint` in the model, or a state in parts, '
         '`shard="state"`; `jdist plan` counts it before a run.',
         tuple(leaves),
     ) from error
@@ -75,7 +75,7 @@ def live_leaves(trees: Mapping[str, PyTree]) -> list[LiveLeaf]:
 
 
 def _is_on_host(array: jax.Array) -> bool:
-    """Whether an array lies in the memory of an accelerator's host."""
+    """Returns whether an array lies in the memory of an accelerator's host."""
     device = next(iter(array.sharding.device_set))
     return device.platform != "cpu" and array.sharding.memory_kind in HOST_MEMORIES
 

@@ -14,8 +14,8 @@ from jdist.core.per_replica import PerReplica
 from jdist.data.batching import mask_of
 from jdist.data.sources import sequential as trees
 from jdist.errors import StepError
+from jdist.loop.report.metrics_file import COSTS, OF_ROWS, PREFIXES, from_plain, to_plain
 from jdist.metrics import Metric
-from jdist.report.metrics_file import COSTS, OF_ROWS, PREFIXES, from_plain, to_plain
 from jdist.step.tree_checks import kind_of
 from jdist.support.arrays import local_rows
 from jdist.typing import PyTree
@@ -23,7 +23,7 @@ from jdist.typing import PyTree
 Measured = dict[str, Any]
 Metrics = Mapping[str, Metric] | Metric | None
 _WHOLE = "metrics"  # the name of a metric that stands for all that a step returns
-_READ_AHEAD = 64  # calls whose results may wait to be read, so that no step waits for the host
+_READ_AHEAD = 64  # calls with results that may wait to be read, so that no step waits for the host
 _EXCHANGE_S = 600.0
 
 _LEAF = jax.tree.structure(0)
@@ -122,7 +122,7 @@ class MetricTotals:
             }
 
     def _is_of(self, metric: Metric, measured: Any) -> bool:
-        """Whether all that a step returned is a metric's contribution, which is not of its zero's form where it keeps rows."""
+        """Returns whether a step's whole result is a metric's contribution, which need not have its zero's form."""
         alike = jax.tree.structure(measured) == jax.tree.structure(metric.zero)
         return alike or not (isinstance(measured, Mapping) and all(map(self._is_scalar, measured.values())))
 
@@ -147,7 +147,7 @@ class MetricTotals:
                 )
             if isinstance(value, PerReplica):
                 raise StepError(
-                    f"{by} returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
+                    f"{by} returned metric {name!r} as a PerReplica, which is not one number. Return the value "
                     "itself, which is averaged, or `jdist.all_reduce(value, ...)`."
                 )
             metric = self._metrics.get(name)
@@ -215,8 +215,8 @@ def _check_metrics(metrics: Any) -> dict[str, Metric]:
         isinstance(metrics, Mapping) and all(isinstance(metric, Metric) for metric in metrics.values())
     ):
         raise StepError(
-            f'`metrics` is {metrics!r:.80}; give metrics by name, such as `{{"auc": jdist.metrics.auc()}}`, or the one of '
-            "which all that a step returns is the contribution."
+            f'`metrics` is {metrics!r:.80}; give metrics by name, such as `{{"auc": jdist.metrics.auc()}}`, or one '
+            "metric, if its contribution is all that a step returns."
         )
     return dict(metrics or {})
 

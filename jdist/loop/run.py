@@ -24,11 +24,11 @@ from jdist.loop.data import Feed
 from jdist.loop.evaluate import Evaluation
 from jdist.loop.memory import naming_leaves, raise_out_of_memory
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
+from jdist.loop.report.history import History
+from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, from_plain, to_plain
+from jdist.loop.report.progress import Meter
+from jdist.loop.report.times import Outcome
 from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
-from jdist.report.history import History
-from jdist.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, from_plain, to_plain
-from jdist.report.progress import Meter
-from jdist.report.times import Outcome
 from jdist.step.base import Distributed
 from jdist.step.options import Verify
 from jdist.typing import PyTree
@@ -92,7 +92,11 @@ class Run:
             tell = functools.partial(print, file=sys.stderr) if self.strategy.cluster.is_chief else None
             self.train_step.verify_next(verify, pads=self.feed.pads, tell=tell)
             if self.evaluate is not None:
-                self.evaluate.step.verify_next(verify, pads=self.evaluate.feed.pads, tell=tell)
+                evaluated = self.evaluate.step
+                told = self.train_step.options.verify != "off" and self.strategy.cluster.num_processes > 1
+                if told and evaluated.options.verify is None:
+                    tell = None  # the same as of the train step
+                evaluated.verify_next(verify, pads=self.evaluate.feed.pads, tell=tell)
             self._preflight(state, depth + 1)
             outcome: Outcome = "failed"
             try:
@@ -102,7 +106,7 @@ class Run:
                 is_begun = self._resumed_per_call == self._per_call and (self.steps or 0) % self._per_call == 0
                 if left % self._per_call and not is_begun:
                     raise StepError(
-                        f"{self.length} is {self.steps}, of which {left} are left: no multiple of "
+                        f"{self.length} is {self.steps}, and {left} of these are left: not a multiple of "
                         f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
                     )
                 self.first = self.step
@@ -156,7 +160,7 @@ class Run:
         return self._reason is not None or self._is_complete() or self._stop.stops_after(self.step)
 
     def _is_complete(self) -> bool:
-        """Whether no further pass over the data is wanted."""
+        """Returns whether no further pass over the data is wanted."""
         if self.steps is not None:
             return self.step >= self.steps
         if self.feed.steps_per_epoch is not None:
@@ -202,9 +206,8 @@ class Run:
         if "steps_per_epoch" in notes and before != now:
             were, are = ("a pass" if each is None else f"{each} steps" for each in (before, now))
             warnings.warn(
-                f"the run that this one goes on with had epochs of {were}; from step {self.step} on they are of {are}, "
-                "and are counted as if all had been. Give `data`, `global_batch` and `steps_per_epoch` as they were then to "
-                "count on.",
+                f"the resumed run had epochs of {were}; from step {self.step} on epochs are of {are}, and jdist counts "
+                "as if all had had that length. To count on, give the same `data`, `global_batch` and `steps_per_epoch`.",
                 CheckpointWarning,
                 stacklevel=depth + 1,
             )
@@ -335,7 +338,7 @@ class Run:
         return row
 
     def _add_to_row(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
-        """Adds what was measured to the row, a new one if there is none yet."""
+        """Adds what was measured to the row, or to a new one."""
         row = self._make_row({}) if row is None else row
         row["epoch"] = self.epoch
         row.update({f"{event}/{name}": value for name, value in measured.items()})

@@ -16,14 +16,14 @@ from jdist.core.strategy import Strategy
 from jdist.errors import StepError, StrategyError
 from jdist.loop.data import Feed
 from jdist.loop.metric_totals import Metrics, MetricTotals
+from jdist.loop.report.metrics_file import EPOCH, EVAL
 from jdist.loop.task import Task
 from jdist.nnx import NNXStep
-from jdist.report.metrics_file import EPOCH, EVAL
 from jdist.step.base import IGNORES_MASK, Distributed
 from jdist.step.decorator import distribute
 from jdist.step.options import ReturnRole
 from jdist.strategies.default import get_strategy
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
 
@@ -146,7 +146,7 @@ def names_of(
     names = totals.names(preview.results["metrics"], by=step.__name__)
     if "state" in preview.results and not preview.changes_state:
         warnings.warn(
-            f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
+            f"{step.__name__} returns the state unchanged: nothing is learned. Return the new one: "
             "`return state.apply_gradients(grads=grads), metrics`.",
             stacklevel=depth + 1,
         )
@@ -156,7 +156,7 @@ def names_of(
 
 
 def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: frozenset[str] | None) -> None:
-    """Raises a `StepError` for a metric of which no step returns a contribution; see `check_watched` for the names."""
+    """Raises a `StepError` for a metric without a contribution from any step; see `check_watched` for the names."""
     if not isinstance(metrics, Mapping) or trained is None or evaluated is None:
         return
     there = sorted(trained | evaluated)
@@ -169,11 +169,11 @@ def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: 
 
 
 def check_resumes(callbacks: Sequence[Callback], feed: Feed, *, depth: int) -> None:
-    """Warns of what it costs to go on with a run on data that has no position, if a callback goes on with runs."""
+    """Warns of the cost of resuming a run on data without a position, if a callback resumes runs."""
     names = [callback.name for callback in callbacks if callback.on_resume is not None]
     if names and not feed.has_position:
         warnings.warn(
-            f"{names[0]}: `data` is {feed.kind}, whose position cannot be saved: {feed.advice}. A run that goes on reads the "
+            f"{names[0]}: `data` is {feed.kind}, and its position cannot be saved: {feed.advice}. A run that goes on reads the "
             "pass again from its beginning, up to where it was, and leaves those batches out: that takes as long as reading "
             "them, and each row counts once only if they come in the same order as before.",
             CheckpointWarning,

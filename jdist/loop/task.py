@@ -29,9 +29,9 @@ class Task:
         train_data: `(global_batch, seed, epochs) -> source`; `epochs` None repeats without end. Another library's dataset
             that does not repeat is gone through as often as the run takes.
         eval_data: `(global_batch) -> source`, once through the held-out rows.
-        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
-            `jdist.metrics.collect`, whose contribution is all that a step returns. None: there are scalars alone.
-        baselines: figures to show beside the evaluation metrics, by name; called once, when the run ends.
+        metrics: by name the metrics of `jdist.metrics` that the steps return contributions to; or one metric, such as a
+            `jdist.metrics.collect`, if its contribution is all that a step returns. None: scalars alone.
+        baselines: figures to show next to the evaluation metrics, by name; called once, when the run ends.
     """
 
     create_state: Callable[[jax.Array, optax.GradientTransformation], PyTree]

@@ -21,12 +21,12 @@ _NAMES = {"score", "label", "weight"}  # of the rows of `auc`
 
 
 def accuracy(threshold: float | None = None) -> Metric:
-    """Measures the fraction of rows whose label is predicted.
+    """Measures the fraction of rows with their label predicted.
 
     `update(predictions, labels, mask=None)`, with integer labels of any shape [...]; every element counts as a row.
 
     Args:
-        threshold: None: `predictions` are logits or probabilities [..., classes], the largest of which (the first, of equal
+        threshold: None: `predictions` are logits or probabilities [..., classes], and the largest (the first, of equal
             ones) is taken; or class numbers [...]. A number: they are scores [...], and class 1 is predicted above it, 0.5 for
             probabilities, 0 for logits.
 
@@ -34,7 +34,7 @@ def accuracy(threshold: float | None = None) -> Metric:
         The metric; its result is a float, of no rows NaN with a warning.
 
     Raises:
-        StepError: `threshold` is no number.
+        StepError: `threshold` is not a number.
 
     Example:
         >>> import jdist, jax.numpy as jnp
@@ -66,10 +66,10 @@ def accuracy(threshold: float | None = None) -> Metric:
 
 
 def top_k(k: int) -> Metric:
-    """Measures the fraction of rows whose label has one of the `k` highest scores; of equal scores the later class goes first.
+    """Measures the fraction of rows with a label among the `k` highest scores; of equal scores the later class goes first.
 
     `update(predictions, labels, mask=None)`, with logits or probabilities [..., classes] and integer labels [...]. A label that
-    is no class, or whose score is NaN, is never among them.
+    is not a class, or has a NaN score, is never among them.
 
     Args:
         k: a positive integer.
@@ -121,8 +121,8 @@ def confusion_matrix(num_classes: int) -> Metric:
         The metric; its result is an array [labels, predictions], int64, or float64 if the mask holds fractions.
 
     Raises:
-        StepError: `num_classes` is not a positive integer; in `compute`: a row that counts has a label or prediction that is no
-            class.
+        StepError: `num_classes` is not a positive integer; in `compute`: a row that counts has a label or prediction outside of
+            the classes.
 
     Example:
         >>> import jdist, jax.numpy as jnp
@@ -161,7 +161,11 @@ def precision(num_classes: int, average: Average | None = "macro") -> Metric:
 
 
 def recall(num_classes: int, average: Average | None = "macro") -> Metric:
-    """Measures the fraction of the rows of a class that are predicted as it; arguments and result as of `precision`.
+    """Measures the fraction of the rows of a class that are predicted as it; the result is as that of `precision`.
+
+    Args:
+        num_classes: a positive integer.
+        average: as in `precision`: "macro", "weighted", "micro", "binary" or None.
 
     Source: `sklearn.metrics.recall_score` with `labels=range(num_classes), zero_division=0`.
     """
@@ -169,7 +173,11 @@ def recall(num_classes: int, average: Average | None = "macro") -> Metric:
 
 
 def f1(num_classes: int, average: Average | None = "macro") -> Metric:
-    """Computes the harmonic mean of precision and recall; arguments and result as of `precision`.
+    """Computes the harmonic mean of precision and recall; the result is as that of `precision`.
+
+    Args:
+        num_classes: a positive integer.
+        average: as in `precision`: "macro", "weighted", "micro", "binary" or None.
 
     Source: `sklearn.metrics.f1_score` with `labels=range(num_classes), zero_division=0`.
     """
@@ -194,7 +202,7 @@ def _from_matrix(name: str, num_classes: int, compute: Callable[[np.ndarray], An
     def checked(total: PyTree) -> Any:
         if total["outside"] != 0:
             raise StepError(
-                f"{call}: rows of weight {total['outside']} have a label or a prediction that is none of the {n} classes "
+                f"{call}: rows of weight {total['outside']} have a label or a prediction outside of the {n} classes "
                 f"0 to {n - 1}. Set `num_classes`, or leave such rows out by the mask: `mask & (labels >= 0)`."
             )
         return compute(total["matrix"])
@@ -272,7 +280,7 @@ def auc() -> Metric:
 
 
 def _real_rows(contribution: Any) -> tuple[Rows, ...]:
-    """Copies the rows of a contribution that are no padding to the host."""
+    """Copies the rows of a contribution to the host, without padding."""
     if not isinstance(contribution, tuple) or not all(
         isinstance(rows, dict) and rows.keys() == _NAMES for rows in contribution
     ):

@@ -40,7 +40,8 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     mask = real_numbers(call, "`mask`", mask)
     if mask.shape != shape[: mask.ndim]:
         raise StepError(
-            f"{call}: `mask` has shape {mask.shape}, what it weighs {shape}; that must begin with the mask's, usually [rows]."
+            f"{call}: `mask` has shape {mask.shape}, the values {shape}; the mask's shape must be the beginning of "
+            "theirs, usually [rows]."
         )
     # Weights of bools and integers are int32, which is exact.
     is_exact = not jnp.issubdtype(mask.dtype, jnp.floating)
@@ -56,12 +57,12 @@ def real_numbers(call: str, name: str, x: Any) -> jax.Array:
     return array
 
 
-def class_labels(call: str, x: Any, name: str = "`labels`") -> jax.Array:
+def class_labels(call: str, x: Any) -> jax.Array:
     """Converts an input of integers to class numbers, int32; raises a `StepError` for others."""
-    labels = real_numbers(call, name, x)
+    labels = real_numbers(call, "`labels`", x)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         raise StepError(
-            f"{call}: {name} is {labels.dtype}{list(labels.shape)}; class numbers are integers or bools. Write "
+            f"{call}: `labels` is {labels.dtype}{list(labels.shape)}; class numbers are integers or bools. Write "
             "`labels.astype(int)`, of one-hot labels `labels.argmax(-1)`."
         )
     return labels.astype(jnp.int32)

@@ -18,7 +18,7 @@ from jdist.errors import StepError
 from jdist.metrics.in_step import real_numbers, weights
 from jdist.replica import collectives
 from jdist.support.arrays import promote_types, to_host
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
 # How many contributions may wait to be read: steps run ahead, and a parameter server's workers all
@@ -126,7 +126,7 @@ def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], 
 
 
 def _summed(name: str, path: Any, like: np.ndarray, x: Any) -> np.ndarray:
-    """Widens a sum to 64 bits, and adds up those of several steps, whose axis leads."""
+    """Widens a sum to 64 bits, and adds up those of several steps (the leading axis)."""
     array = _wide(to_host(x))
     if array.shape[max(array.ndim - like.ndim, 0) :] != like.shape:
         raise StepError(
@@ -143,8 +143,8 @@ def _wide(array: np.ndarray) -> np.ndarray:
 def mean() -> Metric:
     """Averages values, weighted by a mask: `sum(mask * values) / sum(mask)`.
 
-    `update(values, mask=None)`, with values of shape [rows, ...] and a mask of bools or weights whose shape is the beginning of
-    that. Bools are counted exactly; other values are added up in float32 (or wider, if they are) within a batch and in float64
+    `update(values, mask=None)`, with values of shape [rows, ...] and a mask of bools or weights with a prefix of that
+    shape. Bools are counted exactly; other values are added up in float32 (or wider, if they are) within a batch and in float64
     over the batches. What is NaN or infinite on padding stays out.
 
     Returns:
@@ -191,7 +191,7 @@ def undefined(name: str, why: str) -> None:
 
 
 def collect(metrics: Mapping[str, Metric]) -> Metric:
-    """Combines metrics by name into one, whose contributions, totals and results are dicts.
+    """Combines metrics by name into one, with dicts as contributions, totals and results.
 
     `update(inputs, mask=None)`, with a dict that gives each metric its inputs: a tuple, or the input itself where it is
     one; the mask is for all of them.
@@ -203,7 +203,7 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
         The metric; its result has the results by name, in the order of `metrics`.
 
     Raises:
-        StepError: `metrics` is no such dict; when traced, `inputs` has other names.
+        StepError: `metrics` is not such a dict; when traced, `inputs` has other names.
 
     Example:
         >>> import jdist, jax.numpy as jnp
@@ -248,7 +248,7 @@ def _check_names(what: str, tree: Any, metrics: Mapping[str, Metric]) -> None:
     if not isinstance(tree, Mapping):
         wrong = f"is a {type(tree).__name__}; it must be a dict with the names {names}."
     elif (other := next((name for name in tree if name not in metrics), None)) is not None:
-        wrong = f"has {other!r}, of which there is no metric; there are {names}.{did_you_mean(other, metrics)}"
+        wrong = f"has {other!r}, which is not a metric; the metrics are {names}.{did_you_mean(other, metrics)}"
     elif missing := [name for name in metrics if name not in tree]:
         wrong = f"lacks {', '.join(map(repr, missing))}; every metric needs its own in every step."
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""What a replica runs of a step over nnx objects: a pure function of their variables, and gradients over the replicas.
+"""A replica's part of a step over nnx objects: a pure function of their variables, and gradients over the replicas.
 
 The objects are split into a graph definition and a state before each call, the step runs as a pure function of that
 state, and the objects receive the new state after it. Three kinds of variables are not simply replicated:
@@ -76,7 +76,7 @@ def value_and_grad(
         trace = context.current_trace()
         in_parts = None if trace is None or collectives.replica_axes() is None else trace.in_parts
         place = argnums if isinstance(argnums, int) else None
-        arrays = tuple(args[i] if isinstance(args[i], jax.Array) else () for i in places)  # beside the models
+        arrays = tuple(args[i] if isinstance(args[i], jax.Array) else () for i in places)  # in addition to the models
         by_rows = gradients.paths_by_rows(arrays if isinstance(argnums, Sequence) else arrays[0])
         if in_parts is None or place is None or not _is_alone(args, kwargs, place):
             value, grads = local(*args, **kwargs)
@@ -92,7 +92,7 @@ def value_and_grad(
 
 
 def _is_alone(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
-    """Whether one argument is an nnx module and no other holds objects, which a loss might change."""
+    """Returns whether one argument is an nnx module and no other holds objects, which a loss might change."""
     others = [*args[:place], *args[place:][1:], *kwargs.values()]
     return isinstance(args[place], nnx.Module) and not any(map(holds_objects, others))
 
@@ -121,7 +121,14 @@ def _by_parts(
 def grad(
     f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
 ) -> Callable[..., Any]:
-    """Differentiates as `nnx.grad`, and averages over the replicas; see `value_and_grad` for the arguments."""
+    """Differentiates as `nnx.grad`, and averages the gradient over the replicas.
+
+    Args:
+        f: a function of the model (and more) that returns a scalar loss, or `(loss, aux)`.
+        argnums: as in nnx.
+        has_aux: as in nnx; `aux` stays this replica's own.
+        op: "mean", or "sum" where the loss is already divided by the global batch.
+    """
     both = value_and_grad(f, argnums=argnums, has_aux=has_aux, op=op)
 
     def grad_of_all(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +153,7 @@ def split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...],
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether an argument is an nnx object, or a tree with one."""
+    """Returns whether an argument is an nnx object, or a tree with one."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Pytree))
     return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
 
@@ -161,7 +168,7 @@ def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., 
         keys, metrics, statistics, others = state
         own_keys = jax.tree.map(collectives.replica_rng, keys)
         bound = collectives.replica_axes() is not None or collectives.num_replicas() > 1
-        # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
+        # A copy of the variables: the step changes the objects in place, and `metrics` must stay unchanged.
         copies = jax.tree.map(lambda x: x, (metrics, statistics, others))
         objects = nnx.merge(graphdef, own_keys, *copies)
         ops = _ops_by_path(objects, metric_ops) if bound else {}
@@ -203,9 +210,8 @@ def _ops_by_path(objects: PyTree, metric_ops: MetricOps) -> dict[tuple[Any, ...]
         if op is None:
             name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
             raise StepError(
-                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not "
-                f'known of it. If they add up, say `jdist.nnx.distribute(..., metrics={{{name}: "sum"}})`, or "max", "min", '
-                '"mean"; else use nnx.metrics.Average, or return the values as metrics of the step.'
+                f"metric {'.'.join(map(str, path))} is an {name}: jdist cannot combine its states of several replicas. Give "
+                f'`jdist.nnx.distribute(..., metrics={{{name}: "sum"}})`, or use nnx.metrics.Average.'
             )
         ops[path] = op
     return ops
@@ -230,9 +236,8 @@ def _no_reading(objects: PyTree) -> Iterator[None]:
 
     def refuse() -> Any:
         raise StepError(
-            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it "
-            "outside of the step, where the rows of all replicas are in; a value for each step is a metric that the step "
-            "returns."
+            "the step computes an nnx metric (`metrics.compute()`), which has one replica's rows there. Call it outside of "
+            "the step; for a value of each step, return it as a metric."
         )
 
     nodes = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Metric)]

@@ -22,7 +22,7 @@ from jdist.step.decorator import distribute as distribute_pure
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import ArgRole, ReturnRole, RunKeywords, Verify, spelling_keywords
 from jdist.step.signature import check_no_batch
-from jdist.support.suggest import did_you_mean
+from jdist.support import checks
 from jdist.support.tracebacks import without_own_frames
 from jdist.typing import PyTree
 
@@ -45,10 +45,9 @@ def distribute(
         strategy: what `jdist.mirrored()` and its like return.
         args: roles of the arguments that hold no objects, in turn; further ones are replicated, and refused where they look
             like a batch.
-        returns: roles of what the step returns beside the objects.
+        returns: roles of what the step returns in addition to the objects.
         metrics: how the replicas' states of a metric of another class than `nnx.metrics.Average` and `Accuracy` come together:
-            `{MyMetric: "sum"}`, "mean", "max" or "min"; by "sum" the first replica goes on from the old state and the others
-            from zeros.
+            `{MyMetric: "sum"}`, "mean", "max" or "min"; with "sum", each replica's addition is added to the old value once.
         **options: the other options of `jdist.distribute`.
 
     Returns:
@@ -71,18 +70,14 @@ def distribute(
     args = (args,) if isinstance(args, str) else tuple(args)
     if "state" in args:
         raise StepError(
-            f"`args` is {args!r}; jdist.nnx.distribute finds the objects itself. Say the roles of the other arguments "
-            'alone: `args=("batch", "batch")`.'
+            f"`args` is {args!r}; jdist.nnx.distribute finds the objects itself. Give only the roles of the other "
+            'arguments: `args=("batch", "batch")`.'
         )
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
     metric_ops: dict[type, collectives.ReduceOp] = dict(metrics or {})
-    allowed = get_args(collectives.ReduceOp)
     for kind, op in metric_ops.items():
-        if op not in allowed:
-            raise StepError(
-                f"jdist.nnx.distribute: `metrics` has {op!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
-                f"{', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}"
-            )
+        name = f"metrics[{getattr(kind, '__name__', kind)}]"
+        checks.choice(name, op, get_args(collectives.ReduceOp), StepError, call="jdist.nnx.distribute")
 
     def decorate(step: Callable[..., Any]) -> NNXStep:
         distributed = NNXStep(step, strategy, {**options, "args": args, "returns": returns}, metric_ops)
@@ -119,6 +114,11 @@ class NNXStep(Distributed):
         self._around: Any = None  # nnx objects have no room for residuals and loss scale, so the step holds them
 
     @property
+    def verification(self) -> Any:
+        """The result of verifying the step before its first call; None if it was not verified."""
+        return self._distributed.verification
+
+    @property
     def last_state(self) -> PyTree:
         """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
         state = user_state(self._distributed.last_state)
@@ -129,7 +129,7 @@ class NNXStep(Distributed):
         self._distributed.wait()
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Returns the objects' pure state as a call of the step keeps it; see `DistributedStep.prepare`."""
+        """Returns the objects' pure state as a call with `*args` and `**kwargs` keeps it; see `DistributedStep.prepare`."""
         args, kwargs = self._by_position(args, kwargs)
         static, state, rest, _ = split(args)
         return self._distributed.prepare(static, with_user_state(self._around, state), *rest, **kwargs)
@@ -154,12 +154,11 @@ class NNXStep(Distributed):
         return ObjectsStep(self, objects, arguments)
 
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        """See `Distributed`."""
         static, state, rest, _ = split(args)
         return self._distributed, (static, with_user_state(self._around, state), *rest)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Traces and lowers the step without running it; see `DistributedStep.lower`."""
+        """Traces and lowers a call with `*args` and `**kwargs`, without running it; see `DistributedStep.lower`."""
         args, kwargs = self._by_position(args, kwargs)
         static, state, rest, _ = split(args)
         self._check_undeclared(args, rest, kwargs)
@@ -179,9 +178,9 @@ class NNXStep(Distributed):
         """Runs the step over a pure state and gives the objects the new one.
 
         Args:
-            static: graph definition, and which arguments are objects.
-            state: the state of the objects, with what the step carries beside it.
-            rest: the arguments that are no objects.
+            static: graph definition, and the places of the objects among the arguments.
+            state: the state of the objects, with what the step adds to it.
+            rest: the arguments other than objects.
             kwargs: the arguments by keyword.
             objects: the objects.
 
@@ -250,20 +249,16 @@ class ObjectsStep(Distributed):
         return self._step._distributed.preview(self._static, state, batch)
 
     def count_left_out(self, state: PyTree) -> Any:
-        """See `Distributed`."""
         return self._step._distributed.count_left_out(state)
 
     @property
     def newest_token(self) -> jax.Array | None:
-        """See `Distributed`."""
         return self._step._distributed.newest_token
 
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        """See `Distributed`."""
         return self._step._distributed, (self._static, *args)
 
     def verify_next(self, how: Verify, *, pads: bool = False, tell: Callable[[str], Any] | None = None) -> None:
-        """See `Distributed`."""
         self._step._distributed.verify_next(how, pads=pads, tell=tell)
 
     def wait(self) -> None:
@@ -281,6 +276,6 @@ class ObjectsStep(Distributed):
         return of_state
 
     def with_state(self, state: PyTree) -> PyTree:
-        """Gives the objects this state; returns them as they were passed."""
+        """Gives the objects this state; returns them in the form in which they were passed."""
         nnx.update(self._objects, nnx.merge_state(*user_state(state)))
         return self._user_objects

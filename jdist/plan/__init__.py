@@ -1,7 +1,7 @@
 """The needs of a config's step on hardware that need not be here: memory, collectives and a model of its time.
 
 target       "v5p:8x8x8", "cpu:8", "gpu" -> devices, and the config's strategy on them
-compile      the step that `jdist run` would compile, its FLOPs; compiled: memory, bytes accessed, text; beside a real step
+compile      the step that `jdist run` would compile, its FLOPs; compiled: memory, bytes accessed, text; also of a real step
 hlo          the text of a compiled program -> instructions, and how often each runs
 collectives  exchanges of the devices: kind, count, bytes, mesh axis; copies to and from their hosts
 roofline     a model of the step's time from public figures of each chip, in jdist/support/chips.yaml

@@ -16,13 +16,6 @@ from jdist.plan.hlo import KINDS, Executed, Instruction, Module, executed, shape
 BETWEEN_SLICES = " between slices"  # ends the kind of what TPU slices exchange among each other
 _ARRAY = re.compile(r"\b[a-z]+\d*\w*\[[^\]]*\](?:\{[^}]*\})?")
 _ON_HOST = "S(5)"  # marks an array in the host's memory, in its layout
-_MESSAGES = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +28,8 @@ class Collective:
     group_size: int  # devices in a group
     count: int  # runs in one call of the program, loop trips included
     bytes: int  # payload of all `count` together on one device: the operand of a reduction, the result of a gather
-    certain: bool  # False in a loop whose number of trips cannot be read; one trip is then counted
-    per_domain: int | None = None  # devices of a group that fast links join, as those of a host do; None: not known
+    certain: bool  # False in a loop of an unknown number of trips; one trip is then counted
+    per_domain: int | None = None  # devices of a group that fast links join, such as those of a host; None: not known
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int], *, domain: int | None = None) -> tuple[Collective, ...]:
@@ -87,13 +80,14 @@ def _kind(item: Executed) -> str | None:
         return opcode
     message = re.search(r'_xla_megascale_transfer_type="(\w+)"', item.instruction.attributes)
     if item.instruction.opcode == "send" and message:  # TPU slices run a program each
-        return _MESSAGES.get(message[1], message[1].lower()) + BETWEEN_SLICES
+        what = message[1].lower().replace("_", "-")
+        return ("collective-permute" if what == "one-to-one" else what) + BETWEEN_SLICES
     return None
 
 
 def _starts(module: Module) -> set[tuple[str, str]]:
     """Finds starts of collectives that a TPU runs next to other work: (computation, name)."""
-    # Such a collective becomes a chain of several fusions, each of which holds it.
+    # Such a collective becomes a chain of several fusions, and each holds it.
     return {
         (computation, name)
         for computation, known in module.computations.items()
@@ -165,7 +159,7 @@ def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]
 
 
 def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str:
-    """Names the mesh axes whose devices form `groups`, joined by " x "; "?" if none do."""
+    """Names the mesh axes with devices that form `groups`, joined by " x ", or returns "?"."""
     distinct = {frozenset(group) for group in groups}
     # Each of several slices runs the program on its own, counted from 0.
     slice_size = 1 + max(itertools.chain(*groups))
@@ -179,23 +173,15 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
     return "?"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostCopies:
-    """The copies between one device and its host in one call, in both directions."""
-
-    count: int
-    bytes: int
-
-
-def host_copies(module: Module) -> HostCopies:
-    """Counts the copies between a device and its host, loop trips included; messages between TPU slices are none."""
+def host_copies(module: Module) -> tuple[int, int]:
+    """Counts a call's copies between a device and its host, loop trips included, and their bytes; not TPU slices' messages."""
     count = total = 0
     for item in executed(module):
         copied = _copied_bytes(item.instruction, module.operands(item.computation, item.instruction))
         if copied is not None:
             count += item.times
             total += item.times * copied
-    return HostCopies(count=count, bytes=total)
+    return count, total
 
 
 def _copied_bytes(instruction: Instruction, operands: list[Instruction]) -> int | None:

@@ -13,13 +13,13 @@ from jdist.cluster import exit_status
 from jdist.errors import ConfigError
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
+from jdist.loop.report.files import write_atomically
 from jdist.plan.picture import draw
 from jdist.plan.plan import Plan, check_global_batch, make_plan
 from jdist.plan.table import duration, show, show_sweep, sweep_row
 from jdist.plan.target import Target, find_target_devices
-from jdist.report.files import write_atomically
 from jdist.support.table import Table
-from jdist.support.units import size
+from jdist.support.words import size
 
 _HEADER = ("", "memory of a device", "step", "binds", "what to write")
 
@@ -70,7 +70,7 @@ def check_svg(name: str, *, tries_several: bool) -> None:
     if not name.endswith(".svg"):
         raise ConfigError(f"--svg is {name!r}; the picture is SVG, so its name must end in .svg.")
     if not Path(name).absolute().parent.is_dir():
-        raise ConfigError(f"--svg is {name!r}, and the folder {Path(name).parent} is not there. Make it first.")
+        raise ConfigError(f"--svg is {name!r}, and the folder {Path(name).parent} does not exist. Make it first.")
 
 
 def parse_sweep(text: str) -> list[int]:
@@ -122,7 +122,7 @@ class Suggestion:
 
     @property
     def binds(self) -> str:
-        """What the step is bound by, or why it does not fit."""
+        """Names the limit of the step's speed, or the reason that it does not fit."""
         plan = self.plan
         if plan.fits is False:
             alone = plan.capacity is not None and plan.state_bytes > plan.capacity
@@ -175,7 +175,7 @@ def ways(target: Target, count: int, *, rows: int) -> list[tuple[str, ...]]:
 
 
 def show_suggestions(suggestions: Sequence[Suggestion]) -> str:
-    """Formats one line a way; the first that fits is to be pasted."""
+    """Formats one line a way; the user pastes the first that fits."""
     rows = []
     for each in suggestions:
         step = "" if each.step_s is None else duration(each.step_s)
@@ -188,7 +188,7 @@ def show_suggestions(suggestions: Sequence[Suggestion]) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """What a way needs of a device's memory; where it does not fit, what is known of that."""
+    """Returns the share of a device's memory that a way needs; where it does not fit, the known part."""
     if plan.memory is not None:
         return size(plan.memory.total)
     if plan.refusal is not None and plan.refusal.needed is not None:

@@ -137,7 +137,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
     )
     cost: Any = compiled.cost_analysis()
     moved = float(bytes_accessed(module))
-    if cost is not None:  # of GPUs that are not here there is none; it counts the body of each loop once
+    if cost is not None:  # GPUs that are not here have none; it counts the body of each loop once
         moved *= float(cost["bytes accessed"]) / max(1, bytes_accessed(module, loops_once=True))
     return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s)
 

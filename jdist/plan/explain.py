@@ -1,4 +1,4 @@
-"""What a step does with its state on a strategy: where each leaf is, and what the compiled program exchanges."""
+"""The treatment of a step's state on a strategy: where each leaf is, and what the compiled program exchanges."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explan
     """Explains what a distributed step does with its state; compiles it, and runs nothing.
 
     Args:
-        step: what `jdist.distribute` or `jdist.nnx.distribute` made, under a strategy whose processes all run the same program;
+        step: what `jdist.distribute` or `jdist.nnx.distribute` made, under a strategy with the same program in all processes;
             its devices need not be here.
         state: a state, or its shapes; of an nnx step its first object.
         *args: the step's further arguments, a batch first; arrays or `jax.ShapeDtypeStruct`s.
@@ -59,7 +59,7 @@ def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explan
         An explanation to print or to show in a notebook.
 
     Raises:
-        StepError: `step` is no such step.
+        StepError: `step` is not such a step.
 
     Example:
         >>> import jax.numpy as jnp, jdist
@@ -75,9 +75,9 @@ def explain(step: Any, state: PyTree, *args: PyTree, **kwargs: PyTree) -> Explan
     if not isinstance(pure, DistributedStep):
         raise StepError(
             f"jdist.explain takes a step that `jdist.distribute` made under a strategy such as `jdist.sharded()`, and got a "
-            f"{type(step).__name__}. Decorate the function; what a parameter server does, its strategy's `report` tells."
+            f"{type(step).__name__}. Decorate the function; for a parameter server use `strategy.report`."
         )
-    step = DistributedStep(pure.strategy, pure.__wrapped__, pure.options, pure.backend)  # traced anew, by these shapes
+    step = DistributedStep(pure.strategy, pure.__wrapped__, pure.options, pure.backend)  # traced again, by these shapes
     compiled = step.lower(*args, **kwargs).compile()
     call, state, *_ = step.bind(args, kwargs)
     _, traced = step.program(call)

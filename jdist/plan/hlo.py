@@ -60,7 +60,7 @@ class Executed:
     computation: str  # the one that it is in
     instruction: Instruction
     times: int  # how often; in a branch of a conditional as if the branch were taken
-    certain: bool  # False in a loop whose number of trips cannot be read: `times` then takes one
+    certain: bool  # False in a loop of an unknown number of trips: `times` then takes one
 
 
 def parse(text: str) -> Module:
@@ -190,13 +190,13 @@ def _constant(known: dict[str, Instruction], instruction: Instruction | None) ->
     return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None
 
 
-# Instructions that name or join what is there, and those whose work is that of other computations.
+# Instructions that name or join what is there, and those that leave their work to other computations.
 _MOVES_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota")
 _CALLS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
 # Instructions that read no more than they give, and those that write into an array in place, with the operand that they write.
 _TAKES_ROWS = ("slice", "dynamic-slice", "gather")
 _PUTS_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
-_STARTS_OF_BOTH = ("all-gather-start", "collective-permute-start", "copy-start")  # whose shape holds the operands too
+_STARTS_OF_BOTH = ("all-gather-start", "collective-permute-start", "copy-start")  # their shape holds the operands too
 
 
 def bytes_accessed(module: Module, *, loops_once: bool = False) -> int:
@@ -215,7 +215,7 @@ def bytes_accessed(module: Module, *, loops_once: bool = False) -> int:
 
 
 def _moved_bytes(module: Module, item: Executed) -> int:
-    """Counts what an instruction that is no fusion reads and writes."""
+    """Counts the bytes that an instruction other than a fusion reads and writes."""
     instruction = item.instruction
     result, operands = shape_bytes(instruction.shape), module.operands(item.computation, instruction)
     if instruction.opcode in _TAKES_ROWS:
@@ -280,26 +280,26 @@ def overlap(module: Module) -> tuple[int, int]:
     # A scheduled program has its instructions in the order of issue: those between a collective's
     # start and its end run meanwhile. Products and convolutions take most of a device's time. The
     # bytes are those on one device; (0, 0) without asynchronous collectives.
-    total = beside = 0
+    total = overlapped = 0
     flying: dict[tuple[str, str], tuple[int, bool]] = {}
     for item in executed(module):
         instruction, opcode = item.instruction, item.instruction.opcode
         if opcode.endswith("-start") and opcode.removesuffix("-start") in KINDS:
             payload = module.operand_bytes(item.computation, instruction)
-            if opcode == "all-gather-start":  # of a gather the result, which its shape holds beside the operand
+            if opcode == "all-gather-start":  # of a gather the result, which its shape holds after the operand
                 payload = shape_bytes(instruction.shape) - payload
             payload *= item.times
             flying[item.computation, instruction.name] = (payload, False)
         elif opcode.endswith("-done") and instruction.operands:
             payload, has_product = flying.pop((item.computation, instruction.operands[0]), (0, False))
-            total, beside = total + payload, beside + payload * has_product
+            total, overlapped = total + payload, overlapped + payload * has_product
         elif flying and _is_product(module, instruction):
             flying = {start: (payload, True) for start, (payload, _) in flying.items()}
-    return total, beside
+    return total, overlapped
 
 
 def _is_product(module: Module, instruction: Instruction) -> bool:
-    """Whether an instruction is a matrix product or a convolution, a fusion or a call that holds one."""
+    """Returns whether an instruction is a matrix product or a convolution, a fusion or a call that holds one."""
     if instruction.opcode in ("dot", "convolution") or re.search(r'"__cu(blas|dnn)', instruction.attributes):
         return True
     called = dict(_CALLED.findall(instruction.attributes)).get("calls", "")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jdist.plan.plan import Plan
 from jdist.plan.table import duration, show
 from jdist.support.svg import MARGIN, BarPart, Svg
-from jdist.support.units import size
+from jdist.support.words import size
 
 _WIDTH, _BAR = 820.0, 26.0
 _SMALL = 0.4  # a bar that fills less of the chip's memory is drawn once more, enlarged
@@ -58,7 +58,7 @@ def memory_parts(plan: Plan) -> list[_Part]:
         known = 0 if plan.refusal is not None and plan.refusal.partly else plan.state_bytes
         return [*parts, _Part("what else the compiler asks for", max(0, needed - known), "c")]
     m = plan.memory
-    # A compiler may keep an argument in fewer bytes than the report counts, but never in the place of a batch.
+    # A compiler may keep an argument in fewer bytes than the report counts, but never in place of a batch.
     batch = max(0, m.arguments - plan.state_bytes)
     parts[0] = parts[0]._replace(amount=m.arguments - batch - optimizer)
     return [
@@ -100,7 +100,7 @@ def _memory(svg: Svg, plan: Plan, top: float) -> float:
 def _time(svg: Svg, plan: Plan, top: float) -> float:
     svg.text(MARGIN, top, "Time of a step: a model from public peaks, not a measurement", "title")
     if not plan.estimates:
-        why = "nothing was compiled" if plan.memory is None else f"there are no public figures of {plan.device_kind!r}"
+        why = "nothing was compiled" if plan.memory is None else f"{plan.device_kind!r} has no public figures"
         svg.text(MARGIN, top + 24, f"no model: {why}", "small soft")
         return top + 24
     known = [each.step_s for each in plan.estimates if each.step_s is not None]
@@ -117,8 +117,9 @@ def _time(svg: Svg, plan: Plan, top: float) -> float:
             svg.track(left, bar, width, _BAR, ())
             svg.text(left + 8, top + 4, "no public figure of the network, or of the host's link", "small soft")
             continue
+        bound = "its memory's bandwidth" if estimate.bound == "memory" else "its arithmetic"
         parts = [
-            _Part(f"the chip's own work, bound by {_bound(estimate.bound)}", estimate.device_s, "a"),
+            _Part(f"the chip's own work, bound by {bound}", estimate.device_s, "a"),
             _Part("exchange between chips", estimate.exchange_s or 0.0, "c"),
             _Part("copies to and from the hosts", estimate.host_s or 0.0, "d"),
         ]
@@ -128,10 +129,6 @@ def _time(svg: Svg, plan: Plan, top: float) -> float:
             shown = parts
     planned = next((each for each in plan.estimates if each.chips == plan.num_devices), plan.estimates[-1])
     return _legend(svg, top + _BAR + 14, shown, duration, planned.step_s or 0.0) if shown else top
-
-
-def _bound(bound: str) -> str:
-    return "its memory's bandwidth" if bound == "memory" else "its arithmetic"
 
 
 def _stack(

@@ -100,7 +100,7 @@ def make_plan(
         return dataclasses.replace(plan, refusal=compiled, capacity=available)
     mesh = parts.strategy.mesh
     exchanged = () if mesh is None else collectives(compiled.module, mesh.shape, domain=target.gpus_per_host)
-    copies = host_copies(compiled.module)
+    num_copies, num_bytes = host_copies(compiled.module)
     in_flight, overlapped = overlap(compiled.module)
     plan = dataclasses.replace(
         plan,
@@ -110,8 +110,8 @@ def make_plan(
         collectives=tuple(
             dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in exchanged
         ),
-        host_transfers=-(-copies.count // steps),
-        host_bytes=copies.bytes // steps,
+        host_transfers=-(-num_copies // steps),
+        host_bytes=num_bytes // steps,
         in_flight_bytes=in_flight // steps,
         overlapped_bytes=overlapped // steps,
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
@@ -141,7 +141,7 @@ def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
     if plan.num_devices == 1:
         missing.append("more than one chip: it was compiled for one device, which does not show what several exchange")
     if plan.host_bytes:
-        missing.append("the update that the hosts compute: of hosts there are no public figures")
+        missing.append("the update that the hosts compute: hosts have no public figures")
     estimates = tuple(
         roofline.estimate(
             chip,
@@ -178,11 +178,9 @@ def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
 def _memory_fraction() -> tuple[float, str]:
     """Reads the share of GPU memory that JAX takes at its start, and its variable."""
     # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-    there = [name for name in _MEMORY_FRACTION if os.environ.get(name)]  # to JAX an empty one is none
+    there = [name for name in _MEMORY_FRACTION if os.environ.get(name)]  # JAX ignores an empty one
     if len(there) > 1:
-        raise ConfigError(
-            f"{' and '.join(there)} both say how much memory JAX takes, which it refuses; unset {there[1]}."
-        )
+        raise ConfigError(f"{' and '.join(there)} both limit JAX's memory, and JAX refuses that; unset {there[1]}.")
     name = there[0] if there else _MEMORY_FRACTION[0]
     value = os.environ.get(name) or "0.75"
     try:

@@ -11,14 +11,14 @@ from jdist.support.chips import Chip, ProductKind
 CHIPS = (8, 64, 512, 4096)
 FORMULA = (
     "device = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
-    "bandwidth, each over all n chips, of which the links join k = min(n, d), f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
+    "bandwidth, each over all n chips; the links join k = min(n, d), f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
     "gather, scatter or all-to-all, 1 for a permute; beyond d + sum of f(m) x what crosses / network bandwidth over the "
     "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / k (of a "
     "permute or all-to-all all bytes); a collective of smaller groups over its k chips of a domain and its m domains; host = "
     "bytes that all chips copy to and from their hosts / n / host link; step = device + exchange + host, without overlap or "
     "latency; share = exchange / step; the batch of a replica stays the same"
 )
-_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # cross the network as they are
+_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # cross the network unchanged
 
 
 @dataclass(frozen=True, kw_only=True)

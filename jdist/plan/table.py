@@ -13,7 +13,7 @@ from jdist.plan.collectives import Collective
 from jdist.plan.compile import Memory, MemoryCheck, TooLarge
 from jdist.support.chips import Chip, ProductKind
 from jdist.support.table import Table, paragraph
-from jdist.support.units import size
+from jdist.support.words import size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -42,7 +42,7 @@ class Plan:
         host_transfers: copies between a device and its host.
         host_bytes: of these copies, on one device.
         in_flight_bytes: payload of the asynchronous collectives of one step, on one device.
-        overlapped_bytes: of these, what is in flight beside matrix products, by the compiler's schedule.
+        overlapped_bytes: of these, what is in flight during matrix products, by the compiler's schedule.
         steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
         estimates: a model of the step's time; empty if the chip has no public figures here.
         not_in_model: omissions of that model, in words.
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a device's memory holds the step; None if its size is not known."""
+        """Returns whether a device's memory holds the step; None if its size is not known."""
         if self.memory is None:  # the compiler refused it
             return False
         return None if self.free_bytes is None else self.free_bytes >= 0
@@ -122,7 +122,11 @@ class Plan:
 
 
 def show(plan: Plan) -> str:
-    """Formats the whole plan, in some thirty lines."""
+    """Formats the whole plan, in some thirty lines.
+
+    Args:
+        plan: the result of `plan_config`.
+    """
     return "\n\n".join([plan.summary, *map(str, _tables(plan)), *_compile_time(plan)])
 
 
@@ -228,8 +232,8 @@ def _collectives(plan: Plan) -> Table:
     if plan.in_flight_bytes:
         share = plan.overlapped_bytes / plan.in_flight_bytes
         notes = [
-            f"asynchronous: {plan.in_flight_bytes:,} bytes, of which {plan.overlapped_bytes:,} ({share:.0%}) are in flight "
-            "beside matrix products, in the order that the compiler has scheduled"
+            f"asynchronous: {plan.in_flight_bytes:,} bytes; {plan.overlapped_bytes:,} of these ({share:.0%}) are in flight "
+            "during matrix products, by the compiler's schedule"
         ]
     return table_of_collectives("collectives in one step", plan.collectives, notes)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jdist.errors import DeviceError, StrategyError
 from jdist.experiment.config import MOST_CPU_DEVICES, PlatformSection
 from jdist.experiment.platform import apply_platform
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 
 if TYPE_CHECKING:
     from jdist.core.replica_mesh import Device
@@ -36,7 +36,7 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """Whether the devices are here, so that a step can also be run."""
+        """Returns whether the devices are here, so that a step can also be run."""
         return self.name.partition(":")[0] in ("cpu", "gpu")
 
     @property
@@ -82,7 +82,7 @@ def configure_platform(target: Target, section: PlatformSection) -> None:
 
 
 def _started_with(target: Target) -> bool:
-    """Whether JAX is on CPU already, with enough devices, as in a notebook or a test."""
+    """Returns whether JAX is on CPU already, with enough devices, as in a notebook or a test."""
     flags = os.environ.get("XLA_FLAGS", "")
     match = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
     enough = int(match[1]) if match else 1
@@ -129,7 +129,7 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
         strategy = function(**others)
     else:
         raise StrategyError(
-            f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored"
+            f"strategy {name!r} takes no devices, so none that are not here; use strategy.name=mirrored"
         )
     if target.is_here:
         return strategy

@@ -20,7 +20,7 @@ from jdist.ps.coordinator.servers import Servers
 from jdist.ps.serve import PS, READY, WORKER, Role
 from jdist.ps.transport.grpc_transport import RpcChannel
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, Security
-from jdist.support.xla_flags import CPU_DEVICES, with_flags
+from jdist.support.xla import CPU_DEVICES, with_flags
 
 START_S = 60.0
 END_S = 10.0
@@ -29,67 +29,38 @@ LONG_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
-class LocalCluster:
-    """Processes of `jdist serve` on loopback; they end with this process, never before."""
-
-    def __init__(self, *, workers: int, ps: int, devices_per_worker: int | None = None):
-        """Starts the processes, and waits until they listen."""
-        # `devices_per_worker` counts virtual CPU devices; None: all devices that JAX finds.
-        self.token = secrets.token_hex(16)
-        self._processes: list[subprocess.Popen[str]] = []
-        self._closed = threading.Event()
-        self._finalizer = weakref.finalize(self, _end, self._processes, self._closed)
-        roles = (PS,) * ps + (WORKER,) * workers
-        try:
-            for role in roles:
-                self._processes.append(_start(role, "127.0.0.1:0", self.token, devices_per_worker))
-            addresses = [_address(p, role) for p, role in zip(self._processes, roles, strict=True)]
-        except BaseException:
-            self.close()
-            raise
-        self.ps, self.workers = addresses[:ps], addresses[ps:]
-        restart = functools.partial(
-            _restart, addresses, ps, self.token, devices_per_worker
-        )  # it keeps no cluster alive
-        keeping = functools.partial(_keep, self._processes, self._closed, restart=restart)
-        threading.Thread(target=keeping, daemon=True, name="jdist-keep").start()
-
-    def close(self) -> None:
-        """Ends them; done by itself when the object or the process is gone."""
-        self._closed.set()
-        self._finalizer()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids: first of the parameter servers, then of the workers."""
-        return [p.pid for p in self._processes]
-
-    @property
-    def running_workers(self) -> tuple[int, ...]:
-        """Process ids of the workers that have not ended."""
-        return tuple(p.pid for p in self._processes[len(self.ps) :] if p.poll() is None)
-
-
 def local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:
-    """Starts processes of this machine, as the servers of a session."""
-    cluster = LocalCluster(workers=workers, ps=ps, devices_per_worker=devices_per_worker)
-    security = Security(token=cluster.token)
-    return Servers(
-        workers=tuple(cluster.workers),
-        ps=tuple(cluster.ps),
+    """Starts processes of `jdist serve` on loopback; they end with the returned object or with this process, never before."""
+    # `devices_per_worker` counts virtual CPU devices; None: all devices that JAX finds.
+    token, closed = secrets.token_hex(16), threading.Event()
+    roles: tuple[Role, ...] = (PS,) * ps + (WORKER,) * workers
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for role in roles:
+            processes.append(_start(role, "127.0.0.1:0", token, devices_per_worker))
+        addresses = [_address(p, role) for p, role in zip(processes, roles, strict=True)]
+    except BaseException:
+        _end(processes, closed)
+        raise
+
+    def restart(number: int) -> subprocess.Popen[str]:
+        process = _start(roles[number], addresses[number], token, devices_per_worker)
+        _address(process, roles[number])
+        return process
+
+    keeping = functools.partial(_keep, processes, closed, restart=restart)
+    threading.Thread(target=keeping, daemon=True, name="jdist-keep").start()
+    security = Security(token=token)
+    servers = Servers(
+        workers=tuple(addresses[ps:]),
+        ps=tuple(addresses[:ps]),
         connect=lambda address: RpcChannel(address, security=security),
-        close=cluster.close,
-        processes=lambda: tuple(cluster.pids),
-        running_workers=lambda: cluster.running_workers,
+        close=functools.partial(_end, processes, closed),
+        processes=lambda: tuple(p.pid for p in processes),
+        running_workers=lambda: tuple(p.pid for p in processes[ps:] if p.poll() is None),
     )
-
-
-def _restart(addresses: Sequence[str], ps: int, token: str, devices: int | None, number: int) -> subprocess.Popen[str]:
-    """Starts the process of a number again, under its address."""
-    role: Role = PS if number < ps else WORKER
-    process = _start(role, addresses[number], token, devices)
-    _address(process, role)
-    return process
+    weakref.finalize(servers, _end, processes, closed)
+    return servers
 
 
 def _start(role: Role, address: str, token: str, devices: int | None) -> subprocess.Popen[str]:
@@ -148,14 +119,13 @@ def _address(process: subprocess.Popen[str], role: Role) -> str:
             line = output.get(timeout=max(0.1, end - time.monotonic()))
         except queue.Empty:
             raise LaunchError(
-                f"a {role} did not listen within {START_S:g} s. Is the machine overloaded? Start fewer workers, or see what "
-                "it wrote above."
+                f"a {role} did not listen within {START_S:g} s. See its output above, or start fewer workers."
             ) from None
         if line.startswith(beginning):
             return line.removeprefix(beginning).strip()
         if not line:
             raise LaunchError(
-                f"a {role} ended with exit code {process.wait()} before it listened; see what it wrote above"
+                f"a {role} ended with exit code {process.wait()} before it listened; see its output above"
             )
 
 

@@ -46,21 +46,19 @@ def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> 
     if task is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):
             raise LaunchError(
-                f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
-                "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give "
-                "--role and --address."
+                f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not `jdist serve`. For a "
+                "server whatever TF_CONFIG says, give --role and --address."
             )
         task = PS if spec.task_type == "ps" else WORKER
     if task is None:
-        raise LaunchError("nothing says what to serve as: set TF_CONFIG, or give --role worker or --role ps.")
+        raise LaunchError("the role is missing: set TF_CONFIG, or give --role worker or --role ps.")
     if address is None and spec is not None and spec.task_type == task:
         if spec.address is None:
             raise LaunchError(
-                f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its "
-                "address there, or give --address."
+                f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens; give --address."
             )
         host, port = split(spec.address)
-        return task, join(numeric_address(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
+        return task, join(numeric_address(host, environ, owner=f"{spec.task_type} {spec.task_index}"), port)
     return task, "127.0.0.1:0" if address is None else address
 
 
@@ -78,13 +76,12 @@ def serve(
     leave: Callable[[int], object] = lambda code: None,
 ) -> int:
     """Serves until the coordinator ends it, or for `grace_s` without calls; returns 0 or 75."""
-    # With `with_parent` it ends with its parent process instead. The flags of `jdist serve`
-    # document the arguments. If a call still runs at the end, `leave` ends the process by an exit
-    # code: the interpreter's own end would abort it.
+    # With `with_parent` it ends with its parent instead. If a call still runs at the end, `leave`
+    # ends the process by an exit code: the interpreter's own end would abort it.
     if grace_s != math.inf:  # it waits without end
         checks.seconds("--grace-s", grace_s, LaunchError)
     if script is not None and not Path(script).is_file():
-        raise LaunchError(f"--script is {script!r}; it must be a file, and there is none.")
+        raise LaunchError(f"--script is {script!r}; it must be an existing file.")
     _check(address, security, insecure=insecure)
     if health_address is not None:
         _check_form("--health-address", health_address)
@@ -139,7 +136,7 @@ def serve(
                 if os.getppid() != parent:
                     return code
             elif server.silent_s > grace_s:
-                print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
+                print(f"jdist serve: {role} ends after {grace_s:g} s without a call", file=sys.stderr, flush=True)
                 code = PEER_LOST
                 return code
         return code
@@ -162,7 +159,7 @@ def _check(address: str, security: Security, *, insecure: bool) -> None:
     _check_form("--address", address)
     host, port = split(address)
     # What counts is the address that the name leads to.
-    wrong = open_to_others([join(numeric_address(host, os.environ, whose="this server"), port)], security)
+    wrong = open_to_others([join(numeric_address(host, os.environ, owner="this server"), port)], security)
     if wrong is not None and not insecure:
         raise LaunchError(
             f"the address is {address!r}. {wrong} {how_to_protect(security)} Or listen on 127.0.0.1; or, in a network that "
@@ -214,7 +211,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _until_closed(over: threading.Event) -> None:
-    # Not by `sys.stdin`, whose lock Python wants at its end: this thread may wait until then.
+    # Not by `sys.stdin`: Python wants its lock at the end, and this thread may wait until then.
     with contextlib.suppress(OSError):  # a terminal that was hung up, for instance
         while os.read(0, 4096):
             pass

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.context import check_not_mixed
+from jdist.core.context import check_not_mixed, is_foreign, own_settings
 from jdist.core.remote import fetched
 from jdist.core.step_state import pack, user_state, with_static_leaves
 from jdist.core.strategy import Strategy
@@ -56,12 +56,15 @@ class PsStep(Distributed):
     @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check_not_mixed(self.strategy)
+        if is_foreign(self.strategy):
+            with own_settings(self.strategy):
+                return self(*args, **kwargs)
         call, state, passed, others = self._signature.bind(args, kwargs)
         check_not_traced((state, passed, others))
         self._signature.check_not_donated(call, passed, others)
         turn = functools.partial(rows_first, axes=call.batch_axes, lead=self.options.num_step_axes)
         batches, others = without_keys((turn(passed), others))
-        if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
+        if self.options.loss_scaling is not None:  # a worker puts its own in place of this one
             others = others._replace(loss_scale=self.options.loss_scaling.begin().scale)
         state, parts = self._find(state)
         call, several = dataclasses.replace(call, parts=parts), self.options.steps_per_call > 1
@@ -95,8 +98,8 @@ class PsStep(Distributed):
         places = tuple(part.index for part in parts)
         if len(parts) < len(states) or len(wholes) > 1 or len(set(places)) < len(places):
             raise StepError(
-                f"{self.__name__} was called with states of which some live on parameter servers with others that it was not "
-                "given, or twice with one. Servers keep states that a step takes together as one: make them all by one "
+                f"{self.__name__} was called with one state twice, or with states that were not made together. "
+                "Servers keep states that a step takes together as one: make them all by one "
                 "`params, opt_state, ... = strategy.init(lambda: (params, opt_state, ...))`, and each step takes those that "
                 "it needs."
             )
@@ -107,7 +110,7 @@ class PsStep(Distributed):
         if self._adopted is None or not is_same_state(self._adopted[0], states):
             remote = [id(x) for x in states if isinstance(x, RemoteState)]
             if len(set(remote)) < len(remote):
-                raise StepError(f"{self.__name__} was called with one state twice; each of its states is another.")
+                raise StepError(f"{self.__name__} was called with one state twice; pass a different state for each.")
             for state in states:
                 self._check_own(state)
                 if not isinstance(state, RemoteState):
@@ -150,7 +153,7 @@ class PsStep(Distributed):
 
     @property
     def num_skipped(self) -> int:
-        """How many steps `non_finite="skip"` has left out so far; waits for all."""
+        """Counts the steps that `non_finite="skip"` has left out so far; waits for all."""
         return self._job.num_skipped() if self.options.non_finite == "skip" else 0
 
     def count_left_out(self, state: PyTree) -> RemoteValue | None:
@@ -158,7 +161,7 @@ class PsStep(Distributed):
         return self._left_out
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Refuses: there is no single program to lower."""
+        """Refuses: a step is more than one program."""
         raise StepError(
             f"{self.__name__}.lower: under a parameter server a step is several programs, on workers and servers. Lower it "
             "under `jdist.one_device()`: a worker's program is that step's without the update."
@@ -166,7 +169,7 @@ class PsStep(Distributed):
 
     def _function(self, call: Call, state: RemoteState, arguments: Arguments) -> StepFunction:
         """Makes what workers compute of the step in calls of this form; traced once."""
-        key = (call, state.signature, arguments.treedef, arguments.place, arguments.shapes)
+        key = (call, state.signature, arguments.treedef, arguments.place, arguments.forms)
         if key not in self._functions:
             batches, others = jax.tree.unflatten(arguments.treedef, arguments.shapes)
             spec = ProgramSpec(
@@ -184,14 +187,14 @@ class PsStep(Distributed):
             if rounds is not None and step.updates:
                 if arguments.reads is not None:
                     raise StepError(
-                        "in synchronous mode the batch of an update is cut up among the workers, so it cannot be one that a "
-                        "worker reads. Feed it by `strategy.distribute_dataset`."
+                        "in synchronous mode no worker reads a whole batch; feed batches by `strategy.distribute_dataset`."
                     )
                 self._check_rows(batches, rounds.size)
                 step = split_step(spec, state.shapes, batches, others, closures=rounds.size)
                 self._functions[key] = make_sync_function(step, rounds.size)
             else:
                 self._functions[key] = make_function(step, arguments.place)
+            step.plan.notice(self.__name__)
         return self._functions[key]
 
     def _check_rows(self, batches: PyTree, workers: int) -> None:
@@ -217,8 +220,7 @@ def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
     leaves = jax.tree.leaves(batches)
     if any(isinstance(leaf, RemoteBatch) for leaf in leaves):
         raise StepError(
-            "`steps_per_call` is for batches that the program feeds. A call of a step whose batch a worker reads returns at "
-            "once anyway: leave it at 1."
+            "`steps_per_call` is for batches that the program feeds; leave it at 1 for a batch that a worker reads."
         )
     counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves}
     if len(counts) != 1 or not 1 <= max(counts) <= most:

@@ -9,8 +9,7 @@ from jdist.reduction.algorithm import Reduction, psum
 from jdist.reduction.bucketed import bucketed
 from jdist.reduction.by_name import make_reduction
 from jdist.reduction.compressed import compressed
-from jdist.reduction.hierarchical import hierarchical
-from jdist.reduction.ring import ring, to_one_device
+from jdist.reduction.staged import hierarchical, ring, to_one_device
 
 __all__ = [
     "Reduction",

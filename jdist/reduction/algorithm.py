@@ -61,7 +61,7 @@ def _summed(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _difference(wanted: PyTree, returned: PyTree) -> str:
-    """Describes the first difference between two trees; empty where there is none."""
+    """Describes the first difference between two trees; empty for equal ones."""
     if jax.tree.structure(wanted) != jax.tree.structure(returned):
         return f"{jax.tree.structure(returned)!s:.200} instead of {jax.tree.structure(wanted)!s:.200}"
     for (path, want), got in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(returned), strict=True):

@@ -27,7 +27,7 @@ def bucketed(bytes_per_pack: int) -> Reduction:
         bytes_per_pack: a pack is closed once it holds this many bytes or more; 0: one pack.
 
     Raises:
-        StrategyError: `bytes_per_pack` is no integer of at least 0.
+        StrategyError: `bytes_per_pack` is not an integer of at least 0.
 
     Example:
         >>> import jdist

@@ -10,10 +10,9 @@ from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, psum
 from jdist.reduction.bucketed import bucketed
 from jdist.reduction.compressed import compressed
-from jdist.reduction.hierarchical import hierarchical
-from jdist.reduction.ring import ring, to_one_device
+from jdist.reduction.staged import hierarchical, ring, to_one_device
 from jdist.support import checks
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "psum": psum,
@@ -36,7 +35,7 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
         The Reduction.
 
     Raises:
-        StrategyError: the name or an option is not known, an option is missing or not allowed, or the value is none of
+        StrategyError: the name or an option is not known, an option is missing or not allowed, or the value is not one of
             these three.
 
     Example:
@@ -60,7 +59,6 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
     if missing:
         raise StrategyError(
             f"`all_reduce` {name!r} needs {' and '.join(f'`{option}`' for option in missing)}: write "
-            f"`jdist.reduction.{name}({', '.join(f'{option}=...' for option in required)})`, or a mapping with these keys "
-            "beside its name."
+            f"`jdist.reduction.{name}({', '.join(f'{option}=...' for option in required)})`, or a mapping with these keys."
         )
     return REDUCTIONS[name](**options)

@@ -1,4 +1,4 @@
-"""All-reduce in 16 or 8 bits an element, with what rounding left out sent along next time."""
+"""All-reduce in 16 or 8 bits an element, with the rounding errors sent along next time."""
 
 from __future__ import annotations
 

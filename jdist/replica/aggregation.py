@@ -1,4 +1,4 @@
-"""One version made of the replicas' for state that is no parameter: batch statistics, counters, metrics.
+"""One version made of the replicas' for state other than parameters: batch statistics, counters, metrics.
 
 The meaning is that of `tf.VariableAggregation`, as a function: 5, to which replica i of 2 adds 1 + i, is 6.5 by "mean",
 8 by "sum" and 6 by "first".
@@ -17,20 +17,15 @@ from jdist.core.collective_marks import Collective
 from jdist.core.per_replica import as_arrays, named
 from jdist.errors import StepError
 from jdist.replica import collectives
+from jdist.support import checks
 from jdist.typing import PyTree
 
 Aggregation = Literal["mean", "sum", "first", "per_replica"]
 _NOT_GIVEN: Any = object()
 
 
-def check_aggregation(how: object) -> None:
-    """Raises StepError for what is no aggregation."""
-    if how not in get_args(Aggregation):
-        raise StepError(f"the aggregation is {how!r}; allowed are {', '.join(map(repr, get_args(Aggregation)))}.")
-
-
 def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyTree:
-    """Brings together what the replicas of a step made of state that is no parameter.
+    """Brings together the replicas' versions of state other than parameters.
 
     A counter of what every replica does alike (`step + 1`) needs none of this: it is the same everywhere already.
 
@@ -41,7 +36,7 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
     Args:
         new: this replica's new version; pytree of arrays.
         how: "mean" of the versions; "sum", `old` and all that was added to it on any replica; "first", the version of
-            replica 0; "per_replica", all versions: each leaf gains a leading axis of replicas, of which a step reads
+            replica 0; "per_replica", all versions: each leaf gains a leading axis of replicas, and a step reads
             its own by `leaf[jdist.replica_id()]`. Every replica then holds all of them: for counters, not for large
             arrays.
         old: with "sum", the state that came in; a tree like `new`.
@@ -50,15 +45,15 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
         A tree like `new`, the same on every replica, and exact where the strategy's `all_reduce` is not.
 
     Raises:
-        StepError: `how` is none of these, `old` is missing or not asked for, a leaf is no array, or there is no such
-            aggregation of it: a mean of integers, a sum of bools or keys, `new` and `old` that are unlike.
+        StepError: `how` is not one of these, `old` is missing or not asked for, a leaf is not an array, or cannot be
+            aggregated so: a mean of integers, a sum of bools or keys, `new` and `old` that are unlike.
 
     Example:
         >>> import jdist
         >>> jdist.one_device().run(lambda: jdist.aggregate(5 + 1, "sum", old=5)).value.tolist()
         [6]
     """
-    check_aggregation(how)
+    checks.choice("how", how, get_args(Aggregation), StepError, call="jdist.aggregate")
     if (old is not _NOT_GIVEN) != (how == "sum"):
         raise StepError(
             'jdist.aggregate(new, "sum") needs `old=`, the state that came in: what each replica added to it is summed.'
@@ -88,8 +83,8 @@ def _check_has_mean(new: PyTree) -> None:
         dtype = jax.typeof(leaf).dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise StepError(
-                f'jdist.aggregate(..., "mean"): {jax.tree_util.keystr(path) or "the value"} is {dtype}, whose mean would not '
-                'be one. Use "sum" for a counter, "first" for what is the same on all replicas.'
+                f'jdist.aggregate(..., "mean"): {jax.tree_util.keystr(path) or "the value"} is {dtype}, and its mean would not '
+                'be of that type. Use "sum" for a counter, "first" for what is the same on all replicas.'
             )
 
 
@@ -97,7 +92,7 @@ def _check_can_be_added(new: PyTree, old: PyTree) -> None:
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise StepError(
             f'jdist.aggregate(new, "sum", old=old): `new` has the tree {jax.tree.structure(new)!s:.200}, `old` has '
-            f"{jax.tree.structure(old)!s:.200}; they must be alike. Pass as `old` what came in of the same state."
+            f"{jax.tree.structure(old)!s:.200}; they must be alike. Pass as `old` the same part of the incoming state."
         )
     for (path, leaf), before in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
         kinds = [f"{jax.typeof(x).dtype}{list(jnp.shape(x))}" for x in (leaf, before)]

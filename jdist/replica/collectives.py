@@ -22,7 +22,6 @@ from jdist.errors import StepError, StrategyError
 from jdist.reduction.algorithm import apply_reduction, axes_size, psum
 from jdist.support import checks
 from jdist.support.arrays import is_key, promote_types
-from jdist.support.checks import as_int
 from jdist.typing import PyTree
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -97,12 +96,12 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         op: "mean", "sum", "max" or "min".
 
     Returns:
-        The reduced tree; outside a mesh the values as they are. A mean of integers is floating point, a sum of bools
+        The reduced tree; outside a mesh the values unchanged. A mean of integers is floating point, a sum of bools
         counts them in int32, everywhere.
 
     Raises:
-        StepError: `op` is none of these, or a leaf has no such reduction; or a maximum or minimum is differentiated.
-        StrategyError: the strategy's algorithm claims to be exact and keeps something, or returned no sum of the tree.
+        StepError: `op` is not one of these, or a leaf has no such reduction; or a maximum or minimum is differentiated.
+        StrategyError: the strategy's algorithm claims to be exact and keeps something, or did not return the sum of the tree.
     """
     checks.choice("op", op, get_args(ReduceOp), StepError)
     tree = as_arrays("jdist.all_reduce", tree)
@@ -183,7 +182,7 @@ def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
         The tree with `axis` grown by the factor `num_replicas()`; the identity outside a mesh and in the global view.
 
     Raises:
-        StepError: `axis` is no int, or a leaf has no such axis or is no array.
+        StepError: `axis` is not an int, or a leaf has no such axis or is not an array.
     """
     axis = as_axis("jdist.all_gather", axis)
     tree = as_arrays("jdist.all_gather", tree)
@@ -222,7 +221,7 @@ def broadcast(tree: PyTree, source: int = 0) -> PyTree:
 
     Args:
         tree: pytree of arrays of the same shapes on every replica; PRNG keys too.
-        source: number of the replica whose version counts, below `num_replicas()`.
+        source: number of the replica with the version that counts, below `num_replicas()`.
 
     Returns:
         A tree like the source's, exact; `tree` itself with one replica, in the global view and outside a mesh.
@@ -235,11 +234,9 @@ def broadcast(tree: PyTree, source: int = 0) -> PyTree:
         >>> jdist.mirrored(["cpu:0"]).run(lambda: jdist.broadcast(jdist.replica_id())).value.tolist()
         [0]
     """
-    number, count = as_int(source), num_replicas()
-    if number is None or number < 0 or number >= count > 1:
-        raise StepError(
-            f"jdist.broadcast: `source` is {source!r}; it must be the number of a replica, an int from 0 to {count - 1}."
-        )
+    count = num_replicas()
+    most = count - 1 if count > 1 else None  # outside a mesh, the number of a replica elsewhere
+    number = checks.whole_number("source", source, StepError, least=0, most=most, call="jdist.broadcast")
     is_source = replica_id() == (number if count > 1 else 0)
 
     def of_source(xs: list[jax.Array]) -> list[jax.Array]:
@@ -281,7 +278,7 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         A scalar, float32 or wider. A batch in which nothing counts gives 0.
 
     Raises:
-        StepError: the shape of `mask` is no prefix of the shape of `per_example`, or one of them holds no numbers.
+        StepError: the shape of `mask` is not a prefix of the shape of `per_example`, or one of them holds no numbers.
 
     Example:
         >>> import jdist, jax.numpy as jnp

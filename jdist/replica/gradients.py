@@ -54,7 +54,7 @@ def value_and_grad(
 
     Raises:
         StepError: the loss is not a scalar, `op` is neither "mean" nor "sum", or `using` is given an option of JAX's; or
-            `jax.vmap` maps it over examples, whose gradients are local: take `jax.value_and_grad` for these.
+            `jax.vmap` maps it over examples: their gradients are local, so take `jax.value_and_grad`.
 
     Example:
         >>> import jdist
@@ -86,7 +86,7 @@ def value_and_grad(
         if not holomorphic and not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise StepError(
                 f"jdist.value_and_grad: the loss is {jnp.result_type(loss)}, which has no gradient; it must be floating point. "
-                "A count of right answers is a metric: return it beside the loss (`has_aux=True`)."
+                "A count of right answers is a metric: return it with the loss (`has_aux=True`)."
             )
         return result
 
@@ -186,7 +186,16 @@ def grad(
     op: GradientOp = "mean",
     using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Differentiates as `jax.grad`, and averages the gradient over the replicas; see `value_and_grad` for the arguments.
+    """Differentiates as `jax.grad`, and averages the gradient over the replicas.
+
+    Args:
+        fun: a function of one replica's batch that returns a scalar loss, or `(loss, aux)`.
+        argnums: as in JAX.
+        has_aux: as in JAX; `aux` stays this replica's own.
+        holomorphic: as in JAX.
+        allow_int: as in JAX.
+        op: "mean", or "sum" where the loss is already divided by the global batch.
+        using: as in `value_and_grad`: a function that takes the value and the gradient in place of JAX's.
 
     Returns:
         A function that returns `grads` or `(grads, aux)`.
@@ -248,15 +257,15 @@ def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -
     axes, trace = replica_axes(), context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     mean_or_sum = Collective("gradient", op)
-    microbatches = 1 if trace is None else trace.num_microbatches  # whose gradients are reduced once all are added up
+    microbatches = 1 if trace is None else trace.num_microbatches  # their gradients are reduced once all are added up
     if axes is None or strategy is None or not strategy.keeps_residuals or microbatches > 1 or not grads:
         value, *grads = combine(mean_or_sum, [value, *grads], by_strategy=True)
         return value, grads
     if trace is None or trace.sum_gradient is None or not trace.at_step_level():
         raise StepError(
-            f"all-reduce {strategy.reduction.name} keeps what it leaves out of a gradient for the next step, which it can do "
-            "only for gradients taken in a distributed step itself, not inside a `lax.scan`, `lax.cond` or `jax.jit` of it, "
-            'nor in `strategy.run`. Take them in the step, or use `all_reduce="psum"`.'
+            f"all-reduce {strategy.reduction.name} keeps what it leaves out, and can do so only for gradients taken in a "
+            "distributed step itself, not inside a `lax.scan`, `lax.cond` or `jax.jit` of it, nor in `strategy.run`. Take "
+            'them in the step, or use `all_reduce="psum"`.'
         )
     grads = trace.sum_gradient(grads, axes)
     if op == "mean":
@@ -292,7 +301,7 @@ def _own_part(x: jax.Array) -> jax.Array:
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Whether no element of a floating-point array is NaN or infinite; bool scalar."""
+    """Returns whether no element of a floating-point array is NaN or infinite; bool scalar."""
     # Zero times a finite number is zero, and NaN otherwise: on CPU a sum takes half the time of
     # `isfinite(x).all()`.
     return ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))

@@ -17,8 +17,10 @@ from jdist.errors import StepError
 from jdist.replica import collectives
 from jdist.support.arrays import promote_types
 from jdist.support.checks import as_int
+from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 
+@without_tensorflow_keywords
 def compute_average_loss(
     per_example_loss: jax.Array, sample_weight: jax.Array | float | None = None, global_batch: int | None = None
 ) -> jax.Array:
@@ -37,7 +39,7 @@ def compute_average_loss(
         without rows adds nothing to the sum.
 
     Raises:
-        StepError: the losses are no numbers or one scalar, the weights do not fit, `global_batch` is no positive
+        StepError: the losses are not numbers or are one scalar, the weights do not fit, `global_batch` is not a positive
             integer, or it is missing outside a step within a strategy's scope, where the number of replicas at work is
             not known.
 
@@ -85,7 +87,7 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
         A scalar, float32 or wider.
 
     Raises:
-        StepError: the loss is no number, or it was called outside a step within a strategy's scope.
+        StepError: the loss is not a number, or it was called outside a step within a strategy's scope.
 
     Example:
         >>> import jdist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,20 @@ import optax
 
 from jdist.core.sharded_leaf import is_sharded_leaf
 from jdist.errors import StepError
-from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
+from jdist.replica.aggregation import Aggregation, aggregate
 from jdist.replica.gradients import OVERWRITTEN
+from jdist.support import checks
 from jdist.support.leaves import leaves_of, table_of
-from jdist.support.suggest import did_you_mean
 from jdist.support.table import Table
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimiser ignore the further arguments of `update` that others need, such as `value=loss`.
 
-    Equal optimisers give equal ones. A step needs no such mark on an optimiser that it calls itself.
+    Args:
+        tx: the optimiser. Equal ones give equal ones. A step needs no such mark on an optimiser that it calls itself.
     """
     if isinstance(tx, optax.GradientTransformationExtraArgs):
         return tx
@@ -97,10 +99,10 @@ class TrainState:
         """
         aggregation = dict(aggregation or {})
         for name, how in aggregation.items():
-            check_aggregation(how)
+            checks.choice(f"aggregation[{name!r}]", how, get_args(Aggregation), StepError, call="TrainState.create")
             if name not in extra:
                 raise StepError(
-                    f"TrainState.create: `aggregation` names {name!r}, which is no collection; there are "
+                    f"TrainState.create: `aggregation` names {name!r}, which is not a collection; the collections are "
                     f"{sorted(extra) or 'none'}."
                 )
         return cls(
@@ -120,7 +122,7 @@ class TrainState:
         Args:
             grads: gradient, a tree like `params`.
             **extra: new values of collections that `create` declared, this replica's where `aggregation` says how to
-                bring them together. Other names are arguments of an optimiser whose `update` takes more, such as
+                bring them together. Other names are further arguments of the optimiser's `update`, such as
                 `value=loss` of `optax.contrib.reduce_on_plateau`.
 
         Raises:
@@ -145,7 +147,7 @@ class TrainState:
         )
 
     def replace(self, **changes: PyTree) -> TrainState:
-        """Copies the state with some fields, or some declared collections, changed; aggregates nothing.
+        """Copies the state with `changes` of its fields or declared collections, by name; aggregates nothing.
 
         Raises:
             StepError: neither a field nor a declared collection.
@@ -196,10 +198,9 @@ class TrainState:
         for name in extra:
             if name not in self.extra:
                 raise StepError(
-                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}."
-                    f"{did_you_mean(name, self.extra)} Declare it at the start: `TrainState.create(..., {name}=...)`; an "
-                    "argument goes to the optimiser's `update` if that reads it, as `value=loss` of "
-                    "`optax.contrib.reduce_on_plateau`."
+                    f"TrainState: `{name}` is not a collection of this state; it has {sorted(self.extra) or 'none'}."
+                    f"{did_you_mean(name, self.extra)} Declare it at the start: `TrainState.create(..., {name}=...)`. The "
+                    "optimiser's `update` does not read it either."
                 )
 
 

@@ -2,7 +2,7 @@
 
 The function is written over whole arrays and traced so. Run again on parts, it gathers each right before its use: an array
 that a `lax.scan` goes over layer by layer in the scan's body, one layer at a time. The transpose of a gather is the sum over
-the replicas of which each receives its part, so a gradient comes in parts, summed. The backward pass gathers again.
+the replicas, and each receives its part of it, so a gradient comes in parts, summed. The backward pass gathers again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GradientsOfParts:
         return self.by_path.layout
 
     def forms(self, tree: PyTree) -> dict[str, Form]:
-        """Finds how the leaves of which a gradient is taken in parts are stored, by path."""
+        """Finds how leaves with gradients in parts are stored, by path."""
         found = {}
         for path, x in jax.tree.leaves_with_path(tree):
             if (
@@ -82,7 +82,7 @@ class GradientsOfParts:
         return found
 
     def fits(self, grads: PyTree, tree: PyTree) -> bool:
-        """Whether gradients are where the leaves are that they were taken by, so that parts among them can be told."""
+        """Returns whether gradients are where the leaves are that they were taken by, so that parts among them can be told."""
         forms = self.forms(tree)
         shapes = {jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
         shapes |= {path: form.part(self.layout.num_parts) for path, form in forms.items()}

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jdist.core.collective_marks import Gather, collective_of, gradient_number, line_of, note_gradient
 from jdist.core.layout import Form, Layout
 from jdist.jaxpr import graph
-from jdist.support import gloo
+from jdist.support import xla
 
 # Never kept for the backward pass: gathers, and what reshapes and casts their results. What is kept of such results that
 # depend on the batch has a name.
@@ -64,7 +64,7 @@ class EvaluationOnParts:
         # False inside a user's `jax.checkpoint`, which decides itself which values to keep
         gathers_again: bool = True,
     ):
-        self.layout, self.closed, self.gathers_again = layout, _entered(closed), gathers_again
+        self.layout, self.closed, self.gathers_again = layout, graph.entered(closed, _is_call), gathers_again
         self.gathers, self.why = gathers, why
         jaxpr = graph.body_of(self.closed)
         self.equations = jaxpr.eqns
@@ -123,11 +123,11 @@ class EvaluationOnParts:
         return self.values(graph.body_of(self.closed).outvars)
 
     def is_of_parts(self, v: Any) -> bool:
-        """Whether a variable is an array in parts, or depends on such alone."""
+        """Returns whether a variable is an array in parts, or depends on such alone."""
         return not graph.is_literal(v) and (v in self.of_parts or isinstance(self.known.get(v), Part))
 
     def is_narrowed(self, eqn: Any) -> bool:
-        """Whether an equation casts an array in parts so that less is to be gathered."""
+        """Returns whether an equation casts an array in parts so that gathers move less."""
         part, new = self.known.get(eqn.invars[0]), jnp.dtype(eqn.params["new_dtype"])
         is_part = isinstance(part, Part)
         return is_part and jnp.issubdtype(new, jnp.floating) and new.itemsize < jnp.dtype(part.dtype).itemsize
@@ -157,7 +157,7 @@ class EvaluationOnParts:
         return sorted(equations.values(), key=lambda eqn: self.order[id(eqn)]), list(parts)
 
     def hold_back(self, stretch: list[Any], parts: Sequence[Any]) -> None:
-        """Has the gathers of these arrays wait until a stretch begins, of whose operands one stands for that."""
+        """Has the gathers of these arrays wait until a stretch begins; one of its operands stands for that."""
         made = {v for eqn in stretch for v in eqn.outvars}
         reads = [v for eqn in stretch for v in eqn.invars if not graph.is_literal(v) and v not in made]
         first = next((v for v in reads if isinstance(self.known.get(v), Tracer) and _is_inexact(self.known[v])), None)
@@ -213,14 +213,14 @@ class EvaluationOnParts:
             return x
         layout, form, dtype, own = self.layout, x.form, x.dtype, x.value.dtype
         # JAX's transpose of a gather is a `psum_scatter`.
-        if dtype == own and not gloo.scatters_wrongly():
+        if dtype == own and not xla.gloo_scatters_wrongly():
             return layout.all_gather(x.value, form)
 
         def gathered(part: jax.Array) -> jax.Array:
             return layout.all_gather(part.astype(dtype), form)
 
         gather = jax.custom_vjp(gathered)
-        # The primal of the forward pass is no call of `gather` itself: what is kept for the backward pass depends on it.
+        # The primal of the forward pass does not call `gather` itself: what is kept for the backward pass depends on it.
         gather.defvjp(lambda part: (gathered(part), None), lambda _, g: (layout.sum_scatter_wide(g, form, own),))
         return gather(x.value)
 
@@ -294,17 +294,10 @@ class EvaluationOnParts:
         return [*carried, *stacked]
 
 
-def _entered(closed: Any) -> Any:
-    """Enters the functions that a function calls by `jax.jit`; collectives of jdist stay."""
-
-    def is_call(eqn: Any) -> bool:
-        is_mark = collective_of(eqn) is not None or gradient_number(eqn) is not None
-        return eqn.primitive.name in ("jit", "pjit", "closed_call") and not is_mark
-
-    def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
-        return graph.run(_entered(graph.nested_jaxprs(eqn)[0]), operands) if is_call(eqn) else None
-
-    return graph.replaced(closed, entered) if any(map(is_call, graph.body_of(closed).eqns)) else closed
+def _is_call(eqn: Any) -> bool:
+    """Returns whether an equation is a call by `jax.jit`, and not a collective of jdist."""
+    is_mark = collective_of(eqn) is not None or gradient_number(eqn) is not None
+    return eqn.primitive.name in ("jit", "pjit", "closed_call") and not is_mark
 
 
 def _is_inexact(x: Any) -> bool:
@@ -330,7 +323,7 @@ def _kept(x: Any) -> Any:
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether the backward pass may keep what a primitive returns."""
+    """Returns whether the backward pass may keep what a primitive returns."""
     return primitive.name not in _MADE_AGAIN
 
 

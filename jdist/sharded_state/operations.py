@@ -1,4 +1,4 @@
-"""Operations of a strategy whose states are in parts: init, fetch, run, distribute."""
+"""Operations of a strategy with states in parts: init, fetch, run, distribute."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         seen.add(id(stored))
         return ShardedLeaf(stored, form.of) if form.is_cut else stored
 
-    # A structure with None in the place of a leaf has fewer leaves, so the state itself says where each is.
+    # A structure with None in place of a leaf has fewer leaves, so the state itself says where each is.
     placed = zip(leaves, chosen, is_copied, strict=True)
     return jax.tree.unflatten(treedef, [next(whole) if copied else place(x, form) for x, form, copied in placed])
 
 
 def _is_divided(strategy: Strategy, x: Any) -> bool:
-    """Whether an array is on a mesh with axes inside a replica, as its strategy or flax laid it out."""
+    """Returns whether an array is on a mesh with axes inside a replica, as its strategy or flax laid it out."""
     sharding = getattr(x, "sharding", None)
     return bool(strategy.model_axes) and isinstance(sharding, NamedSharding) and sharding.mesh == strategy.mesh
 

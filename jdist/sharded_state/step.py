@@ -263,7 +263,7 @@ class _SplitStep:
         )
 
     def with_parts(self, others: PyTree, parts: dict[int, jax.Array] | None = None) -> PyTree:
-        """Adds to the further arguments the parts of which gradients are taken; without any, zeros in their place."""
+        """Adds to the further arguments the parts that gradients are taken of; without any, zeros in their place."""
         if not self.in_parts:
             return others
         if parts is not None:
@@ -308,7 +308,7 @@ class _SplitStep:
         return layout.all_gather(total, form) if total.shape != form.of and cut.is_read_again else total
 
     def sorted(self, values: list[jax.Array], forms: Sequence[Form]) -> tuple[Any, Any]:
-        """Sorts values by their place, those in parts and those that all replicas hold; cuts what is to be in parts."""
+        """Sorts values by their place, those in parts and those that all replicas hold; cuts the former."""
         pairs = list(enumerate(zip(values, forms, strict=True)))
         parts = {i: x if x.shape != form.of else self.layout.own_part(x, form) for i, (x, form) in pairs if form.is_cut}
         return parts, {i: x for i, (x, form) in pairs if not form.is_cut}

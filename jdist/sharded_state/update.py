@@ -96,7 +96,7 @@ class _Evaluation:
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
         self.varying = variation.varying(closed, ())
-        # Whole operands of equations whose results vary among the replicas.
+        # Whole operands of equations with results that vary among the replicas.
         self.read_by_varying: dict[Any, jax.Array] = {}
 
     def run(self, arguments: Sequence[Any], kept: Sequence[Form | None], kinds: Sequence[OutputKind | None]) -> Any:
@@ -125,11 +125,11 @@ class _Evaluation:
         return results, {i: hashes[v] for i, v in places.items()}
 
     def is_varying(self, v: Any) -> bool:
-        """Whether a value varies among the replicas; a literal does not."""
+        """Returns whether a value varies among the replicas; a literal does not."""
         return not graph.is_literal(v) and v in self.varying
 
     def is_of_replicas(self, eqn: Any) -> bool:
-        """Whether replicas compute an equation by themselves: a result or operand varies."""
+        """Returns whether replicas compute an equation by themselves: a result or operand varies."""
         # Equations with effects, and with results that do not vary, are computed at once.
         makes_varying = any(map(self.is_varying, eqn.outvars))
         if not makes_varying and not any(map(self.is_varying, eqn.invars)):
@@ -157,7 +157,7 @@ class _Evaluation:
         return dict(zip(wanted, mapped(list(self.read_by_varying.values())), strict=True))
 
     def value(self, v: Any) -> Any:
-        # A constant remembers the mesh of the trace, whose axes are no longer bound.
+        # A constant remembers the mesh of the trace, and its axes are no longer bound.
         return np.asarray(v.val) if graph.is_literal(v) else self.known[v]
 
     def kept(self, v: Any, form: Form) -> jax.Array:
@@ -234,7 +234,7 @@ class _Evaluation:
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
 
     def reshaped(self, form: Form, shape: tuple[int, ...]) -> Form | None:
-        """Finds the form of an array of another shape that is stored as one of this form is; None: there is none."""
+        """Returns the form of an array of `shape` if the reshape moves no data, else None."""
         other = dataclasses.replace(form, of=shape)
         if shape == form.of:
             return form

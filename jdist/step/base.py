@@ -19,9 +19,9 @@ from jdist.step.outputs import Traced
 from jdist.typing import PyTree
 
 IGNORES_MASK = (
-    'never reads batch["mask"], and batches of its data are filled up with rows that are not real: these count like the '
-    'others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and to each metric; or choose a global batch '
-    "that divides by the replicas, and by which the rows divide."
+    'never reads batch["mask"], and batches of its data are filled up with padding rows, which count like the others. '
+    'Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and to each metric; or choose a global batch that '
+    "is a multiple of the number of replicas and divides the number of rows."
 )
 
 
@@ -31,17 +31,23 @@ class Preview:
 
     results: Mapping[str, PyTree]  # by role, of `jax.ShapeDtypeStruct`s
     changes_state: bool
-    ignores_mask: bool  # the results depend on the rows of a batch, but not on its mask
+    ignores_mask: bool  # results other than rows one by one depend on a batch's rows, but not on its mask
 
     @classmethod
     def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
         """Reads a preview off a program that JAX has traced for these arguments."""
-        _, state, outputs, *_ = program.out_info
+        token, state, outputs, *more = program.out_info
         results = dict(zip(traced.output_roles, outputs, strict=True))
+        combined = [
+            jax.tree.map(lambda _, role=role: role != "examples", tree)
+            for role, tree in zip(traced.output_roles, outputs, strict=True)
+        ]
         if "state" in traced.returns:
             results = {"state": unpack(state), **results}
-        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(program.jaxpr))[2]
-        masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
+        marks = jax.tree.map(lambda _: True, (token, state)), combined, jax.tree.map(lambda _: True, more)
+        read = graph.arguments_read(program.jaxpr, jax.tree.leaves(marks))
+        batches = jax.tree.unflatten(jax.tree.structure(arguments), read)[2]
+        masked = [batch for batch in batches if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
         return cls(results, traced.changes_state, ignores_mask=ignored)
 

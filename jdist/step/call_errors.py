@@ -29,16 +29,15 @@ def explain(
         and strategy.model_axes
     ):
         raise StepError(
-            "the step calls the host (`io_callback`, `pure_callback`), which JAX cannot do where a replica is several devices: "
-            f"{strategy.name} has the axes {', '.join(strategy.model_axes)} inside a replica. `jax.debug.print` and "
-            "`jax.debug.callback` work; compute the rest outside of the step."
+            f"the step calls the host (`io_callback`, `pure_callback`), and {strategy.name} has the axes "
+            f"{', '.join(strategy.model_axes)} inside a replica, where JAX allows only `jax.debug.print` and `.callback`."
         ) from exc
     if missing is not None:
         raise StepError(
             f"{strategy.name} has no mesh axis {missing[1]!r}, over which flax's metadata or a sharding constraint of the step "
-            f"divides an array: the mesh has {', '.join(strategy.mesh.shape if strategy.mesh else ())}. Take "
-            f'`jdist.sharded(mesh={{"replica": -1, "{missing[1]}": 1}})`, there with as many devices as a replica is to have, '
-            "take the metadata off, `flax.linen.unbox(variables)`, or let flax's axis rules translate the name to None."
+            f"divides an array: the mesh has {', '.join(strategy.mesh.shape if strategy.mesh else ())}. Add the axis, "
+            f'`jdist.sharded(mesh={{"replica": -1, "{missing[1]}": 1}})`, remove the metadata, '
+            "`linen.unbox(variables)`, or map the name to None by flax's axis rules."
         ) from exc
     if (
         isinstance(exc, ValueError)
@@ -56,6 +55,13 @@ def explain(
             f'the step reads batch["{MASK}"], and this batch has none. The mask tells real rows from padding, and '
             "`distribute_dataset` adds it: `for batch in strategy.distribute_dataset(batches):`; or leave it out of the step."
         ) from exc
+    if "from different trace level" in str(exc):
+        raise StepError(
+            "the step uses an nnx object from outside, which it closes over. Pass each object as an argument of the step: "
+            "`train_step(model, optimizer, batch)`."
+        ) from exc
+    if isinstance(exc, TypeError) and re.search(r"grad requires real.*uint32", str(exc)):
+        exc.add_note("jdist: if this is the gradient of an nnx module, take `jdist.nnx.value_and_grad`.")
     if not isinstance(exc, RuntimeError):  # a RuntimeError tells of devices and memory
         exc.add_note(signature.taken_as(call, state, batches))
 

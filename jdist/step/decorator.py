@@ -35,15 +35,15 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
             `returns` say. A method is bound to its object, which is a constant of the step; `args` leave `self` out.
         strategy: what `jdist.mirrored()` and its like return.
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
-            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
+            replicas), "per_replica" (leads with an axis of replicas, and each gets its entry, as in `pmap`),
             "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).
             Several states are listed one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
             (params, opt_state, loss)`. Further arguments and keyword arguments are replicated; one that
-            `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is refused, under
+            `distribute_dataset` has made, or with as many rows in each of its arrays as the batch, is refused, under
             every strategy: say "batch" or "replicated".
         returns: role of each result: "state"; "metrics" (what differs between replicas is averaged over them entry by
-            entry, unless wrapped in `PerReplica`; what is the same on all, as what `all_reduce` returns, stays as it
-            is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
+            entry, unless wrapped in `PerReplica`; what is the same on all, as what `all_reduce` returns, is
+            unchanged); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
             mask from elsewhere the rows where it is zero); "per_replica" (a
             `PerReplica`; of a step that takes an argument of that role plain arrays [replicas, ...], as of `pmap`).
             By default ("state", "metrics"), or the state alone; of several states all, and then perhaps metrics.
@@ -54,7 +54,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         static_argnames: keyword arguments that are static.
         donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.
         accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all. Each
-            microbatch counts as a replica: the step computes what it does on so many times as many replicas (`docs/steps.md`).
+            microbatch counts as a replica: the step computes the same on so many times as many replicas (docs/step_laws.md).
         steps_per_call: number of optimiser steps in one call; batches and metrics lead with that axis, all other
             arguments are the same for all steps of the call.
         max_in_flight: number of calls that may run ahead of the host.

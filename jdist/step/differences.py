@@ -26,8 +26,8 @@ IN_JIT = (
 Leaf = tuple[Any, Any]
 
 _OF_CHANGE = 1e-5  # sums in another order, in float32, relative to how much a step changes a leaf
-# Times the measured noise. That of few elements is less certain: four of a bias before batch normalisation, whose gradient
-# is zero but for rounding in bfloat16, came to 4.5 times (tests/step/test_mutated_steps.py).
+# Times the measured noise. That of few elements is less certain: four of a bias before batch normalisation, with a
+# gradient of zero but for rounding in bfloat16, came to 4.5 times (tests/step/test_mutated_steps.py).
 _OF_NOISE, _OF_NOISE_FEW, _FEW = 2.0, 8.0, 16
 NUM_TRIALS = 8
 _COARSE = 0.01  # of a leaf's change: leaves that are compared less closely are listed
@@ -121,7 +121,12 @@ class Found:
         relative = {pair.name: of_change(self.within[pair.name], pair.one) for pair in same}
         coarse = sorted(((x, name) for name, x in relative.items() if x > _COARSE), reverse=True)
         if coarse:
-            named = ", ".join(f"{name} (within {x:.0%} of its change)" for x, name in coarse[:3])
+            named = ", ".join(
+                f"{name} (within {x:.0%} of its change)"
+                if x <= 1
+                else f"{name} (it changes by rounding alone, as with a zero gradient)"
+                for x, name in coarse[:3]
+            )
             more = f" and {len(coarse) - 3} more" if len(coarse) > 3 else ""
             yield f"closely, as rounding is most of how they change: {named}{more}"
 
@@ -149,7 +154,7 @@ class Difference:
     Attributes:
         leaf: its path, `state['w']` or `metrics['loss']`.
         one: its value as one replica; of an array the Euclidean norm.
-        distributed: the same as it is distributed.
+        distributed: the same, distributed.
         relative: how far apart both are, relative to how much the step changes the leaf.
         cause: the likely cause, as a clause.
         remedy: what to write instead, as a sentence.
@@ -189,7 +194,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs, of what was compared."""
+        """Returns whether nothing differs, of what was compared."""
         return not self.differences
 
     def __bool__(self) -> bool:

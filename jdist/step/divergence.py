@@ -84,9 +84,8 @@ def compare(hashes: np.ndarray, paths: list[str], holders: np.ndarray | None = N
         f"{len(names)} of {len(paths)} leaves of the state differ between the {n} replicas:\n"
         + "\n".join(lines)
         + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx "
-        "modules by `jdist.nnx.value_and_grad`), and pass what else the step writes from its batch (batch statistics, "
-        'counters) through `jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica". A gradient by what differs '
-        'between replicas is each replica\'s own: combine it by `jdist.all_reduce(grads, "sum")`.',
+        "modules by `jdist.nnx.value_and_grad`), pass batch statistics and counters through "
+        '`jdist.aggregate(x, "mean")`, and gradients by per-replica values through `jdist.all_reduce(grads, "sum")`.',
         names,
         tuple(replicas for replicas, _ in differences),
     )

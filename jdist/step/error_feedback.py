@@ -1,4 +1,4 @@
-"""Error feedback: what a compressed all-reduce leaves out of a gradient, carried beside the user's state to the next step."""
+"""Error feedback: what a compressed all-reduce leaves out of a gradient, carried with the user's state to the next step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ErrorFeedback:
         return carrying(state, residuals=None), cls(strategy, name, residuals_of(state))
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""
+        """Sums one gradient over the replicas, with the earlier remainder, and keeps the new one."""
         reduction = self.strategy.reduction
         fresh = reduction.init(tree)
         carry = fresh
@@ -47,7 +47,7 @@ class ErrorFeedback:
         return total
 
     def close(self, state: PyTree) -> StepState:
-        """Puts what is left out now beside the state that the step returned."""
+        """Adds what is left out now to the state that the step returned."""
         return carrying(state, residuals={**self.all, self.name: tuple(self.after)})
 
 
@@ -90,13 +90,12 @@ class ResidualSlot:
             gc.collect()  # a notebook's cell that ran again has left the old step behind
             if self._has_namesake(state):
                 raise StepError(
-                    f"the state has residuals from another step named {self._name!r}: each would add what compression has "
-                    "left out of the other's gradients. Give one of them another name, `step.__name__ = ...`, before "
-                    "`jdist.distribute`; if it is an older version of this step, delete it."
+                    f"the state has residuals from another step named {self._name!r}. Rename one of them before "
+                    "`jdist.distribute`, `step.__name__ = ...`; delete an older version of this step."
                 )
 
     def _has_namesake(self, state: PyTree) -> bool:
-        """Whether the state comes from another step of the same name."""
+        """Returns whether the state comes from another step of the same name."""
         others = [slot for slot in list(_slots) if slot._name == self._name and slot._step is not self._step]
         return any(is_newest(slot._newest(), state) for slot in others)
 
@@ -105,7 +104,7 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
     """Raises StepError for residuals where the strategy keeps none, and for those of another number of replicas."""
     if not strategy.keeps_residuals:
         raise StepError(
-            f"the state has residuals, from steps whose all-reduce compresses gradients; {strategy.name} keeps none. Pass "
+            f"the state has residuals, from steps with a compressed all-reduce; {strategy.name} keeps none. Pass "
             "`state.user`, the state without them."
         )
     for leaf in jax.tree.leaves(residuals):
@@ -121,7 +120,7 @@ def check_fit(name: str, residuals: PyTree, wanted: PyTree) -> None:
     shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (residuals, wanted)]
     if shapes[0] != shapes[1]:
         raise StepError(
-            f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need "
-            f"{shapes[1]} for each gradient. Is it another step of the same name (rename one), or a static argument that "
-            "changes which gradients it takes? `state.user` is the state without them; residuals then begin at zero."
+            f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need {shapes[1]}: "
+            "another step of the same name (rename one), or a static argument that changes which gradients it takes. Pass "
+            "`state.user` to begin without residuals."
         )

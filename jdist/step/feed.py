@@ -31,9 +31,8 @@ def feed_batches(strategy: Strategy, source: Iterable[PyTree], options: FeedOpti
     check_axes(options.batch_axis, DatasetError)
     if options.input.replication == "per_replica":
         raise DatasetError(
-            'replication="per_replica" calls a dataset function for each replica, but `distribute_dataset` has one '
-            "source of global batches. Use `strategy.distribute_datasets_from_function(fn, options)`, or leave it "
-            'at "per_worker"'
+            'replication="per_replica" calls a dataset function for each replica, but `distribute_dataset` takes one source. '
+            "Use `strategy.distribute_datasets_from_function(fn, options)`"
         )
     return distributed_dataset(source, _onto_devices(strategy, options))
 
@@ -42,9 +41,8 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     """Joins the batches of one input pipeline, or of one for each replica: `Strategy.distribute_datasets_from_function`."""
     if options.input.autoshard in ("file", "data"):
         raise DatasetError(
-            f"autoshard={options.input.autoshard!r} shares out one source of global batches, but a dataset function makes each "
-            "process its own. Leave `autoshard` out, and share in the function by `jdist.data.shard(source, "
-            "context.num_input_pipelines, context.input_pipeline_id)`"
+            f"autoshard={options.input.autoshard!r} shares out one source, but a dataset function makes one for each process. "
+            "In it use `jdist.data.shard(source, context.num_input_pipelines, context.input_pipeline_id)`"
         )
     check_axes(options.batch_axis, DatasetError)
     own = dataclasses.replace(options.input, autoshard="off")

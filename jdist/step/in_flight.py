@@ -167,16 +167,16 @@ class NewestState:
         self._has_constants = has_static(packed)
 
     def check_nothing_lost(self, name: str, state: PyTree) -> None:
-        """Raises StepError for a state that was made of this one, without what this one carries beside it."""
+        """Raises StepError for a state that was made of this one, without what this one carries."""
         lost = carried_by(self.state) - carried_by(state)
         if not lost:
             return
         arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (self.state, state)]
         if is_newest(*arrays):
             raise StepError(
-                f"{name} was called with a state that was made of the one it had returned and has lost the "
-                f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
-                "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
+                f"{name} was called with a state that has lost its {' and '.join(sorted(lost))}. Change a state "
+                "by its own methods, `state.replace(...)`, or by `state.with_user({**state.user, ...})`. To begin again "
+                "without them, pass `strategy.fetch(state)`."
             )
 
     def look(self) -> PyTree:
@@ -214,7 +214,7 @@ def doubt_newest_states() -> None:
 
 
 def is_newest(newest: Any, state: Any) -> bool:
-    """Whether a state is a step's newest, or holds an array of it: one of several states, or some of them in another tree."""
+    """Returns whether a state is a step's newest, or holds an array of it: one of several, or some in another tree."""
     if newest is state:
         return True
     ids = {id(leaf) for leaf in jax.tree.leaves(newest)}

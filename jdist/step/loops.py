@@ -55,7 +55,7 @@ def repeat(
 
 
 def _was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree) -> jax.Array:
-    """Whether a step was left out, from its token and its state before and after; bool scalar."""
+    """Returns whether a step was left out, from its token and its state before and after; bool scalar."""
     scales = loss_scale_of(old), loss_scale_of(new)
     if scales[0] is not None and scales[1] is not None:
         return scales[1].num_skipped > scales[0].num_skipped

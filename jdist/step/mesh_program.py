@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdist.core.context import mesh_of_program
+from jdist.core.context import run_under_mesh
 from jdist.core.layout import over_replicas
 from jdist.core.per_replica import PerReplica, put_per_replica, take_per_replica
 from jdist.core.step_state import carrying, map_residuals
@@ -25,6 +25,8 @@ from jdist.step.signature import Others
 from jdist.typing import PyTree
 
 Function = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
+# One replica in one call: `(token, state, batches, others) -> (token, state, same, own, rows)`, see `_sort`.
+Replica = Callable[..., Any]
 
 
 class Program:
@@ -45,87 +47,72 @@ class Program:
 
     def run(self, *arguments: PyTree) -> Any:
         """Runs the step: `(token, state, batches, others) -> (token, state, outputs)`."""
-        with mesh_of_program(self._strategy):
-            return self._jitted(*arguments)
+        return run_under_mesh(self._strategy, self._jitted, *arguments)
 
     def trace(self, *arguments: PyTree) -> Any:
         """Traces the step, without compiling it."""
-        with mesh_of_program(self._strategy):
-            return self._jitted.trace(*arguments)
+        return run_under_mesh(self._strategy, self._jitted.trace, *arguments)
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Runs the step and appends `(token, state, outputs)` to `box`."""
-        with mesh_of_program(self._strategy):
-            # The call donates the old state's buffers. `extend(map(...))` calls and stores without
-            # a return to the interpreter, which looks at signals only between instructions: after
-            # an interrupt the results are in the box.
-            box.extend(map(self._jitted, (token,), (state,), (batches,), (others,)))
+        # The call donates the old state's buffers. `extend(map(...))` calls and stores without a return to the interpreter,
+        # which looks at signals only between instructions: after an interrupt the results are in the box.
+        run_under_mesh(self._strategy, box.extend, map(self._jitted, (token,), (state,), (batches,), (others,)))
 
 
 def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:
     """Builds the program that runs `function` on every replica; it compiles at its first call."""
     build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[spec.strategy.transform]
-    return Program(build(function, spec.strategy, spec.options, spec.traced), spec)
 
-
-def _plain(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
-    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+    def replica(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         token, state, outputs = function(token, state, batches, others)
-        same, own, rows = _sort(outputs, traced)
-        return token, state, _join(same, own, rows, traced)
+        return token, state, *_sort(outputs, spec.traced)
 
-    return program
+    mapped = build(replica, spec.strategy, spec.options)
+
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        token, state, same, own, rows = mapped(token, state, batches, others)
+        return token, state, _join(same, own, rows, spec.traced)
+
+    return Program(program, spec)
 
 
-def _jit(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _plain(replica: Replica, strategy: Strategy, options: StepOptions) -> Replica:
+    return replica
+
+
+def _jit(replica: Replica, strategy: Strategy, options: StepOptions) -> Replica:
     whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
 
-    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        token, state, outputs = function(token, state, batches, others)
-        same, own, rows = _sort(outputs, traced)
-        keep = jax.lax.with_sharding_constraint
-        token, state, same, own = keep((token, state, same, own), whole)
-        return token, state, _join(same, own, [keep(x, by_rows) for x in rows], traced)
+    def program(*arguments: PyTree) -> Any:
+        return jax.lax.with_sharding_constraint(replica(*arguments), (whole, whole, whole, whole, by_rows))
 
     return program
 
 
-def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _shard_map(replica: Replica, strategy: Strategy, options: StepOptions) -> Replica:
     whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
     batch_spec = PartitionSpec(*(None,) * options.num_step_axes, strategy.axes)
     state_spec: Any = carrying(whole, loss_scale=whole, residuals=by_rows) if strategy.keeps_residuals else whole
 
     def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        token, state, outputs = function(token, map_residuals(lambda x: x[0], state), batches, others)
-        same, own, rows = _sort(outputs, traced)
-        state = map_residuals(lambda x: x[None], state)
-        return token, state, same, own, rows
+        token, state, *outputs = replica(token, map_residuals(lambda x: x[0], state), batches, others)
+        return token, map_residuals(lambda x: x[None], state), *outputs
 
-    mapped = over_replicas(
-        strategy,
-        body,
-        in_specs=(whole, state_spec, batch_spec, whole),
-        out_specs=(whole, state_spec, whole, by_rows, by_rows),
-    )
-
-    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        token, state, same, own, rows = mapped(token, state, batches, others)
-        return token, state, _join(same, own, rows, traced)
-
-    return program
+    out_specs = (whole, state_spec, whole, by_rows, by_rows)
+    return over_replicas(strategy, body, in_specs=(whole, state_spec, batch_spec, whole), out_specs=out_specs)
 
 
-def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _pmap(replica: Replica, strategy: Strategy, options: StepOptions) -> Replica:
     """Maps by `pmap`, which wants a leading axis of replicas: batches are reshaped on the way in, rows on the way out."""
     assert strategy.mesh is not None  # every strategy with a transform has a mesh
     (axis,) = strategy.axes
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
     lead = options.num_step_axes
-    traces: list[StepFn] = []  # holds `function` while it is traced: JAX keeps what `pmap` maps for ever
+    traces: list[Replica] = []  # holds `replica` while it is traced: JAX keeps what `pmap` maps for ever
 
     def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
-        token, state, outputs = traces[-1](token, state, own[0], others)
-        return token, state, *_sort(outputs, traced)
+        return traces[-1](token, state, own[0], others)
 
     def by_replica(x: jax.Array) -> jax.Array:
         parts = x.reshape(*x.shape[:lead], n, x.shape[lead] // n, *x.shape[lead + 1 :])
@@ -145,7 +132,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         # The numbers are for a step without a batch: `pmap` counts its replicas by a mapped argument.
         parts = jax.tree.map(by_replica, batches), jnp.arange(n, dtype=jnp.int32)
-        traces.append(function)
+        traces.append(replica)
         try:
             token, state, same, own, rows = mapped(token, state, parts, others)
         finally:
@@ -153,7 +140,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
         keep = jax.lax.with_sharding_constraint
         token, state, same = keep((token, state, same), (whole, state_sharding, whole))
         own, rows = jax.tree.map(lambda x: keep(x.reshape(-1, *x.shape[2:]), by_rows), (own, rows))
-        return token, state, _join(same, own, rows, traced)
+        return token, state, same, own, rows
 
     return program  # to be jitted: `pmap` itself returns through Python, where an interrupt would lose the results
 

@@ -67,7 +67,7 @@ class DistributedStep(TracedStep):
         self._has_peers = strategy.cluster.num_processes > 1
         # No other process hears of a call's progress. Asked once, as an empty step takes 16 us in all.
         self._is_alone = strategy.cluster.is_alone and not failpoints.armed()
-        self._agreed = set[Call]()  # calls whose program the processes have compared
+        self._agreed = set[Call]()  # calls with a program that the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
     @property
@@ -93,7 +93,7 @@ class DistributedStep(TracedStep):
         return int(to_host(self.newest_token)[VERDICT]) if self.options.non_finite == "skip" else 0
 
     def count_left_out(self, state: PyTree) -> jax.Array | None:
-        """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
+        """See `Distributed`; an int32 scalar, or the token (its first entry)."""
         scales_loss = self.options.loss_scaling is not None
         if self.options.non_finite == "skip" or (scales_loss and self.options.steps_per_call > 1):
             return self.newest_token
@@ -132,8 +132,7 @@ class DistributedStep(TracedStep):
     def _notice_mask(self, program: Program, traced: Traced, arguments: tuple[PyTree, ...]) -> None:
         """Warns once, at the first batch that is filled up, of a step that never reads its mask."""
         self._notices_mask = False
-        preview = Preview.of(program.trace(*arguments), traced, arguments)
-        if preview.ignores_mask and set(preview.results) != {"examples"}:  # rows that come back one by one
+        if Preview.of(program.trace(*arguments), traced, arguments).ignores_mask:
             warnings.warn(f"{self.__name__} {IGNORES_MASK}", stacklevel=callers_level())
 
     def _take_results(self) -> None:
@@ -235,7 +234,7 @@ class DistributedStep(TracedStep):
                     raise
                 program.run_into(box, self._token, state, self._donation_guard.of(batches, state), others)
         except Exception as exc:
-            if isinstance(exc, TypeError):  # perhaps from text among the arguments, whose leaf JAX does not name
+            if isinstance(exc, TypeError):  # perhaps from text among the arguments, and JAX does not name its leaf
                 placement.check_rows(original, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
             explain(exc, self.strategy, self._signature, call, state, original, others)
@@ -259,7 +258,7 @@ class DistributedStep(TracedStep):
         return state
 
     def _place_others(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
-        """Puts further arguments on every device, copies of those whose buffers the call donates with the state."""
+        """Puts further arguments on every device, copies of those with buffers that the call donates with the state."""
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
         if self.options.donates_state:

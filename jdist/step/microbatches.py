@@ -13,7 +13,7 @@ from jdist.core.collective_marks import Collective
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.strategy import Strategy
 from jdist.jaxpr.phases import Cut, Phase, Split
-from jdist.jaxpr.split import split
+from jdist.jaxpr.split import axis_of_rows, split
 from jdist.replica import collectives, gradients
 from jdist.step.divergence import check_averages_combined
 from jdist.step.error_feedback import ErrorFeedback
@@ -44,8 +44,12 @@ class Plan:
         if spec.compares_replicas:
             state = jax.tree.unflatten(self.split.state_treedef, traced.new_state)
             check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, (n, self.k))
-        parts = self.k * (n if self.strategy.bound_axes else 1)
-        notice(spec.name, traced.closed, traced.batch, parts, [traced.microbatch])
+        self.notice(spec.name)
+
+    def notice(self, name: str) -> None:
+        """Warns of what `notices.notice` finds in the step called `name`."""
+        traced, n = self.split.traced, self.strategy.num_replicas if self.strategy.bound_axes else 1
+        notice(name, traced.closed, traced.batch, self.k * n, [traced.microbatch])
 
 
 class PhaseResults(NamedTuple):
@@ -165,7 +169,8 @@ def all_reduced(strategy: Strategy) -> Combine:
         for i, cut in enumerate(cuts):
             op = cut.collective.op
             if op == "gather":
-                combined[i] = [gathered(x, shape) for x, shape in zip(arrays[i], cut.shapes, strict=True)]
+                axes = [axis_of_rows(x.shape, whole.shape) for x, whole in zip(arrays[i], cut.shapes, strict=True)]
+                combined[i] = list(map(collectives.all_gather, arrays[i], axes))
             elif op in ("max", "min"):
                 combined[i] = collectives.all_reduce(arrays[i], op)
             elif cut.collective.kind == "gradient" and strategy.keeps_residuals:
@@ -181,16 +186,6 @@ def all_reduced(strategy: Strategy) -> Combine:
         ]
 
     return combine
-
-
-def gathered(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Gathers the rows of all replicas, along the axis on which the shapes differ."""
-    return collectives.all_gather(x, axis_of_rows(x.shape, shape.shape))
-
-
-def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
-    """Finds the axis along which parts were joined."""
-    return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), 0)
 
 
 def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | None]:

@@ -1,4 +1,4 @@
-"""The guard against gradients that are NaN or infinite: the state stays as it was, and a token tells the host."""
+"""The guard against gradients that are NaN or infinite: the state stays unchanged, and a token tells the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def new_token(strategy: Strategy, steps_per_call: int) -> Any:
 def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
     """Makes the error of a step that met a NaN or infinite value of that name."""
     return NonFiniteError(
-        f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step (`{step_name}.last_state`), "
+        f"step {step}: {name} is NaN or infinite. The state from before this step is kept (`{step_name}.last_state`); "
         "later calls changed nothing. Lower the learning rate, clip gradients, look at the batch; or choose "
         '`non_finite="skip"` to leave such steps out, "apply" to let them through.',
         name,
@@ -45,7 +45,7 @@ def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
 
 
 def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:
-    """Keeps the state as it was where a gradient is not finite, as the step's options say, and tells it in the token."""
+    """Keeps the old state where a gradient is not finite, as the step's options say, and reports it in the token."""
     axes = spec.strategy.bound_axes
 
     def step(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
@@ -121,7 +121,7 @@ def guarded(
     places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
     if not names or graph.effects_of(closed):  # in stages, prints and the like would come in another order
         places = {}
-    # Each leaf of the new state is replaced by the chosen one as soon as it is computed, so that
+    # Each leaf of the new state is replaced by the chosen one once computed, so that
     # values computed from it (parameters from a momentum) read the chosen one. Choosing at the end
     # needs the momentum before and after at the same time, for which XLA copies it.
     keep, loss_scale = jnp.bool_(True), loss_scale_of(state)

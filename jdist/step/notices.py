@@ -37,8 +37,8 @@ def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Coll
     by_rows = next(averaged_rows(origins), None)
     if by_rows is not None:
         warnings.warn(
-            f"{name} takes a gradient by {by_rows.str_short()}, which all replicas have alike, although each of them has other "
-            "rows there: their gradients are combined, and no row has its own. Make what you differentiate by of the batch, "
+            f"{name} takes a gradient by {by_rows.str_short()}, which is equal on all replicas, although each has "
+            "other rows there: their gradients are combined, and no row has its own. Make the value from the batch, "
             '`0 * batch["x"]` in place of `jnp.zeros_like(batch["x"])`.',
             stacklevel=callers_level(),
         )
@@ -73,7 +73,7 @@ def averaged_rows(program: Iterable[tuple[Any, list[Origin]]]) -> Iterator[Any]:
 
 
 def divides_by_global_batch(closed: Any, rows: int, parts: int) -> bool:
-    """Whether a loss, whose gradients are averaged over the parts, is a sum over a part's rows divided by those of all."""
+    """Returns whether a loss (its gradients averaged over the parts) is a sum over a part's rows divided by those of all."""
     for eqn in graph.body_of(closed).eqns:
         collective = collective_of(eqn)
         if collective is not None and (collective.kind, collective.op) == ("gradient", "mean"):

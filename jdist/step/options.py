@@ -12,7 +12,7 @@ from jdist.core.precision import precision as make_precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
 from jdist.support import checks
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 
 ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
@@ -90,7 +90,7 @@ class StepOptions:
             )
         if self.loss_scaling is not None and self.non_finite == "apply":
             raise StepError(
-                '`non_finite="apply"` cannot go with `jdist.precision("fp16")`, whose loss scale backs off when a gradient is '
+                '`non_finite="apply"` cannot go with `jdist.precision("fp16")`: its loss scale backs off when a gradient is '
                 'not finite. Choose "raise" or "skip": both leave an overflow out.'
             )
         if "per_replica" in self.args and self.accumulate > 1:
@@ -120,12 +120,12 @@ class StepOptions:
 
     @property
     def may_update_state(self) -> bool:
-        """Whether the step may return a state; known for certain only once it was traced."""
+        """Returns whether the step may return a state; known for certain only once it was traced."""
         return "state" in self.args and (self.returns is None or "state" in self.returns)
 
     @property
     def donates_state(self) -> bool:
-        """Whether the old state's buffers may be reused for the new state."""
+        """Returns whether the old state's buffers may be reused for the new state."""
         return self.donate and self.may_update_state
 
 
@@ -188,7 +188,7 @@ def make_options(**options: Any) -> StepOptions:
 
 
 def check_verify(value: Any) -> None:
-    """Raises StepError for what is no way to verify a step."""
+    """Raises StepError for an unknown way to verify a step."""
     checks.choice("verify", value, get_args(Verify), StepError)
 
 

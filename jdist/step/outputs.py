@@ -76,7 +76,7 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
 
 
 def differs(before: list[Any], after: list[Any]) -> bool:
-    """Whether any leaf of a new state is another object than before."""
+    """Returns whether any leaf of a new state is another object than before."""
     return list(map(id, before)) != list(map(id, after))
 
 
@@ -137,9 +137,8 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
         check_same_state(states, result[:n])  # says where the trees differ
     got = f"a tuple of {len(returned)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
     raise StepError(
-        f"the step takes {n} states and returned {got} that does not begin with their trees, in their order. Return each "
-        f"state by itself, then the metrics: `return {', '.join(f'state{i + 1}' for i in range(n))}, metrics`; a step "
-        'that returns no state says so, `returns=("metrics",)`.'
+        f"the step takes {n} states and returned {got} that does not begin with their trees, in their order. Write "
+        f'`return {", ".join(f"state{i + 1}" for i in range(n))}, metrics`; for a step without states, `returns=("metrics",)`.'
     )
 
 
@@ -173,7 +172,7 @@ def rows_of(batches: PyTree) -> int | None:
 
 def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int | None) -> None:
     """Refuses integer metrics that are averaged; warns of metrics with a value an example."""
-    # The mean of a count is of no use. Averaging would mix values of examples, but this is no
+    # The mean of a count is of no use. Averaging would mix values of examples, but this is not an
     # error: another vector (one entry a class, a layer, an expert) may happen to be as long as the
     # replica's rows.
     for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
@@ -182,16 +181,15 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         name = jax.tree_util.keystr(path[1:]) or "itself"
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise StepError(
-                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are "
-                'averaged: the mean of a count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", '
-                '"min"); a share of the rows is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps apart.'
+                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and a count cannot be averaged over "
+                'replicas. Use `jdist.all_reduce(x, "sum")`, `jdist.mean(is_right, mask)` or `jdist.PerReplica(x)`.'
             )
         if rows not in (None, 1) and leaf.shape[:1] == (rows,):
             warnings.warn(
                 f"metric {name}, {kind_of(leaf)}, has one entry for each of the {rows} rows "
                 "of its part of the batch. Metrics are averaged over the replicas entry by entry, which mixes examples "
-                'that have nothing in common. Return one value an example with the role "examples"; if it is no such '
-                'thing, `jdist.all_reduce(x, "mean")` says so.',
+                'that have nothing in common. Return one value an example with the role "examples"; for any '
+                'other vector, say `jdist.all_reduce(x, "mean")`.',
                 stacklevel=2,
             )
 
@@ -216,7 +214,7 @@ def returned(
 def _without_padding(
     outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree, turn: Callable[[PyTree], PyTree]
 ) -> tuple[PyTree, ...]:
-    """Drops the rows of "examples" results whose row of the batch was padding."""
+    """Drops the rows of "examples" results for rows of the batch that were padding."""
     of_each = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
     real = next((rows for rows in of_each if rows is not None), None)
     return tuple(

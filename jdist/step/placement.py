@@ -241,13 +241,13 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: 
 
 
 def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
-    """Makes the sharding of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
+    """Makes the sharding of batches with rows spread over the replicas, with `lead` axes before the rows."""
     assert strategy.mesh is not None
     return NamedSharding(strategy.mesh, PartitionSpec(*(None,) * lead, strategy.axes))
 
 
 def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """Makes the sharding of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
+    """Makes the sharding of each leaf of a call's batches, with rows on these axes; empty: the first."""
     lead, treedef = options.num_step_axes, jax.tree.structure(batches)
     axes = axes or (0,) * treedef.num_leaves
     return jax.tree.unflatten(treedef, [rows_sharding(strategy, lead=lead + axis) for axis in axes])
@@ -300,8 +300,8 @@ class DonationGuard:
 
     def __init__(self) -> None:
         # JAX refuses such a call on one device, and ends the process on several. An array that
-        # shares no buffer with a state shares none with later states, so one check is enough for as
-        # long as it is passed in.
+        # shares no buffer with a state shares none with later states, so one check is enough
+        # while it is passed in.
         self._known: dict[int, weakref.ref[jax.Array]] = {}
 
     def forget(self) -> None:
@@ -321,7 +321,7 @@ class DonationGuard:
 
 
 def _share(a: jax.Array, b: jax.Array) -> bool:
-    """Whether two arrays have a buffer in common: they are one, or one was made of the other by `jax.device_put`."""
+    """Returns whether two arrays have a buffer in common: they are one, or one was made of the other by `jax.device_put`."""
     if a is b:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:

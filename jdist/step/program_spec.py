@@ -58,7 +58,7 @@ class ProgramSpec:
 
     @property
     def compares_replicas(self) -> bool:
-        """Whether the state must be the same on all replicas, each of which sees rows of its own."""
+        """Returns whether the state must be the same on all replicas, which see rows of their own."""
         return bool(self.strategy.bound_axes and self.options.may_update_state and self.options.check_replicas)
 
     @property

@@ -104,7 +104,7 @@ def _as_tensorflow_does(
 def _named_parameters(fn: Callable[..., PyTree]) -> set[str]:
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except ValueError:  # a builtin, whose signature Python does not know
+    except ValueError:  # a builtin: Python does not know its signature
         return set()
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 

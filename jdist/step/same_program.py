@@ -60,9 +60,8 @@ def check_same_program(closed: Any, name: str, exchange: Exchange) -> None:
     other = next((i for i, one in enumerate(equations) if one[0] != equations[0][0]), 1)
     difference = _difference(equations[other], equations[0])
     raise ClusterError(
-        f"{name} is another program on process {other} than on process 0: {difference}. All "
-        "processes have to trace the same step: give them the same learning rate, other hyperparameters and options, the same "
-        "code and versions, and keep what a process draws or reads for itself out of the step."
+        f"{name} is another program on process {other} than on process 0: {difference}. Give all processes the same "
+        "hyperparameters, options, code and versions, and keep values that differ between processes out of the step."
     )
 
 

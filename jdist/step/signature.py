@@ -68,8 +68,8 @@ def join_states(states: Sequence[PyTree]) -> PyTree:
     around = [state for state in states if isinstance(state, StepState)]
     if len(around) > 1:
         raise StepError(
-            f"{len(around)} of the states come as a `jdist.StepState`, each with what a step of its own carries beside it; a "
-            "step carries one for all its states. Pass `.user` of all but one."
+            f"{len(around)} of the states come as a `jdist.StepState`, each with what a step of its own adds to it; a "
+            "step adds one for all its states. Pass `.user` of all but one."
         )
     # Loss scale and residuals exist once, around all states together; a caller has them around one.
     joined = tuple(map(user_state, states))
@@ -85,7 +85,7 @@ def split_states(state: PyTree, count: int) -> tuple[PyTree, ...]:
 
 
 def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
-    """Takes a step's parts of a state that is a tuple; None: all of it, as it is."""
+    """Takes a step's parts of a state that is a tuple; None: all of it, unchanged."""
     return state if parts is None else join_states([state[i] for i in parts])
 
 
@@ -98,7 +98,7 @@ def put_parts(state: PyTree, parts: tuple[int, ...] | None, new: PyTree) -> PyTr
 
 
 def is_same_state(a: PyTree, b: PyTree) -> bool:
-    """Whether two states are the same objects; of several states, each by itself."""
+    """Returns whether two states are the same objects; of several states, each by itself."""
     if a is b:
         return True
     if isinstance(a, StepState):
@@ -115,9 +115,8 @@ def _own_entry(argument: PyTree) -> PyTree:
         if x.shape[0] != 1:
             raise StepError(
                 f'an argument with the role "per_replica" has {x.shape[0]} entries for a replica at '
-                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of as many entries as there are "
-                'replicas, as `common_utils.shard` makes it, and has no meaning under transform="jit". A whole batch has the '
-                'role "batch".'
+                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of one entry a replica, and has no "
+                'meaning under transform="jit". A whole batch has the role "batch".'
             )
         return x[0]
 
@@ -151,7 +150,7 @@ class Signature:
         for name in options.static_argnames:
             if not open_ended and name not in {p.name for p in parameters}:
                 raise StepError(
-                    f"`static_argnames` has {name!r}, which is no parameter of {self.name}; it has "
+                    f"`static_argnames` has {name!r}, which is not a parameter of {self.name}; it has "
                     f"{', '.join(p.name for p in parameters)}."
                 )
         for i, name in enumerate(self.positional):
@@ -238,7 +237,7 @@ class Signature:
             )
 
     def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
-        """Raises DonatedStateError for an argument whose buffers an earlier call has consumed."""
+        """Raises DonatedStateError for an argument with buffers that an earlier call has consumed."""
         values = {"batch": iter(batches), "replicated": iter(others.replicated)}
         named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
         by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]
@@ -293,7 +292,7 @@ _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def _lies_by_rows(x: Any, strategy: Strategy) -> bool:
-    """Whether an array is spread over a strategy's replicas along one of its axes."""
+    """Returns whether an array is spread over a strategy's replicas along one of its axes."""
     sharding = x.sharding if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None
     if not isinstance(sharding, NamedSharding) or sharding.mesh != strategy.mesh:
         return False
@@ -301,20 +300,20 @@ def _lies_by_rows(x: Any, strategy: Strategy) -> bool:
 
 
 def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:
-    """Whether an array leads with the batch's axes: its rows, or steps and rows."""
+    """Returns whether an array leads with the batch's axes: its rows, or steps and rows."""
     is_old_key = x.dtype == np.uint32 and x.shape in ((2,), (4,))  # as `jax.random.PRNGKey` makes it
     return not is_old_key and (x.shape[: len(batch)] == batch or x.shape[0] == batch[-1])
 
 
 def _is_in_class(step: Step) -> bool:
-    """Whether a function was defined in the body of a class."""
+    """Returns whether a function was defined in the body of a class."""
     outer, _, _ = getattr(step, "__qualname__", "").rpartition(".")
     is_named = inspect.isfunction(step) and step.__name__ != "<lambda>"
     return is_named and bool(outer) and not outer.endswith("<locals>")
 
 
 def _likely_roles(parameters: Sequence[str]) -> tuple[str, ...]:
-    """Suggests roles for parameters of which one is called `batch` or `state`."""
+    """Suggests roles for parameters with a `batch` or a `state` among them."""
     if "state" in parameters:
         return tuple(name if name in ("state", "batch") else "replicated" for name in parameters)
     before = parameters.index("batch")

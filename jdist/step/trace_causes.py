@@ -26,7 +26,7 @@ class Cause:
 
 
 PADDING = Cause(
-    "rows that only fill the batch up count: the step does not leave them out everywhere",
+    "rows that only fill the batch up count, as losses, in statistics or in a divisor such as `x.shape[0]`",
     'Take means by `jdist.mean(losses, batch["mask"])`.',
 )
 APART = Cause(
@@ -80,7 +80,7 @@ EXTREME = Cause(
     'Take that of all by `jdist.all_reduce(x, "max")`, or "min".',
 )
 NO_MEAN = Cause(
-    "a loss or metric is no mean over the rows, as `sum / sum(weights)` is none: a replica divides by a number of its own",
+    "a loss or metric, such as `sum / sum(weights)`, is not a mean over the rows: a replica divides by a number of its own",
     "Take weighted means by `jdist.mean(losses, weights)`; of other ratios reduce both parts first, "
     '`jdist.all_reduce((a, b), "sum")`.',
 )
@@ -105,13 +105,23 @@ def of_step(evidence: Evidence, names: list[str]) -> Cause:
         return PADDING
     if evidence.apart:
         return APART
-    if any(part in name for name in names for part in _STATISTICS):
+    if any(map(is_statistic, names)):
         return STATISTICS_OF_MICROBATCHES if evidence.accumulates else STATISTICS
     if divides_by_global_batch(evidence.many.closed, evidence.rows // evidence.parts, evidence.parts):
         return GLOBAL
     # Combined values are known as such in the program of many, and microbatches are cut there.
     signs = _signs(evidence.many) & {BROADCAST, PAIRS, STATISTICS} | _signs(evidence.one) & {CUT, LOOPS}
     return next((cause for cause in (BROADCAST, CUT, LOOPS, PAIRS, STATISTICS) if cause in signs), NO_MEAN)
+
+
+def is_statistic(name: str) -> bool:
+    """Returns whether a leaf's name is that of batch statistics."""
+    return any(part in name for part in _STATISTICS)
+
+
+def has_statistics(one: Trial, many: Trial, names: list[str]) -> bool:
+    """Returns whether a step normalises rows by statistics of the batch."""
+    return any(map(is_statistic, names)) or STATISTICS in _signs(one) | _signs(many)
 
 
 def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | None:
@@ -126,17 +136,17 @@ def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | No
 
 
 def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
-    """Names the cause of a result whose shape follows the rows that a replica sees."""
+    """Names the cause of a result with a shape that follows the rows that a replica sees."""
     return Cause(
-        f"its shape follows a replica's rows: {one} as one replica, {many} distributed, where what is in one place belongs to "
-        "different rows",
+        f"its shape follows a replica's rows: {one} as one replica, {many} distributed, where one place holds values "
+        "of different rows",
         'Return results of rows with the rows first, in a role of their own, `returns=("state", "metrics", "examples")`, or '
         "take their mean.",
     )
 
 
 def _signs(trial: Trial) -> set[Cause]:
-    """Finds the causes whose pattern is somewhere in a program."""
+    """Finds the causes with their pattern somewhere in a program."""
     signs = set[Cause]()
     for eqn, origins in variation.origins(trial.closed, trial.batch):
         name, axes = eqn.primitive.name, [origin.rows for origin in origins]
@@ -155,7 +165,7 @@ def _signs(trial: Trial) -> set[Cause]:
 
 
 def _is_cut(rows: frozenset[int], eqn: Any) -> bool:
-    """Whether an equation makes of all rows several parts, or one that is more than a row."""
+    """Returns whether an equation makes of all rows several parts, or one that is more than a row."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     is_split = len(after) > len(before) and after[2:] == before[1:]
     return 0 in rows and 1 < after[0] < before[0] and (is_split or after[1:] == before[1:])

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.core.context import in_own_settings, mesh_of_program
+from jdist.core.context import in_own_settings, run_under_mesh
 from jdist.core.division import shapes
 from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
@@ -96,7 +96,7 @@ class TracedStep(Distributed):
 
     @in_own_settings
     def jaxpr(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the step, compiles and runs nothing; its jaxpr, closed. The arguments are those of `preview`."""
+        """Traces the step, compiles and runs nothing; its jaxpr, closed. `*args` and `**kwargs` are as in `preview`."""
         traced, _, _ = self._trace(args, kwargs)
         return traced.jaxpr
 
@@ -117,8 +117,7 @@ class TracedStep(Distributed):
             else:
                 state = shapes(self.strategy, state)
             arguments = token, state, batches, others
-            with mesh_of_program(self.strategy):
-                made = then(program.trace(*arguments))
+            made = run_under_mesh(self.strategy, lambda: then(program.trace(*arguments)))
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
@@ -161,7 +160,7 @@ class TracedStep(Distributed):
         return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def program(self, call: Call) -> tuple[Program, Traced]:
-        """Makes the program of calls like this one, once: `(program, what is known of its results)`."""
+        """Makes the program of calls like this one, once: `(program, knowledge of its results)`."""
         entry = self._programs.get(call)
         if entry is None:
             traced = Traced()

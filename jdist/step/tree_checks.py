@@ -44,7 +44,7 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
     result = jax.tree_util.tree_map_with_path(check, before, after)
     if problems:
         raise StepError(
-            "the step returned a state whose leaves have another shape or dtype than it received:\n"
+            "the step returned a state with leaves of another shape or dtype than it received:\n"
             + "\n".join(problems[:10] + ([f"  and {len(problems) - 10} more"] if len(problems) > 10 else []))
             + "\nA step must keep both; cast the leaf back, or create the state with the later dtype."
         )
@@ -65,13 +65,15 @@ def _tree_difference(before: PyTree, after: PyTree) -> str:
     for path, leaf in new.items():
         if path in old and (is_static(leaf) or is_static(old[path])) and leaf != old[path]:
             # Two functions may print alike.
-            again = ", made anew" if is_static(leaf) and described(leaf) == described(old[path]) else ""
+            again = ", another object" if is_static(leaf) and described(leaf) == described(old[path]) else ""
             lines.append(f"  {path}: {described(old[path])} before, {described(leaf)} after{again}")
     if any(map(is_static, [*old.values(), *new.values()])):
         lines.append("  (A step cannot change a constant: make what changes an array, `jnp.asarray(...)`.)")
     if not lines:
         lines = [f"  before: {jax.tree.structure(before)}", f"  after:  {jax.tree.structure(after)}"]
     more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
+    if isinstance(after, dict) and new and not old.keys() & new.keys():
+        more.append('If it returns its metrics alone, pass `returns=("metrics",)`.')
     return "\n".join(lines[:10] + more)
 
 
@@ -85,14 +87,13 @@ def check_not_traced(arguments: PyTree) -> None:
 
 
 def check_whole(state: PyTree) -> None:
-    """Raises StepError for leaves of which each device holds another part: a state replicated for `pmap`, or sharded."""
+    """Raises StepError for leaves with another part on each device: a state replicated for `pmap`, or sharded."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             raise StepError(
                 f"state leaf {jax.tree_util.keystr(path) or 'itself'}, {leaf.dtype}{list(leaf.shape)}, is spread over "
-                f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole (`fetch` "
-                "of the strategy that made it), or create it by `strategy.init`. Of a pmap program delete the line with "
-                "`jax_utils.replicate`, and write "
+                f"{len(leaf.sharding.device_set)} devices in parts. Pass what `strategy.init`, or `fetch` of the strategy that "
+                "made it, returns. In a pmap program delete the line with `jax_utils.replicate`, and write "
                 "`strategy.fetch(state)` for `jax_utils.unreplicate(state)`."
             )
 
@@ -102,9 +103,8 @@ def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, ShardedLeaf)):
         if isinstance(leaf, ShardedLeaf):
             raise StepError(
-                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)}, kept {leaf.kept}, "
-                f"as the strategy that made it keeps it; {strategy.name} takes whole arrays. Pass on what that "
-                "strategy's `fetch(state)` returns."
+                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)}, kept {leaf.kept}; "
+                f"{strategy.name} takes whole arrays. Pass on what `fetch(state)` of the strategy that made it returns."
             )
 
 
@@ -112,12 +112,12 @@ _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a da
 
 
 def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT, *, constants: bool = False) -> None:
-    """Raises StepError for leaves that are no arrays or numbers; for constants of a packed tree too, unless allowed."""
+    """Raises StepError for leaves that are not arrays or numbers; for constants of a packed tree too, unless allowed."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=None if constants else is_static):
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
         if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
             raise StepError(
-                f"{what} has a leaf that is no array of numbers: {jax.tree_util.keystr(path) or 'itself'} is a "
+                f"{what} has a leaf that is not an array of numbers: {jax.tree_util.keystr(path) or 'itself'} is a "
                 f"{kind_of(leaf)}. {remedy}"
             )
 

@@ -7,6 +7,7 @@ place of every draw, the remaining differences have other causes.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jdist.core.context import mesh_of_program
+from jdist.core.context import run_under_mesh
 from jdist.core.per_replica import is_per_replica
 from jdist.core.sharded_leaf import is_sharded_leaf, whole_on_host
 from jdist.core.step_state import pack
@@ -31,6 +32,7 @@ from jdist.step.placement import place_batches, replicate
 from jdist.step.signature import Call
 from jdist.typing import PyTree
 
+Rewrite = Callable[[Any], list[Any] | None]  # from an equation to those in its place; None: looked into, and kept
 Run = Callable[[tuple[PyTree, ...]], Any]  # from `(token, state, batches, others)` to `(token, state, outputs)`
 
 _UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
@@ -106,8 +108,7 @@ class Trial:
         function = jax.jit(jex.jaxpr_as_fun(closed))
 
         def run(arguments: tuple[PyTree, ...]) -> Any:
-            with mesh_of_program(self.step.strategy):
-                return self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
+            return self._treedef.unflatten(run_under_mesh(self.step.strategy, function, *jax.tree.leaves(arguments)))
 
         return run
 
@@ -132,24 +133,24 @@ def on_host(x: Any) -> Any:
 
 
 def draws(closed: Any) -> bool:
-    """Whether a jaxpr draws random numbers."""
+    """Returns whether a jaxpr draws random numbers."""
     return graph.contains_primitive(closed, *DRAWS)
 
 
 def draws_until(closed: Any) -> bool:
-    """Whether it draws until what it drew is accepted: of a constant it might never be."""
+    """Returns whether it draws until what it drew is accepted: of a constant it might never be."""
     loops = (eqn for eqn in graph.all_equations(closed) if eqn.primitive.name == "while")
     return any(graph.uses_primitive(loop, *DRAWS) for loop in loops)
 
 
 def calls_the_host(closed: Any) -> bool:
-    """Whether it calls a function of the host that may change something there, and reads what that returns."""
+    """Returns whether it calls a function of the host that may change something there, and reads what that returns."""
     return graph.contains_primitive(closed, *_CALLBACKS)
 
 
 def quiet(closed: Any) -> Any:
     """Rewrites a jaxpr with one constant for every draw, and without prints."""
-    return _rewritten(closed, _quiet, {})
+    return _rewritten(closed, lambda jaxpr: _quiet, {})
 
 
 def shaken(closed: Any, multiplies: float, batch: Collection[Var]) -> Any:
@@ -158,7 +159,7 @@ def shaken(closed: Any, multiplies: float, batch: Collection[Var]) -> Any:
     # gradient of a zero bias may be zero except for the order of its terms, so the terms err as
     # well. A sum over rows that is stored in fewer bits is rounded by each replica for its own rows.
     stored = {eqn for eqn, (origin, *_) in _casts(closed, batch) if origin.varies and not origin.rows}
-    return _rewritten(closed, lambda eqn: _shaken(eqn, multiplies, is_stored=eqn in stored), {})
+    return _rewritten(closed, lambda jaxpr: _Shaker(jaxpr, multiplies, stored).shaken, {})
 
 
 def _casts(closed: Any, batch: Collection[Var]) -> Iterator[tuple[Any, list[Origin]]]:
@@ -170,17 +171,19 @@ def _casts(closed: Any, batch: Collection[Var]) -> Iterator[tuple[Any, list[Orig
                 yield eqn, origins
 
 
-def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+def _rewritten(jaxpr: Any, make: Callable[[Any], Rewrite], known: dict[int, Any]) -> Any:
+    """Rewrites a jaxpr and those within it; `make` gets each and returns what rewrites its own equations."""
     result: Any
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     is_closed = isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
     opened: Any = jaxpr  # type checkers narrow `jaxpr` by the check above
     if is_closed:
-        inner = _rewritten(opened.jaxpr, rewrite, known)
+        inner = _rewritten(opened.jaxpr, make, known)
         result = opened if inner is opened.jaxpr else ClosedJaxpr(inner, opened.consts)
     else:
-        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
+        rewrite = make(opened)
+        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, make, known)]
         same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
         if same:
             result = opened
@@ -198,53 +201,77 @@ def _quiet(eqn: Any) -> list[Any] | None:
     return _constant(eqn) if eqn.primitive.name in DRAWS else None
 
 
-def _shaken(eqn: Any, multiplies: float, *, is_stored: bool) -> list[Any] | None:
-    name = eqn.primitive.name
-    if name.startswith("pallas"):
-        return [eqn]  # a kernel's body has arithmetic of its own
-    if not (is_stored or name in (*_SUMS, *_APPROXIMATE)) or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        return None
-    eps = max(float(jnp.finfo(eqn.outvars[0].aval.dtype).eps), multiplies if name in _PRODUCTS else 0.0)
+class _Shaker:
+    """Errors of rounding in the sums of one jaxpr, cut from one draw: a draw for each sum takes longer to compile."""
 
-    def function(*operands: jax.Array) -> list[jax.Array]:
-        terms = operands if is_stored or name in _APPROXIMATE else [_with_errors(x, eps) for x in operands]
-        results = eqn.primitive.bind(*terms, **eqn.params)
-        return [_with_errors(x, eps) for x in (results if eqn.primitive.multiple_results else [results])]
+    def __init__(self, jaxpr: Any, multiplies: float, stored: Collection[Any]):
+        self._multiplies, self._stored = multiplies, stored
+        operands = [v.aval.shape for eqn in jaxpr.eqns if self._errs(eqn) for v in (*eqn.invars, *eqn.outvars)]
+        # Each operand starts elsewhere in the draw, so that one's errors do not meet themselves in the next.
+        self._size, self._begin = max(map(math.prod, operands), default=0) + len(operands), 0
+        self._draw: Any = None
 
-    closed = jax.make_jaxpr(function)(*map(graph.struct_of, eqn.invars))
-    places = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.outvars], [*eqn.invars, *eqn.outvars], strict=True))
+    def shaken(self, eqn: Any) -> list[Any] | None:
+        """Makes the equations of a sum with errors in terms and result; None for an exact one."""
+        if eqn.primitive.name.startswith("pallas"):
+            return [eqn]  # a kernel's body has arithmetic of its own
+        if not self._errs(eqn):
+            return None
+        name, is_stored = eqn.primitive.name, eqn in self._stored
+        eps = max(float(jnp.finfo(eqn.outvars[0].aval.dtype).eps), self._multiplies if name in _PRODUCTS else 0.0)
 
-    def placed(v: Any) -> Any:
-        return v if isinstance(v, jex.Literal) else places.get(v, v)
+        def function(draw: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+            keeps_terms = is_stored or name in _APPROXIMATE
+            terms = operands if keeps_terms else [self._with_errors(x, draw, eps) for x in operands]
+            results = eqn.primitive.bind(*terms, **eqn.params)
+            return [self._with_errors(x, draw, eps) for x in (results if eqn.primitive.multiple_results else [results])]
 
-    return [
-        each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
-        for each in closed.jaxpr.eqns
-    ]
+        made = [] if self._draw is not None else self._drawn()
+        closed = jax.make_jaxpr(function)(graph.struct_of(self._draw), *map(graph.struct_of, eqn.invars))
+        outer = [self._draw, *eqn.invars, *eqn.outvars]
+        places = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.outvars], outer, strict=True))
+
+        def placed(v: Any) -> Any:
+            return v if isinstance(v, jex.Literal) else places.get(v, v)
+
+        return made + [
+            each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
+            for each in closed.jaxpr.eqns
+        ]
+
+    def _errs(self, eqn: Any) -> bool:
+        is_sum = eqn in self._stored or eqn.primitive.name in (*_SUMS, *_APPROXIMATE)
+        return is_sum and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+
+    def _drawn(self) -> list[Any]:
+        """Makes the equations of the draw: numbers from -1 to 1, [size]."""
+        # Stateful: it draws other numbers wherever and whenever it runs, with no key to hand through loops and calls.
+        closed = jax.make_jaxpr(lambda: jax.lax.rng_uniform(-1.0, 1.0, (self._size,)))()
+        (self._draw,) = closed.jaxpr.outvars
+        return list(closed.jaxpr.eqns)
+
+    def _with_errors(self, x: jax.Array, draw: jax.Array, eps: float) -> jax.Array:
+        """Gives numbers errors of rounding; whole ones are exact, and so are sums of them, as far as the dtype counts."""
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        real = jnp.finfo(x.dtype).dtype
+        is_8_bits = real.itemsize == 1  # which JAX promotes to nothing
+        wide = jnp.dtype(jnp.float32) if is_8_bits else jnp.promote_types(real, jnp.float32)
+        value = x.astype(wide if is_8_bits else jnp.promote_types(x.dtype, jnp.float32))
+        errors = jax.lax.slice(draw, (self._begin,), (self._begin + x.size,)).reshape(x.shape).astype(wide) * eps
+        self._begin += 1
+        is_exact = False
+        if value.dtype == wide:
+            is_exact = (value == jax.lax.round(value)) & (jax.lax.abs(value) <= 1 / float(jnp.finfo(real).eps))
+        return jnp.where(is_exact, value, value + value * errors).astype(x.dtype)
 
 
-def _with_errors(x: jax.Array, eps: float) -> jax.Array:
-    """Gives numbers errors of rounding; whole ones are exact, and so are sums of them, as far as the dtype counts."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    real = jnp.finfo(x.dtype).dtype
-    is_8_bits = real.itemsize == 1  # which JAX promotes to nothing
-    wide = jnp.dtype(jnp.float32) if is_8_bits else jnp.promote_types(real, jnp.float32)
-    value = x.astype(wide if is_8_bits else jnp.promote_types(x.dtype, jnp.float32))
-    # Stateful: it draws other numbers wherever and whenever it runs, with no key to hand through loops and calls.
-    errors = jax.lax.rng_uniform(jnp.array(-eps, wide), jnp.array(eps, wide), x.shape)
-    is_exact = False
-    if value.dtype == wide:
-        is_exact = (value == jax.lax.round(value)) & (jax.lax.abs(value) <= 1 / float(jnp.finfo(real).eps))
-    return jnp.where(is_exact, value, value + value * errors).astype(x.dtype)
-
-
-def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:
+def _replaced(eqn: Any, rewrite: Rewrite, make: Callable[[Any], Rewrite], known: dict[int, Any]) -> list[Any]:
     """Rewrites one equation, into none or several."""
     rewritten = rewrite(eqn)
     if rewritten is not None:
         return rewritten
-    params = {key: _param(value, rewrite, known) for key, value in eqn.params.items()}
+    params = {key: _param(value, make, known) for key, value in eqn.params.items()}
     if all(params[key] is value for key, value in eqn.params.items()):
         return [eqn]
     inner = {effect for each in graph.jaxprs_in(params.values()) for effect in each.effects}
@@ -252,17 +279,17 @@ def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[
     return [eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))]
 
 
-def _param(value: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+def _param(value: Any, make: Callable[[Any], Rewrite], known: dict[int, Any]) -> Any:
     if isinstance(value, ClosedJaxpr | jex.Jaxpr):
-        return _rewritten(value, rewrite, known)
+        return _rewritten(value, make, known)
     if type(value) in (tuple, list):
-        items = [_param(each, rewrite, known) for each in value]
+        items = [_param(each, make, known) for each in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value
 
 
 def _constant(eqn: Any) -> list[Any]:
-    """Makes the equations of a constant in the place of a draw."""
+    """Makes the equations of a constant in place of a draw."""
     (out,) = eqn.outvars
     shape, dtype = out.aval.shape, out.aval.dtype
     value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))

@@ -1,6 +1,6 @@
 """The verification that a step computes on many replicas what it computes on one with the whole batch.
 
-It may differ only where its text looks at its own rows: at a mean of something that is no mean, at a count, at pairs of rows.
+It may differ only where its text looks at its own rows: at an average of what is not a mean, at a count, at pairs of rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VerificationWarning(UserWarning):
 
 
 def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
-    """Compares a step on one replica, which sees the whole batch, with the same step as it is distributed.
+    """Compares a step on one replica, which sees the whole batch, with the same step, distributed.
 
     Both run once, on copies: state, metrics and the step itself stay as they were. Random draws are replaced by one constant
     in both, as each replica draws for its own rows; with `precision` and under an all-reduce that is not exact both compute
@@ -71,7 +71,7 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
         of `jdist.distribute`.
 
     Raises:
-        StepError: `train_step` is no distributed step.
+        StepError: `train_step` is not a distributed step.
         JDistError: what a call with these arguments would raise.
 
     Example:
@@ -91,9 +91,8 @@ def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     step, args = train_step.pure(args) if isinstance(train_step, Distributed) else (train_step, args)
     if not isinstance(step, DistributedStep):
         raise StepError(
-            f"jdist.verify needs a step that `jdist.distribute` made for devices of this process, it got a "
-            f"{type(train_step).__name__}. Under a parameter server, whose workers see other parameters each, distribute the "
-            "function under `jdist.mirrored()` and verify that."
+            "jdist.verify needs a step that `jdist.distribute` made for devices of this process, it got a "
+            f"{type(train_step).__name__}. For a parameter server, verify the same step under `jdist.mirrored()`."
         )
     with context.outside_scopes(), context.own_settings(step.strategy):
         try:
@@ -142,7 +141,7 @@ class Comparison:
         self._step, self._strategy, self._options = step, step.strategy, step.options
         self._parts = step.strategy.num_replicas * step.options.accumulate
         if self._parts == 1:
-            raise NotComparableError("which has one replica and one microbatch: it is what it would be compared with")
+            raise NotComparableError("which has one replica and one microbatch: there is nothing to compare it with")
         whole = self._strategy.replicated_sharding
         if whole is not None and not whole.is_fully_addressable:
             raise NotComparableError("which runs in several processes: verify it in one, under `jdist.mirrored()`")
@@ -160,7 +159,7 @@ class Comparison:
         self._before = {leaf.name: leaf.value for leaf in named_leaves((None, self._state, ()), ("state",))}
 
     def compare(self, *, pads: bool) -> Verification:
-        """Runs both ways and compares their results; with `pads` also on a batch of which some rows only fill it up."""
+        """Runs both ways and compares their results; with `pads` also on a batch with rows that only fill it up."""
         one = self._as_one()
         step = self._step
         rounds = self._options.precision is not None or self._strategy.keeps_residuals
@@ -172,13 +171,11 @@ class Comparison:
         not_compared = [*self._not_compared(one, alone, together), *found.coarse()]
         of_shape = tuple(self._of_another_shape(alone, together))
         is_padded = self._real is not None
-        if not found.differing and not of_shape and pads and self._mask_place is not None:
+        has_nan = any(_is_nan(result, together.get(name)) for name, result in alone.items())
+        if not found.differing and not of_shape and pads and self._mask_place is not None and not has_nan:
             # A full batch does not show what a replica does with fewer rows.
-            is_padded = True
-            self._batches = self._rows = self._with_rows_left_out(self._mask_place)
-            self._runs = []
-            alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
-            found = self._found(one, alone, together)
+            is_padded, full = True, together
+            one, alone, together, found = self._compare_padded(self._mask_place, one, many, full)
         num_compared = len(found.pairs) + len(of_shape)
         if not found.differing and not of_shape:
             return Verification((), "", tuple(not_compared), num_compared, self._parts)
@@ -203,10 +200,11 @@ class Comparison:
         way = Trial(self._like(one, accumulate=1), self._call)
         try:
             way.trace(self._state, self._rows, self._others)
-        except (JDistError, TypeError, ValueError, NameError) as exc:
+        except Exception as exc:  # a step may refuse a number of rows by any
             # Raises if the step is wrong under every strategy.
             Trial(self._like(_exact(self._strategy)), self._call).trace(self._state, self._batches, self._others)
-            raise NotComparableError(f"which does not run as one replica: {str(exc).splitlines()[0]}") from exc
+            why = next(iter(str(exc).splitlines()), type(exc).__name__)
+            raise NotComparableError(f"which does not run as one replica: {why}") from exc
         if calls_the_host(way.closed):
             raise NotComparableError("which calls a function of the host, and would call it twice more")
         if draws_until(way.closed):
@@ -260,16 +258,40 @@ class Comparison:
             within[pair.name] = max(within[pair.name], noise(pair.one, shaken_leaves))
         return Found(pairs, within)
 
-    def _with_rows_left_out(self, mask_place: int) -> PyTree:
-        """Masks the last half of the last part's rows, at least one, in the batches."""
+    def _compare_padded(
+        self, mask_place: int, one: Trial, many: Trial, full: dict[str, Result]
+    ) -> tuple[Trial, dict[str, Result], dict[str, Result], Found]:
+        """Compares with some rows masked; the one replica does not see these rows, if it runs without them."""
+        self._batches, real = self._with_rows_left_out(mask_place)
+        self._runs = []
+        together = many.run(self._state, self._batches, self._others)
+        try:
+            self._real, self._rows = real, jax.tree.map(lambda x: x[real], self._batches)
+            without = self._as_one()
+            alone = self._run_one(without)
+            found = self._found(without, alone, together)
+            if not found.differing or not trace_causes.has_statistics(without, many, [x.name for x in found.pairs]):
+                return without, alone, together, found
+            # Batch statistics may see padding; a leaf that the mask does not change is a mistake.
+            if ignoring := _ignoring_mask(found, full):
+                within = {pair.name: 0.0 if pair in ignoring else float("inf") for pair in found.pairs}
+                return without, alone, together, Found(found.pairs, within)
+        except NotComparableError:
+            pass
+        self._real, self._rows, self._runs = None, self._batches, []
+        alone = self._run_one(one)
+        return one, alone, together, self._found(one, alone, together)
+
+    def _with_rows_left_out(self, mask_place: int) -> tuple[PyTree, np.ndarray]:
+        """Masks the last half of the last part's rows, at least one, in the batches; returns the mask as well."""
         leaves, treedef = jax.tree.flatten(self._batches)
         mask = np.array(leaves[mask_place])
         mask[len(mask) - max(1, len(mask) // self._parts // 2) :] = 0
         leaves[mask_place] = mask
-        return jax.tree.unflatten(treedef, leaves)
+        return jax.tree.unflatten(treedef, leaves), mask.astype(bool)
 
     def _of_another_shape(self, alone: dict[str, Result], together: dict[str, Result]) -> Iterator[Difference]:
-        """Finds leaves whose shape depends on how many rows a replica sees; examples of padding do not count."""
+        """Finds leaves with a shape that depends on the number of a replica's rows; examples of padding do not count."""
         for name, result in alone.items():
             if name not in together or np.shape(result.value) == np.shape(together[name].value):
                 continue
@@ -288,7 +310,7 @@ class Comparison:
         )
 
     def _is_exact_in_jit(self, one: Trial, alone: dict[str, Result]) -> bool:
-        """Whether the step in the global view is what it is as one replica."""
+        """Returns whether the step in the global view is what it is as one replica."""
         strategy = self._strategy
         if strategy.name not in ("mirrored", "tpu", "multi_worker") or strategy.is_global_view:
             return False
@@ -300,8 +322,22 @@ class Comparison:
         return not self._found(one, alone, results).differing
 
 
+def _ignoring_mask(found: Found, full: dict[str, Result]) -> list[Pair]:
+    """Finds differing leaves that are the same with and without the mask: metrics, or all of the state but statistics."""
+    pairs = [x for x in found.differing if not x.name.startswith("examples") and not trace_causes.is_statistic(x.name)]
+    same = [
+        pair
+        for pair in pairs
+        if np.shape(full[pair.name].value) == np.shape(pair.together)
+        and apart((pair.before, full[pair.name].value), pair.other) <= found.within[pair.name]
+    ]
+    state = [pair for pair in pairs if pair.name.startswith("state") and not pair.name.startswith("state.metrics")]
+    is_masked = any(pair not in same for pair in state)
+    return [pair for pair in same if pair not in state or not is_masked]
+
+
 def _is_nan(one: Result, other: Result | None) -> bool:
-    """Whether two results hold nothing but NaN, of which nothing can be compared."""
+    """Returns whether two results hold nothing but NaN, so that nothing can be compared."""
     values = [] if other is None else [as_numbers(result.value) for result in (one, other)]
     return bool(values) and all(value.size and np.isnan(value).all() for value in values)
 
@@ -344,7 +380,7 @@ def _one_replica(strategy: Strategy) -> Strategy:
 
 
 def _are_apart(strategy: Strategy, state: PyTree) -> bool:
-    """Whether the replicas hold different states."""
+    """Returns whether the replicas hold different states."""
     try:
         compare_replicas(strategy, state)
     except ReplicaDivergenceError:

@@ -13,17 +13,13 @@ from jdist.core.replica_mesh import Transform
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.reduction.by_name import AllReduce
-from jdist.strategies.central_storage import central_storage
 from jdist.strategies.default import default
-from jdist.strategies.mirrored import mirrored
 from jdist.strategies.multi_worker import multi_worker
-from jdist.strategies.one_device import one_device
+from jdist.strategies.over_devices import central_storage, mirrored, one_device, sharded, tpu
 from jdist.strategies.parameter_server import PsKeywords, parameter_server
-from jdist.strategies.sharded import sharded
-from jdist.strategies.tpu import tpu
 from jdist.support import checks
-from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
+from jdist.support.words import did_you_mean
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "default": default,
@@ -78,7 +74,7 @@ def make_strategy(name: str, /, **options: Unpack[StrategyKeywords]) -> Strategy
     """
     if not isinstance(name, str) or name not in STRATEGIES:
         raise StrategyError(
-            f"there is no strategy {name!r}.{did_you_mean(name, STRATEGIES)} Known: {', '.join(STRATEGIES)}."
+            f"unknown strategy {name!r}.{did_you_mean(name, STRATEGIES)} Known: {', '.join(STRATEGIES)}."
         )
     known = inspect.signature(STRATEGIES[name]).parameters
     checks.known_options(f"strategy {name!r}", options, known, StrategyError)

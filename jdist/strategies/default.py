@@ -12,7 +12,7 @@ _DEFAULT = Strategy(name="default", reduction=psum(), operations=LOCAL)
 
 
 def default() -> Strategy:
-    """Runs a step as it is: compiled, on the device that JAX chooses, with no mesh bound.
+    """Runs a step unchanged: compiled, on the device that JAX chooses, with no mesh bound.
 
     Returns:
         Always the same value.
@@ -31,10 +31,13 @@ def get_strategy() -> Strategy:
 
 
 def set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` the current one for the whole process, outside every `scope()`; None undoes it.
+    """Makes a strategy the current one for the whole process, outside every `scope()`.
+
+    Args:
+        strategy: the strategy; None: the default one again.
 
     Raises:
-        StrategyError: it is no strategy.
+        StrategyError: it is not a strategy.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(

@@ -11,7 +11,7 @@ import jax
 
 from jdist.core.replica_mesh import Device
 from jdist.errors import DeviceError, StrategyError
-from jdist.strategies import cuda
+from jdist.strategies import absent_plugins
 from jdist.strategies.topology import topology_devices
 
 # Also as TensorFlow prints them, for a device of this process: "/job:localhost/replica:0/task:0/device:GPU:0".
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:(?:physi
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     """Finds the devices of a list of jax devices and names; None: all local ones of the backend."""
-    cuda.pass_over_plugin()
+    absent_plugins.pass_over_plugin()
     if devices is None:
         try:
             return tuple(jax.local_devices())
@@ -33,7 +33,7 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
             ) from exc
     if isinstance(devices, str | jax.Device):
         devices = (devices,)
-    is_one_number = getattr(devices, "shape", None) == ()  # of an array, whose type says that it can be iterated over
+    is_one_number = getattr(devices, "shape", None) == ()  # of an array: its type says that it can be iterated over
     if not isinstance(devices, Iterable) or is_one_number:
         raise DeviceError(
             f"`devices` is {devices!r}; it must be a list of devices, for example jax.devices()[:2] or "
@@ -70,27 +70,20 @@ def find_device(device: Any) -> Device:
     if match is None:
         raise DeviceError(
             f'{device!r} names no device; write a jax device or a string such as "gpu:0" or "cpu:3". '
-            f"There are: {_known()}."
+            f"JAX sees: {_known()}."
         )
     platform, index = match[1], int(match[2] or 0)
     try:
         local = jax.local_devices(backend=platform)
     except RuntimeError as exc:
-        raise DeviceError(f"there is no {platform!r} here (asked for {device!r}). There are: {_known()}.") from exc
+        raise DeviceError(f"JAX has no platform {platform!r} (asked for {device!r}). It sees: {_known()}.") from exc
     if index >= len(local):
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={index + 1}"
         raise DeviceError(
-            f"there is no {platform}:{index}; JAX sees {len(local)} device(s) of that platform: {_known()}."
-            + _virtual_cpus(platform, index)
+            f"{platform}:{index} does not exist; JAX sees {len(local)} device(s) of that platform: {_known()}."
+            + (f" For virtual CPU devices set {flag} before JAX starts." if platform == "cpu" else "")
         )
     return local[index]
-
-
-def _virtual_cpus(platform: str, index: int) -> str:
-    if platform != "cpu":
-        return ""
-    return (
-        f" For virtual CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count={index + 1} before JAX starts."
-    )
 
 
 def _name(device: Device) -> str:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jaxlib.version
 from jax.experimental import topologies
 
 from jdist.core.replica_mesh import Device
 from jdist.errors import DeviceError
-from jdist.strategies import cuda
+from jdist.strategies import absent_plugins
 from jdist.support.tracebacks import callers_level
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+class Core(NamedTuple):
+    """A streaming multiprocessor."""
+
+    capability: tuple[int, int]  # CUDA's compute capability of the architecture, (major, minor)
+    fpus: int  # float32 units
+    shared_memory_bytes: int
+    most_shared_bytes: int  # of these, for one block of threads
+
+
+class Gpu(NamedTuple):
     """The properties of a chip that XLA's compiler needs."""
 
     kind: str  # JAX's name of the device
-    capability: tuple[int, int]  # CUDA's compute capability, (major, minor)
-    cores: int  # streaming multiprocessors
-    fpus_per_core: int  # float32 units
-    shared_memory_bytes: int  # of one core
-    most_shared_bytes: int  # of these, for one block of threads
+    core: Core
+    cores: int
     memory_bytes_per_s: int
     l2_bytes: int
     clock_ghz: float
@@ -31,85 +36,18 @@ class Gpu:
     gpus_per_host: int = 8  # the most that the maker's nodes join by NVLink
 
 
+_VOLTA, _AMPERE = Core((7, 0), 64, 98_304, 98_304), Core((8, 0), 64, 167_936, 166_912)
+_HOPPER, _BLACKWELL = Core((9, 0), 128, 233_472, 232_448), Core((10, 0), 128, 233_472, 232_448)
 # From XLA's own descriptions, https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, which has none
 # of L4 and T4.
 GPUS = {
-    "v100": Gpu(
-        kind="Tesla V100-SXM2-16GB",
-        capability=(7, 0),
-        cores=80,
-        fpus_per_core=64,
-        shared_memory_bytes=98_304,
-        most_shared_bytes=98_304,
-        memory_bytes_per_s=898_048_000_000,
-        l2_bytes=6_291_456,
-        clock_ghz=1.53,
-        memory_bytes=16_935_682_048,
-    ),
-    "a100-40gb": Gpu(
-        kind="NVIDIA A100-SXM4-40GB",
-        capability=(8, 0),
-        cores=108,
-        fpus_per_core=64,
-        shared_memory_bytes=167_936,
-        most_shared_bytes=166_912,
-        memory_bytes_per_s=1_555_200_000_000,
-        l2_bytes=41_943_040,
-        clock_ghz=1.41,
-        memory_bytes=42_331_013_120,
-        gpus_per_host=16,
-    ),
-    "a100-80gb": Gpu(
-        kind="NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
-        cores=108,
-        fpus_per_core=64,
-        shared_memory_bytes=167_936,
-        most_shared_bytes=166_912,
-        memory_bytes_per_s=2_039_040_000_000,
-        l2_bytes=41_943_040,
-        clock_ghz=1.41,
-        memory_bytes=85_100_068_864,
-    ),
-    "h100": Gpu(
-        kind="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        cores=132,
-        fpus_per_core=128,
-        shared_memory_bytes=233_472,
-        most_shared_bytes=232_448,
-        memory_bytes_per_s=3_352_320_000_000,
-        l2_bytes=52_428_800,
-        clock_ghz=1.98,
-        memory_bytes=84_942_979_072,
-    ),
-    "h200": Gpu(
-        kind="NVIDIA H200 141GB HBM3e",
-        capability=(9, 0),
-        cores=132,
-        fpus_per_core=128,
-        shared_memory_bytes=233_472,
-        most_shared_bytes=232_448,
-        memory_bytes_per_s=4_800_000_000_000,
-        l2_bytes=52_428_800,
-        clock_ghz=1.98,
-        memory_bytes=151_397_597_184,
-    ),
-    "b200": Gpu(
-        kind="NVIDIA B200",
-        capability=(10, 0),
-        cores=148,
-        fpus_per_core=128,
-        shared_memory_bytes=233_472,
-        most_shared_bytes=232_448,
-        memory_bytes_per_s=7_672_320_000_000,
-        l2_bytes=132_644_864,
-        clock_ghz=1.965,
-        memory_bytes=191_514_411_008,
-    ),
+    "v100": Gpu("Tesla V100-SXM2-16GB", _VOLTA, 80, 898_048_000_000, 6_291_456, 1.53, 16_935_682_048),
+    "a100-40gb": Gpu("NVIDIA A100-SXM4-40GB", _AMPERE, 108, 1_555_200_000_000, 41_943_040, 1.41, 42_331_013_120, 16),
+    "a100-80gb": Gpu("NVIDIA A100-SXM4-80GB", _AMPERE, 108, 2_039_040_000_000, 41_943_040, 1.41, 85_100_068_864),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", _HOPPER, 132, 3_352_320_000_000, 52_428_800, 1.98, 84_942_979_072),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", _HOPPER, 132, 4_800_000_000_000, 52_428_800, 1.98, 151_397_597_184),
+    "b200": Gpu("NVIDIA B200", _BLACKWELL, 148, 7_672_320_000_000, 132_644_864, 1.965, 191_514_411_008),
 }
-
-
 MOST_GPUS = 2**20  # which JAX takes 20 s to describe; beyond 2^31 XLA reads no number
 
 
@@ -134,7 +72,7 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]
         try:
             description = topologies.get_topology_desc("", "cuda", **options)
         except NotImplementedError:  # the plugin was passed over when JAX started
-            cuda.load_plugin()
+            absent_plugins.load_plugin()
             description = topologies.get_topology_desc("", "cuda", **options)
     except (ImportError, NotImplementedError, RuntimeError) as exc:
         reason = str(exc).partition("\n")[0]
@@ -146,22 +84,22 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> tuple[Device, ...]
 
 
 def _check_plugin(chip: str) -> None:
-    plugin = cuda.installed_plugin()
+    plugin = absent_plugins.installed_plugin()
     if plugin is None:
         raise DeviceError(
             f"compiling for {chip} GPUs, which are not here, needs JAX's CUDA plugin: pip install 'jdist[plan-gpu]'."
         )
-    version = cuda.plugin_version(plugin)
+    version = absent_plugins.plugin_version(plugin)
     if version not in (None, jaxlib.version.__version__):
         raise DeviceError(
             f"JAX's CUDA plugin is {version} and jaxlib {jaxlib.version.__version__}; they must be of one version: pip install "
-            "--upgrade 'jdist[plan-gpu]', which takes the plugin that belongs to the JAX that is there."
+            "--upgrade 'jdist[plan-gpu]', which installs the plugin for the JAX that is there."
         )
 
 
 def _target_config(gpu: Gpu) -> str:
     """Writes a chip as XLA's GpuTargetConfigProto, in protobuf's text format."""
-    major, minor = gpu.capability
+    major, minor = gpu.core.capability
     # From Hopper on, the instructions of the exact chip, such as its tensor cores' ("sm_90a").
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""
@@ -170,11 +108,11 @@ def _target_config(gpu: Gpu) -> str:
           threads_per_block_limit: 1024
           threads_per_warp: 32
           shared_memory_per_block: 49152
-          shared_memory_per_core: {gpu.shared_memory_bytes}
-          shared_memory_per_block_optin: {gpu.most_shared_bytes}
+          shared_memory_per_core: {gpu.core.shared_memory_bytes}
+          shared_memory_per_block_optin: {gpu.core.most_shared_bytes}
           threads_per_core_limit: 2048
           core_count: {gpu.cores}
-          fpus_per_core: {gpu.fpus_per_core}
+          fpus_per_core: {gpu.core.fpus}
           block_dim_limit_x: 2147483647
           block_dim_limit_y: 65535
           block_dim_limit_z: 65535

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
-from jdist.strategies import cuda
+from jdist.strategies import absent_plugins
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import topology_devices
 from jdist.support import checks
@@ -44,7 +45,7 @@ def multi_worker(
     """Runs a step on every device of every process: each device holds the whole state and computes on its slice.
 
     The same program runs as every process, each with its own place in the cluster. With one process this is `mirrored`.
-    It has to be called before JAX is used for anything else, and may be called again. While the job runs, the processes
+    It must be called before JAX is used for anything else, and may be called again. While the job runs, the processes
     watch each other: when one is lost, all others end within `communication.timeout_s` and a little, with exit code 75.
 
     Args:
@@ -76,11 +77,14 @@ def multi_worker(
     """
     _check_transform(transform)
     options = _communication(communication)
+    made = functools.partial(
+        multi_worker_on, communication=options, transform=transform, all_reduce=all_reduce, axis=axis, shard=shard
+    )
     if topology is not None:
         if cluster is not None:
             raise StrategyError("`cluster` and `topology` both say where the step runs; leave one of them out.")
-        return _over(_by_process(topology_devices(topology)), options, transform, all_reduce, axis, shard, topology)
-    cuda.pass_over_plugin()
+        return made(topology_devices(topology), topology=topology)
+    absent_plugins.pass_over_plugin()
     spec = resolve(os.environ) if cluster is None else cluster
     if not isinstance(spec, ClusterSpec):
         raise StrategyError(
@@ -91,15 +95,15 @@ def multi_worker(
     else:
         joined = runtime.start(spec, **options.timeouts)
     with joined.blocked():  # each process tells the others of its devices
-        devices = _by_process(jax.devices())
+        devices = jax.devices()
     check_devices(devices)
     failpoints.reached(Point.AFTER_INIT)
     if jax.process_count() != joined.num_processes:
         raise StrategyError(
             f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {joined.num_processes}. On a Cloud "
-            "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
+            "TPU that spans several hosts, start every host's process with the variables in docs/cluster_environments.md."
         )
-    return dataclasses.replace(_over(devices, options, transform, all_reduce, axis, shard), cluster=joined)
+    return dataclasses.replace(made(devices), cluster=joined)
 
 
 def multi_worker_on(
@@ -110,31 +114,12 @@ def multi_worker_on(
     all_reduce: AllReduce | None = None,
     axis: str = "replica",
     shard: Shard | Mapping[str, Any] | None = None,
+    topology: str | None = None,
 ) -> Strategy:
     """Makes what `multi_worker` would be on these devices of all processes; starts none, and waits for none."""
     _check_transform(transform)
-    return _over(_by_process(devices), _communication(communication), transform, all_reduce, axis, shard)
-
-
-def _by_process(devices: Iterable[Device]) -> tuple[Device, ...]:
-    return tuple(sorted(devices, key=lambda device: device.process_index))
-
-
-def _check_transform(transform: Transform) -> None:
-    fix = "Under pmap each process has arrays of its own."
-    checks.choice("transform", transform, TRANSFORMS, StrategyError, fix=fix)
-
-
-def _over(
-    devices: tuple[Device, ...],
-    options: CommunicationOptions,
-    transform: Transform,
-    all_reduce: AllReduce | None,
-    axis: str,
-    shard: Shard | Mapping[str, Any] | None,
-    topology: str | None = None,
-) -> Strategy:
-    reduction = _reduction(all_reduce, options, devices)
+    devices = tuple(sorted(devices, key=lambda device: device.process_index))
+    reduction = _reduction(all_reduce, _communication(communication), devices)
     check_reduction(reduction, transform)
     return strategy_over(
         devices,
@@ -145,6 +130,11 @@ def _over(
         topology=topology,
         shard=shard,
     )
+
+
+def _check_transform(transform: Transform) -> None:
+    fix = "Under pmap each process has arrays of its own."
+    checks.choice("transform", transform, TRANSFORMS, StrategyError, fix=fix)
 
 
 def _communication(options: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:

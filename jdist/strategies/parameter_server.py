@@ -41,12 +41,11 @@ from jdist.ps.step import PsStep
 from jdist.reduction import psum
 from jdist.step.options import StepOptions
 from jdist.strategies.local import LOCAL, check_axis
-from jdist.strategies.mirrored import mirrored
-from jdist.strategies.one_device import one_device
+from jdist.strategies.over_devices import mirrored, one_device
 from jdist.support import checks
 from jdist.support.arrays import check_arguments_not_donated, to_host
-from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
+from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
 
 Mode = Literal["async", "sync"]
@@ -102,7 +101,7 @@ class PsArguments:
     def __post_init__(self) -> None:
         if os.environ.get(IS_SERVER):
             raise StrategyError(
-                "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
+                "this process is a worker that imported the program for a dataset function: put code that it must not run "
                 'under `if __name__ == "__main__":`.'
             )
         if self.cluster is not None and not isinstance(self.cluster, ClusterSpec):
@@ -140,7 +139,7 @@ class PsArguments:
 
     @property
     def is_local(self) -> bool:
-        """Whether processes of this machine are asked for."""
+        """Returns whether processes of this machine are asked for."""
         return any(getattr(self, name) is not None for name in _LOCAL)
 
     def resolve(self) -> tuple[ClusterSpec | None, PsOptions | None]:
@@ -285,8 +284,8 @@ def _strategy(job: Session) -> Strategy:
             kind = "that of another parameter server" if isinstance(whole, RemoteState) else f"a {type(state).__name__}"
             raise StepError(
                 f"strategy.report: this state is not of this parameter_server: it is {kind}. `strategy.init(create, key)` "
-                "makes one that is, and `jdist.show(state)` shows where this one is. How a state is cut up a step decides, so "
-                "of shapes alone there is nothing to show."
+                "makes one that is, and `jdist.show(state)` shows where this one is. A step decides how a state is cut "
+                "up, so shapes alone show nothing."
             )
         return state.show()
 
@@ -311,7 +310,7 @@ def _strategy(job: Session) -> Strategy:
 
     def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         raise StrategyError(
-            "under a parameter server there are no replicas that run the same function at the same time, so there is no "
+            "under a parameter server no replicas run the same function at the same time, so it has no "
             "`strategy.run`. `strategy.coordinator.schedule(fn, args)` runs it on one worker."
         )
 

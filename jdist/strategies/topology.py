@@ -6,11 +6,10 @@ compiled as for the real ones. `gpu_topology` describes GPUs.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,7 +19,7 @@ from jax.experimental import mesh_utils, topologies
 
 from jdist.core.replica_mesh import Device
 from jdist.errors import DeviceError
-from jdist.strategies import libtpu
+from jdist.strategies import absent_plugins
 from jdist.strategies.gpu_topology import GPUS, gpu_devices
 
 # What libtpu calls each chip, and the options that give the devices JAX has on a machine with that chip.
@@ -42,7 +41,7 @@ GPU_FORMS = '"h100:8" for eight GPUs of one host, "h100:4x8" for four such hosts
 _FORM = r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?"
 _GPU_FORM = rf"({'|'.join(GPUS)}):([1-9]\d*)(?:x([1-9]\d*))?"
 
-# Cloud TPU's accelerator types, such as v5litepod-16. The number counts TensorCores, of which these chips have two, and
+# Cloud TPU's accelerator types, such as v5litepod-16. The number counts TensorCores (these chips have two), and
 # chips for v5e and v6e. Powers of two as https://cloud.google.com/tpu/docs/v4 (v5p, v5e, v6e, ...) lists their shapes.
 _BY_SIZE = r"(v2|v3|v4|v5e|v5litepod|v5p|v6e)-([1-9]\d*)"
 _CORES_OF_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
@@ -93,12 +92,12 @@ def parse_topology(name: str) -> Topology:
     if chip in GPUS:
         raise DeviceError(f"{name!r}: GPUs are counted by host, as {GPU_FORMS}.{nearest(name)}")
     if chip not in CHIPS:
-        raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}{_undescribed(name)}")
+        raise DeviceError(f"{name!r}: unknown TPU {chip!r}.{nearest(name)} {_CHIPS}{_undescribed(name)}")
     return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
 
 
 def is_by_size(name: str) -> bool:
-    """Whether a topology is named by its size, as "v5e-16" is."""
+    """Returns whether a topology is named by its size, as "v5e-16" is."""
     return re.fullmatch(_BY_SIZE, name) is not None
 
 
@@ -154,7 +153,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
     topology = parse_topology(name)
     if topology.platform == "gpu":
         return gpu_devices(topology.chip, *topology.shape)
-    if not libtpu.is_installed():
+    if not absent_plugins.has_libtpu():
         raise DeviceError(
             f"compiling for {name!r}, which is not here, needs the TPU compiler: pip install 'jdist[plan-tpu]'."
         )
@@ -164,7 +163,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
     if len([n for n in topology.shape if n > 1]) < 2:  # less than the 2 x 2 chips that libtpu takes a host to have
         options["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
     try:
-        with _environment(libtpu.compiler_environment(os.environ)):
+        with absent_plugins.variables(absent_plugins.compiler_environment(os.environ)):
             description = topologies.get_topology_desc(
                 f"{topology.chip}:{'x'.join(map(str, topology.shape))}", "tpu", **options
             )
@@ -198,7 +197,7 @@ def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
     except RuntimeError as exc:
         seen = ", ".join(f"{d.platform}:{d.id}" for d in jax.local_devices()[:4])
         raise DeviceError(
-            f"there is no TPU here; JAX sees {seen}{', ...' if jax.local_device_count() > 4 else ''}"
+            f"JAX found no TPU; it sees {seen}{', ...' if jax.local_device_count() > 4 else ''}"
             f" (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}). In Colab: Runtime, Change runtime type, TPU. On a "
             "Cloud TPU VM: pip install 'jdist[tpu]', and leave JAX_PLATFORMS unset. To compile for a TPU that is not "
             'here: jdist.tpu(topology="v5e:2x4").'
@@ -213,18 +212,7 @@ def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]
         processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
         raise DeviceError(
             f"this TPU spans {len(hosts)} hosts, {len(devices)} devices, but the cluster in the environment has {processes}. "
-            "Start the program on every host with the variables that docs/clusters.md names, or take a slice of one host, "
+            "Start the program on every host with the variables in docs/cluster_environments.md, or take a slice of one host, "
             "such as v5e-8."
         )
     return tuple(sorted(devices, key=lambda d: hosts.index(d.process_index)))
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables and takes them back: what this process starts may be meant for a TPU that is here."""
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]

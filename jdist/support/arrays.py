@@ -53,7 +53,7 @@ def check_values_not_donated(call: str, values: list[tuple[str, Any]]) -> None:
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is an array of typed PRNG keys, which NumPy cannot hold, or the shape of one."""
+    """Returns whether `x` is an array of typed PRNG keys, which NumPy cannot hold, or the shape of one."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

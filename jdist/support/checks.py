@@ -8,7 +8,7 @@ import operator
 from collections.abc import Collection, Iterable
 from typing import Any, SupportsFloat
 
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 
 
 def whole_number(
@@ -90,13 +90,7 @@ def known_options(what: str, given: Iterable[str], known: Collection[str], error
 
 
 def as_int(value: Any, *, least: int | None = None) -> int | None:
-    """Converts a whole number to an int; returns None for anything else, also a bool or a number below `least`.
-
-    Example:
-        >>> import numpy as np
-        >>> as_int(np.int64(3)), as_int(0, least=1), as_int(1.0), as_int(True)
-        (3, None, None, None)
-    """
+    """Converts a whole number to an int; returns None for anything else, also a bool or a number below `least`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:  # JAX raises it for an array of several numbers, and for a traced one
@@ -105,13 +99,7 @@ def as_int(value: Any, *, least: int | None = None) -> int | None:
 
 
 def as_real(value: Any) -> float | None:
-    """Converts a real number to Python's; returns None for anything else, also a bool. NaN and infinities are numbers.
-
-    Example:
-        >>> import numpy as np
-        >>> as_real(np.float32(0.5)), as_real(2), as_real("2"), as_real(True)
-        (0.5, 2, None, None)
-    """
+    """Converts a real number to Python's; returns None for anything else, also a bool. NaN and infinities are numbers."""
     if getattr(value, "ndim", None) == 0:  # a number of NumPy or JAX
         try:
             value = value.item()
@@ -121,18 +109,12 @@ def as_real(value: Any) -> float | None:
 
 
 def as_bool(value: Any) -> bool | None:
-    """Converts True and False to Python's, NumPy's too; returns None for anything else: "no" would count as True.
-
-    Example:
-        >>> import numpy as np
-        >>> as_bool(np.bool_(False)), as_bool("no"), as_bool(1)
-        (False, None, None)
-    """
+    """Converts True and False to Python's, NumPy's too; returns None for anything else: "no" would count as True."""
     return bool(value) if type(value).__name__ in ("bool", "bool_") else None
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one real number, or a scalar array of one; does not wait for a device.
+    """Returns whether a value is one real number, or a scalar array of one; does not wait for a device.
 
     Example:
         >>> import numpy as np
@@ -150,7 +132,7 @@ def is_number(value: Any) -> bool:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Finds the largest divisor of a number that is no larger than `most`.
+    """Finds the largest divisor of a number up to `most`.
 
     Example:
         >>> largest_divisor(35, 8)

@@ -30,7 +30,7 @@ def hold(path: Path, *, timeout_s: float = _GLANCE_S) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the file, in a shared folder also one of another machine."""
+    """Returns whether a process holds the file, in a shared folder also one of another machine."""
     import fcntl
 
     try:

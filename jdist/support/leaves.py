@@ -1,10 +1,15 @@
-"""The leaves of a tree: where each is kept, and what it takes of a device's memory; nothing is computed or copied."""
+"""The leaves of a tree: where each is kept, what it takes of a device's memory, and its path; nothing is computed or copied.
+
+Patterns see a path as names and numbers with "/" between, `params/block_0/kernel`.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +20,14 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jdist.support.table import Table
+from jdist.support.words import closest
 from jdist.typing import PyTree
 
 Device = Any  # jax.Device, which type checkers take for a variable
 _HEADER = ("leaf", "array", "bytes", "how it is kept", "bytes a device")
 _MOST_LEAVES = 100
+# A key as `jax.tree_util.keystr` writes it: `.name`, `['key']`, `[0]`, `[<flat index 0>]`.
+_KEY = re.compile(r"""\.(\w+)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|\[<flat index (\d+)>\]|\[([^\[\]]*)\]""")
 
 
 @dataclass(frozen=True)
@@ -146,3 +154,43 @@ def _in_words(part_of: Mapping[Device, int], over: str, kind: str | None) -> Way
     how += " in host memory" if on_host else ""
     how += f", {copies:,} copies of each" if copies > 1 and num_parts > 1 else ""
     return Way(how, num_parts, part_of, on_host)
+
+
+def join_path(path: Iterable[Any]) -> str:
+    """Writes a path of JAX's keys as a pattern sees it."""
+    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path)
+
+
+def parse_path(written: str) -> str:
+    """Converts a path that `jax.tree_util.keystr` wrote to one as a pattern sees it.
+
+    Example:
+        >>> parse_path(".params['block_0'][1].scale")
+        'params/block_0/1/scale'
+    """
+    return "/".join(names_in(written))
+
+
+def names_in(written: str) -> tuple[str, ...]:
+    """Lists the names in a path that `jax.tree_util.keystr` wrote.
+
+    Example:
+        >>> names_in(".params['a/b'][1]")
+        ('params', 'a/b', '1')
+    """
+    return tuple(
+        ast.literal_eval(quoted) if quoted else name or index or other
+        for name, quoted, index, other in _KEY.findall(written)
+    )
+
+
+def matches_path(pattern: str, path: str) -> bool:
+    """Returns whether a regular expression matches a path or its end, from the name of a node on."""
+    return re.fullmatch(rf"(?:.*/)?(?:{pattern})", path) is not None
+
+
+def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
+    """Finds the path with the end nearest to a pattern; None without paths."""
+    ends = {"/".join(path.split("/")[-1 - pattern.count("/") :]): path for path in reversed(list(paths))}
+    near = closest(pattern, ends, cutoff=0)
+    return None if near is None else ends[near]

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from jdist.support.suggest import closest, nearest
+from jdist.support.words import closest, nearest
 
 Key = tuple[str, ...]
 # The errors of pydantic in a config's words: what the value is not.
@@ -49,7 +49,22 @@ class Problem:
     key: Key
     text: str  # what is wrong, without the key
     remedy: str = ""  # how to mend it; opens with a space, or is empty
-    others: tuple[Key, ...] = ()  # further keys that have to do with it, whose places are named too
+    others: tuple[Key, ...] = ()  # further keys that have to do with it; their places are named too
+
+
+def dotted(key: Key) -> str:
+    """Writes a key as an override does: `train.steps` for `("train", "steps")`."""
+    return ".".join(key)
+
+
+def leaves(values: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Lists every key path that holds no further mapping, with its value; an empty mapping is a value."""
+    for key, value in values.items():
+        path = (*prefix, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
 
 
 def show(value: Any) -> str:
@@ -67,7 +82,7 @@ def problem_of(error: Any, key: Key = ()) -> Problem:
         close = closest(value, [part.strip("' ") for part in limits["expected"].replace(" or ", ",").split(",")])
         remedy = f" Did you mean {close}?" if close else ""
     elif kind == "string_type" and isinstance(value, bool):  # written in one of YAML's ways
-        remedy = f" If it is meant as text, quote it as it is written, such as '{'yes' if value else 'no'}'."
+        remedy = f" If it is meant as text, quote it, such as '{'yes' if value else 'no'}'."
     elif kind == "string_type" and isinstance(value, int | float):
         remedy = f" If it is meant as text, quote it: '{value}'."
     text = f"{show(value)} is not {words}" if words else f"{show(value)}: {error['msg']}"
@@ -89,7 +104,7 @@ def check_options(
 ) -> Iterator[Problem]:
     """Yields a problem for each option that is unknown, missing, or misfits its annotation."""
     # `called` names the function in messages, such as `optax.adamw`; `wrong` stands in for `misfit`.
-    # With `lists`, `*names` is an option that takes a list; else it is none.
+    # With `lists`, `*names` is an option that takes a list; else it is not an option.
     parameters = signature(function).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for p in parameters if lists else ():

@@ -37,7 +37,7 @@ _NARROW, _WIDE = frozenset(" .,:;'|!ijltfI()[]{}/"), frozenset("mwMW@%")
 
 
 def kind(number: int) -> str:
-    """Returns the class of a colour, of which there are six; the last stands for all others."""
+    """Returns the class of one of six colours; the last stands for all others."""
     return KINDS[min(number, len(KINDS) - 1)]
 
 
@@ -104,7 +104,7 @@ class Svg:
         )
 
     def heading(self, *lines: tuple[str, str], most: int = 9) -> float:
-        """Writes the title and lines, each a text and its style, of which it breaks long ones; returns the last baseline."""
+        """Writes the title and lines, each a text and its style, and breaks long ones; returns the last baseline."""
         y, width = 34.0, self.width - 2 * MARGIN
         self.text(MARGIN, y, fit(self.title, width, "title"), "title")
         for words, style in lines:

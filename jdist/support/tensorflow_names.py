@@ -1,17 +1,17 @@
-"""jdist's counterparts of TensorFlow's common names, for errors; docs/from_tf_distribute.md has all of them."""
+"""jdist's counterparts of TensorFlow's common names, for errors; docs/tf_symbols.md has all of them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
-from jdist.support.suggest import did_you_mean
+from jdist.support.words import did_you_mean
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_GUIDE = "docs/from_tf_distribute.md has all names."
+_GUIDE = "docs/tf_symbols.md has all names."
 _MODEL_AXIS = (
     '`jax.lax.with_sharding_constraint(x, PartitionSpec(..., "model"))` in the step, under '
     '`jdist.sharded(mesh={"replica": -1, "model": 2})`'
@@ -24,7 +24,7 @@ NAMES = {
     "MultiWorkerMirroredStrategy": "`jdist.multi_worker()`",
     "ParameterServerStrategy": "`jdist.parameter_server()`",
     "ReduceOp": 'the strings "sum" and "mean"',
-    "get_replica_context": "none needed: `jdist.all_reduce`, `jdist.replica_id` and the others are functions",
+    "get_replica_context": "not needed: `jdist.all_reduce`, `jdist.replica_id` and the others are functions",
     "experimental_distribute_dataset": "`strategy.distribute_dataset(dataset)`",
     "experimental_distribute_datasets_from_function": "`strategy.distribute_datasets_from_function(fn)`",
     "experimental_distribute_values_from_function": "`strategy.distribute_values_from_function(fn)`",
@@ -41,14 +41,28 @@ NAMES = {
     "get_next": "`next(iterator)`",
     "get_next_as_optional": "`next(iterator, None)`",
     "get_per_replica_batch_size": "`context.per_replica_batch(global_batch)`",
+    "ModelCheckpoint": '`jdist.callbacks.checkpoint(folder, best="eval/loss")`',
+    "BackupAndRestore": "`jdist.callbacks.checkpoint(folder)`",
+    "EarlyStopping": '`jdist.callbacks.early_stopping("eval/loss")`',
+    "TerminateOnNaN": "`jdist.callbacks.nan_guard()`",
+    "CSVLogger": "`jdist.callbacks.csv(path)`",
+    "TensorBoard": "`jdist.callbacks.tensorboard(folder)`",
+    "LearningRateScheduler": "an optax schedule, as the optimizer's learning rate",
+    "ReduceLROnPlateau": "`optax.contrib.reduce_on_plateau`, in the optimizer",
 }
-KEYWORDS = {"global_batch_size": "global_batch", "batch_size": "global_batch", "cross_device_ops": "all_reduce"}
+VALUE_NAMES = {"fetch": "`value.result()`", "get": "`value.result()`"}  # of a RemoteValue
+KEYWORDS = {
+    "global_batch_size": "global_batch",
+    "batch_size": "global_batch",
+    "cross_device_ops": "all_reduce",
+    "monitor": "metric",
+}
 
 
-def unknown(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+def unknown(owner: str, name: str, known: Iterable[str], names: Mapping[str, str] = NAMES) -> AttributeError:
     """Makes the error for an unknown name, with jdist's counterpart if it is TensorFlow's, or the nearest name."""
-    if name in NAMES:
-        more = f": TensorFlow's {name} is {NAMES[name]}. {_GUIDE}"
+    if name in names:
+        more = f": TensorFlow's {name} is {names[name]}. {_GUIDE}"
     else:
         hint = "" if name.startswith("_") else did_you_mean(name, known)
         more = f".{hint}" if hint else ""

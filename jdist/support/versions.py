@@ -51,7 +51,7 @@ def versions() -> Mapping[str, Any]:
 
 def difference(ours: Mapping[str, Any], theirs: object, *, same_step: bool) -> Difference | None:
     """Compares this process's versions with a peer's; None if only Python differs, or nothing."""
-    # With `same_step` both trace and compile one step, whose collectives must match: all versions
+    # With `same_step` both trace and compile one step, and its collectives must match: all versions
     # must be equal. Otherwise the peer receives programs from here, and must read their calling
     # convention.
     theirs = theirs if isinstance(theirs, Mapping) else {}

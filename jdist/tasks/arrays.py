@@ -107,7 +107,7 @@ class Table:
     """The rows of an `.npz` file to train on and to evaluate on, checked, split and standardised."""
 
     train: dict[str, np.ndarray]  # {"x": float32 [rows, features], "y": int32 [rows] or float32 [rows, outputs]}
-    test: dict[str, np.ndarray]  # the held-out rows, likewise
+    test: dict[str, np.ndarray]  # the same of the held-out rows
     outputs: int  # number of classes, or of numbers predicted
     classes: np.ndarray | None  # what the values of "y" stand for, in classification; None in regression
     y_scale: np.ndarray  # size of one unit of "y" in units of the file, float32 [outputs]; ones unless standardised
@@ -165,11 +165,11 @@ def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
             arrays = {name: content[name] for name in ("x", "y") if name in (names or ())}
     except FileNotFoundError as error:
         remedy = near(place, ending=".npz")
-        raise OptionError("path", f"there is no file {place.resolve()}", remedy=remedy) from error
+        raise OptionError("path", f"the file {place.resolve()} does not exist", remedy=remedy) from error
     except OSError as error:
         raise ConfigError(f"{place.resolve()} cannot be read: {error.strerror or error}.") from error
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{place} is no sound .npz file of plain arrays ({error}). {how}") from error
+        raise ConfigError(f"{place} is not an intact .npz file of plain arrays ({error}). {how}") from error
     if names is None:
         raise ConfigError(f"{place} holds a single array without a name. {how}")
     missing = [name for name in ("x", "y") if name not in arrays]

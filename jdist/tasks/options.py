@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 from jdist.errors import ConfigError
 from jdist.support import checks
 from jdist.support.signature import check_options
-from jdist.support.suggest import closest
+from jdist.support.words import closest
 
 Count = Annotated[int, Field(ge=1)]  # a whole number, 1 or more
 Natural = Annotated[int, Field(ge=0)]  # a whole number, 0 or more

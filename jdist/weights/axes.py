@@ -1,4 +1,4 @@
-"""How the axes of a tensor in a file become those of a leaf: transposed, split, merged, picked from or stacked."""
+"""The way from the axes of a tensor in a file to those of a leaf: transposed, split, merged, picked from or stacked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class Axes:
 
     Attributes:
         tensor: for each axis of the tensor its factors.
-        leaf: likewise of the leaf.
+        leaf: the same for the leaf.
         text: what it was written as.
     """
 
@@ -39,7 +38,7 @@ class Axes:
 
     @classmethod
     def parse(cls, text: str) -> Axes:
-        """Reads a pattern; raises a `CheckpointError` for one that is none."""
+        """Reads a pattern; raises a `CheckpointError` for invalid ones."""
         left, arrow, right = text.partition("->")
         sides = [tuple(_factors(side, text)) for side in (left, right)]
         names = [list(itertools.chain(*side)) for side in sides]
@@ -51,7 +50,7 @@ class Axes:
     def same(cls, num_axes: int) -> Axes:
         """Makes the pattern of a tensor that is as the leaf is."""
         axes = tuple((f"axis{i}",) for i in range(num_axes))
-        return cls(axes, axes, "as it is")
+        return cls(axes, axes, "unchanged")
 
     @property
     def of_tensor(self) -> tuple[str, ...]:
@@ -60,7 +59,7 @@ class Axes:
 
     @property
     def of_leaf(self) -> tuple[str, ...]:
-        """Likewise of the leaf's."""
+        """The same for the leaf."""
         return tuple(itertools.chain(*self.leaf))
 
     @property
@@ -118,7 +117,7 @@ class View:
 
     @property
     def extent(self) -> tuple[Range, ...]:
-        """Which indices of the leaf's factors the tensor has."""
+        """Returns the indices of the leaf's factors that the tensor has."""
         ranges = self._whole()
         return tuple(ranges[name] for name in self.axes.of_leaf)
 
@@ -187,39 +186,30 @@ class View:
             ranges: the indices of its factors.
             leaf: the whole leaf, contiguous.
         """
-        _within(self._of_leaf(leaf), self.axes.of_leaf, ranges)[...] = self._turned(values, ranges)
+        part = self._part_of(leaf, ranges)
+        part[...] = values.reshape(part.shape)
 
     def is_in(self, values: np.ndarray, ranges: Ranges, leaf: np.ndarray) -> bool:
-        """Whether the leaf has a box of the tensor to the bit; arguments as of `write`."""
-        there = _within(self._of_leaf(leaf), self.axes.of_leaf, ranges)
-        return there.tobytes() == self._turned(values, ranges).astype(leaf.dtype).tobytes()
+        """Returns whether the leaf has a box of the tensor to the bit; arguments as of `write`."""
+        part = self._part_of(leaf, ranges)
+        return part.tobytes() == values.reshape(part.shape).astype(leaf.dtype).tobytes()
 
     def read(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
         """Copies a whole leaf's part into a whole tensor, both contiguous."""
-        axes, ranges = self.axes, self._whole()
-        values = _within(self._of_leaf(leaf), axes.of_leaf, ranges)
-        names = [name for name in axes.of_leaf if name in axes.of_tensor]
-        values = values.reshape([ranges[name][1] - ranges[name][0] for name in names])
-        order = [names.index(name) for name in axes.of_tensor if name in names]
-        into = tensor.reshape([self.sizes[name] for name in axes.of_tensor])
-        into = _within(into, axes.of_tensor, ranges)
-        into[...] = values.transpose(order).reshape(into.shape)
+        ranges = self._whole()
+        self._box(tensor, self.axes.of_tensor, ranges)[...] = self._part_of(leaf, ranges)
 
-    def _of_leaf(self, leaf: np.ndarray) -> np.ndarray:
-        return leaf.reshape([self.sizes[name] for name in self.axes.of_leaf])
+    def _box(self, array: np.ndarray, names: Sequence[str], ranges: Ranges) -> np.ndarray:
+        """Views a box of an array, with an axis for each factor of `names`."""
+        factored = array.reshape([self.sizes[name] for name in names])
+        return factored[(*(slice(*ranges[name]) for name in names), ...)]  # with `...` a view of a scalar as well
 
-    def _turned(self, values: np.ndarray, ranges: Ranges) -> np.ndarray:
-        """Turns a box of the tensor as the leaf's factors are."""
-        axes = self.axes
-        lengths: dict[str, int] = {name: last - first for name, (first, last) in ranges.items()}
-        factored = values.reshape([lengths[name] for name in axes.of_tensor])
-        names = [name for name in axes.of_tensor if name in axes.of_leaf]
-        picked: Any = tuple(slice(None) if name in names else 0 for name in axes.of_tensor)
-        order = [names.index(name) for name in axes.of_leaf if name in names]
-        turned = factored[picked].transpose(order)
-        return turned.reshape([lengths[name] for name in axes.of_leaf])
-
-
-def _within(array: np.ndarray, names: Sequence[str], ranges: Ranges) -> np.ndarray:
-    """Views a box of an array, of whose axes these are the names."""
-    return array[(*(slice(*ranges[name]) for name in names), ...)]  # with `...` a view of a scalar as well
+    def _part_of(self, leaf: np.ndarray, ranges: Ranges) -> np.ndarray:
+        """Views a box of the leaf with the axes of the tensor's factors."""
+        of_tensor, of_leaf = self.axes.of_tensor, self.axes.of_leaf
+        # Of an axis that one side alone has, the box has one index.
+        leaf_alone = tuple(i for i, name in enumerate(of_leaf) if name not in of_tensor)
+        both = [name for name in of_leaf if name in of_tensor]
+        part = self._box(leaf, of_leaf, ranges).squeeze(leaf_alone)
+        part = part.transpose([both.index(name) for name in of_tensor if name in both])
+        return np.expand_dims(part, tuple(i for i, name in enumerate(of_tensor) if name not in both))

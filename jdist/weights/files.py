@@ -21,8 +21,8 @@ from jdist.errors import CheckpointError
 
 NAME = "model.safetensors"
 INDEX = ".index.json"
-METADATA = "__metadata__"  # in the place of a tensor in a header
-CONFIG = "config.json"  # Hugging Face's, beside the files of a model
+METADATA = "__metadata__"  # in place of a tensor in a header
+CONFIG = "config.json"  # Hugging Face's, next to the files of a model
 _HEADS = ("num_attention_heads", "n_head", "num_key_value_heads")
 _SUFFIX = ".safetensors"
 _BLOCK_BYTES = 16 << 20
@@ -88,7 +88,7 @@ class Reader:
             one = sorted(names ^ listed)[0]
             which = "which the index does not list" if one in names else "which the index lists, is not there"
             raise CheckpointError(
-                f"{path}: tensor {one}, {which}. The files are not those of their index: copy all anew"
+                f"{path}: tensor {one}, {which}. The files are not those of their index: copy all again"
             )
         for name in sorted(names):
             if name in self.tensors:
@@ -136,13 +136,13 @@ class Reader:
 def _heads_beside(file: Path) -> list[int]:
     try:
         config = json.loads((file.parent / CONFIG).read_bytes())
-    except (OSError, ValueError):  # there is none, or it is not Hugging Face's
+    except (OSError, ValueError):  # it is missing, or not Hugging Face's
         return []
     return [config[key] for key in _HEADS if isinstance(config, dict) and isinstance(config.get(key), int)]
 
 
 def has_files(path: Path) -> bool:
-    """Whether a path is a file of safetensors or an index of some, or a folder with one."""
+    """Returns whether a path is a file of safetensors or an index of some, or a folder with one."""
     if path.is_dir():
         return any(path.glob(f"*{_SUFFIX}*"))
     return path.is_file() and path.name.endswith((_SUFFIX, INDEX))
@@ -152,13 +152,13 @@ def _opened(safe_open: Any, path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file") from None
+        raise CheckpointError(f"{path}: the file does not exist") from None
     except Exception as error:
         cut = _first_cut_off(path)
         text = f"{path}: cannot be read as safetensors: {describe_error(error)}."
         if cut is not None:
-            raise CheckpointError(f"{text} It ends within tensor {cut}; copy it anew from where it is whole") from error
-        raise CheckpointError(f"{text} It is no such file, or damaged; copy it anew") from error
+            raise CheckpointError(f"{text} It ends within tensor {cut}; copy it again from an intact file") from error
+        raise CheckpointError(f"{text} It is another kind of file, or damaged; copy it again") from error
 
 
 def _first_cut_off(path: Path) -> str | None:
@@ -194,9 +194,9 @@ def _find(files: Any) -> list[tuple[Path, set[str] | None]]:
 
 
 def local_path(path: Any) -> Path:
-    """Makes a path absolute; refuses a URL, of which `pathlib` would make a folder on this disk."""
+    """Makes a path absolute; refuses a URL: `pathlib` would make it a folder on this disk."""
     if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"{path!r:.80} is no path of safetensors files")
+        raise CheckpointError(f"{path!r:.80} is not a path of safetensors files")
     if "://" in os.fspath(path):
         raise CheckpointError(
             f"{path}: is a URL, and safetensors files are read and written on a disk. Copy them there"
@@ -221,8 +221,8 @@ def _in_folder(folder: Path) -> list[tuple[Path, set[str] | None]]:
             return [(there[0], None)]
     if parts:
         raise CheckpointError(
-            f"{folder}: {parts[0].name} is one of several files, and their index, *{_SUFFIX}{INDEX}, is not there. Copy it "
-            "beside them, or give a list of all"
+            f"{folder}: {parts[0].name} is one of several files, and their index, *{_SUFFIX}{INDEX}, is missing. Copy it "
+            "next to them, or give a list of all"
         )
     raise CheckpointError(f"{folder}: has no *{_SUFFIX} and no index of such files, or is not there")
 
@@ -234,7 +234,7 @@ def _of_index(path: Path) -> list[tuple[Path, set[str] | None]]:
         for name, file in files.items():
             by_file.setdefault(os.fspath(file), set()).add(name)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file") from None
+        raise CheckpointError(f"{path}: the file does not exist") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f'{path}: is not an index: {describe_error(error)}. It must be JSON with "weight_map", from names of tensors to '
@@ -242,11 +242,11 @@ def _of_index(path: Path) -> list[tuple[Path, set[str] | None]]:
         ) from error
     for file, names in by_file.items():
         if Path(file).name != file:
-            raise CheckpointError(f"{path}: the file {file!r} is not one beside the index")
+            raise CheckpointError(f"{path}: the file {file!r} is not in the folder of the index")
         if not (path.parent / file).exists():
             raise CheckpointError(
                 f"{path.parent / file}: is not there, and {path.name} lists {len(names):,} tensors in it, {min(names)} among "
-                "them. Copy it beside the index"
+                "them. Copy it next to the index"
             )
     return [(path.parent / file, names) for file, names in sorted(by_file.items())]
 

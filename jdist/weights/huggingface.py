@@ -16,11 +16,11 @@ def gpt2(*, heads: int | None = None) -> list[Rule]:
     The tree is that of `examples.models.gpt2.GPT2`: names as in the files, with `h_0`, `h_1`, ... for the layers, or `h` for a
     stack of them, over which a scan goes. The projection to queries, keys and values is one, `attn/c_attn`, or three,
     `attn/query`, `attn/key` and `attn/value` with kernels [in, heads, width]. The output layer is the embedding; a file that
-    has it once more has to have it the same.
+    repeats it must have it the same.
 
     Args:
-        heads: the model's, which the shape of `attn/c_attn` does not show: with them a file is refused beside which a
-            `config.json` says another number.
+        heads: the model's, which the shape of `attn/c_attn` does not show: with them a file is refused if the
+            `config.json` next to it says another number.
 
     Example:
         >>> gpt2()[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ def load(
 
     Raises:
         CheckpointError: a file is not there, cut off or no safetensors; a tensor is missing, left over, misshapen, of another
-            dtype, of a model with another number of heads, or not the same as another for the same leaf. `like` stays as it is.
+            dtype, of a model with another number of heads, or not the same as another for the same leaf. `like` is unchanged.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, jdist
@@ -104,7 +105,7 @@ def load_part(
     with cluster.blocked(), together("loading weights", _TIMEOUT_S, cluster), Reader(files) as reader:
         plan, problems = _plan(reader, leaves, parsed, selection, cast)
         if problems and not skip_mismatch:
-            raise CheckpointError(f"the weights do not fit the state, which is left as it is:\n  {first_few(problems)}")
+            raise CheckpointError(f"the weights do not fit the state, which is unchanged:\n  {first_few(problems)}")
         if not plan:
             raise CheckpointError(f"no tensor fits a leaf, so there is nothing to load:\n  {first_few(problems)}")
         check_has_values("the weights", leaves, plan)
@@ -120,7 +121,7 @@ def load_part(
 def _plan(
     reader: Reader, leaves: Mapping[str, Any], rules: Sequence[Rule] | None, selection: Selection, cast: bool
 ) -> tuple[dict[str, list[_Part]], list[str]]:
-    """Finds the tensors of each leaf that is to be loaded, and all that is wrong with them, in words."""
+    """Finds the tensors of each leaf to load, and all that is wrong with them, in words."""
     names = {path: name_of(path) for path in leaves}
     selection.check_paths(list(names.values()))
     plan: dict[str, list[_Part]] = {}
@@ -128,9 +129,7 @@ def _plan(
     known: set[str] = set()
     for path, name in names.items():
         takes = selection.takes(name)
-        groups = sources_of(
-            rules, name, np.shape(leaves[path]) if not hasattr(leaves[path], "shape") else leaves[path].shape
-        )
+        groups = sources_of(rules, name, np.shape(leaves[path]))
         known |= {each for group in groups for source in group for each in source.names}
         if takes:
             parts, wrong = _parts(reader, name, leaves[path], groups, cast)
@@ -165,7 +164,7 @@ def _parts(
                 )
             elif (heads := reader.heads[tensor.file]) and view.sizes.get("heads", heads[0]) not in heads:
                 problems.append(
-                    f"{tensor}: {CONFIG} beside it says that its model has {heads[0]} attention heads, and leaf {name} of "
+                    f"{tensor}: the {CONFIG} next to it says that its model has {heads[0]} attention heads, and leaf {name} of "
                     f"shape {list(leaf.shape)} has {view.sizes['heads']} (axes: {source.axes.text})"
                 )
             elif text := _refuse_dtype(tensor.numpy_dtype, jnp.dtype(leaf.dtype), cast):
@@ -211,26 +210,19 @@ def _read_leaf(reader: Reader, path: str, like: Any, parts: Sequence[_Part]) -> 
     array = np.empty(like.shape, jnp.dtype(like.dtype))
     needed = codec.needed(like)
     extents = [None] if needed is None else _once(needed)
-    for part in parts:
-        act: Callable[..., Any] = _compare if part.is_duplicate else _fill
-        for extent in extents:
-            for box, ranges in part.view.boxes(extent):
-                act(part, reader.read(part.tensor, box), ranges, array)
+    for part, extent in itertools.product(parts, extents):
+        for box, ranges in part.view.boxes(extent):
+            values = reader.read(part.tensor, box)
+            if not part.is_duplicate:
+                part.view.write(values, ranges, array)
+            elif not part.view.is_in(values, ranges, array):
+                raise CheckpointError(
+                    f"{part.tensor}: has other values than another tensor of the same leaf. Take a model with a leaf "
+                    "for each, or leave one of them out by a rule"
+                )
     return jax.block_until_ready(codec.place(path, array, None, like))  # until then the host's array is kept
 
 
 def _once(extents: Sequence[Any]) -> list[Any]:
     """Lists boxes that several devices have copies of once each."""
     return [list(each) for each in dict.fromkeys(tuple((int(a), int(b)) for a, b in extent) for extent in extents)]
-
-
-def _fill(part: _Part, values: np.ndarray, ranges: Any, array: np.ndarray) -> None:
-    part.view.write(values, ranges, array)
-
-
-def _compare(part: _Part, values: np.ndarray, ranges: Any, array: np.ndarray) -> None:
-    if not part.view.is_in(values, ranges, array):
-        raise CheckpointError(
-            f"{part.tensor}: has other values than another tensor of the same leaf, which are one in this model. Take a model "
-            "that has a leaf for each, or leave one of them out by a rule"
-        )

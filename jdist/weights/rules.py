@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Source:
 
     @property
     def part(self) -> frozenset[tuple[str, int]]:
-        """Which part of the leaf it is."""
+        """Names the part of the leaf."""
         return frozenset((name, i) for name, i in self.index.items() if name in self.axes.of_leaf)
 
     def view(self, tensor_shape: Sequence[int]) -> View | None:
@@ -64,7 +65,7 @@ class Rule:
         self.numbers: Mapping[str, int] = numbers or {}
         known = () if self.axes is None else {*self.axes.of_tensor, *self.axes.of_leaf}
         if unknown := [name for name in self.numbers if name not in known]:
-            raise CheckpointError(f"`rules`: {rule!r:.120}: {unknown[0]!r} has a number and is no axis; {_FORM}")
+            raise CheckpointError(f"`rules`: {rule!r:.120}: {unknown[0]!r} has a number but is not an axis; {_FORM}")
         self._names = re.compile(_as_pattern(tensor))
         self._paths = None if path is None else re.compile(rf"(?:.*/)?{_as_pattern(path)}")
 
@@ -103,7 +104,8 @@ class Rule:
         sizes |= {name: size for name, size in lengths.items() if name in axes.of_leaf and name in axes.one_sided}
         if not infer_sizes(axes.leaf, shape, sizes):
             raise CheckpointError(f"leaf {path}: its shape {list(shape)} does not fit the axes of the rule {self}")
-        for counted in _counted({name: sizes[name] for name in stacked}):
+        for numbers in itertools.product(*(range(sizes[name]) for name in stacked)):
+            counted = dict(zip(stacked, numbers, strict=True))
             filled = {**fields, **{name: str(i) for name, i in counted.items()}}
             names = tuple(_filled(name, filled) for name in _options(self.tensor))
             yield Source(names, axes, sizes, {**index, **counted})
@@ -114,7 +116,7 @@ class Rule:
 
 
 def parse_rules(rules: Rules) -> list[Rule]:
-    """Reads rules; raises a `CheckpointError` for what is none."""
+    """Reads rules; raises a `CheckpointError` for invalid ones."""
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise CheckpointError(f"`rules` is {rules!r:.80}: it must be a list of rules; {_FORM}")
     return [Rule(rule) for rule in rules]
@@ -170,14 +172,3 @@ def _options(template: str) -> list[str]:
 
 def _filled(template: str, fields: Mapping[str, str | None]) -> str:
     return _FIELD.sub(lambda match: fields.get(match[1]) or match[0], template)
-
-
-def _counted(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Counts through all indices of some axes."""
-    if not sizes:
-        yield {}
-        return
-    (name, size), *rest = sizes.items()
-    for i in range(size):
-        for others in _counted(dict(rest)):
-            yield {name: i, **others}

@@ -101,18 +101,15 @@ def save(
                 codec.check_savable(name, leaf, cluster.num_processes)
             tensors = _tensors(leaves, parsed)
             count = _allot(tensors, most)
-            target = _target(local_path(path))
+            folder = local_path(path)
+            target = folder if folder.suffix == ".safetensors" else folder / NAME
             files = _file_names(target, count)
-            # Neither may stand beside the other: which of them a reader takes differs.
+            # They must not be in one folder: readers differ in the one that they take.
             taken = dict.fromkeys([*files, target, _index_of(target)])
             if cluster.is_chief:
                 _check_free(taken)
         _write_together(tensors, leaves, files, cluster)
     return tuple(files)
-
-
-def _target(path: Path) -> Path:
-    return path if path.suffix == ".safetensors" else path / NAME
 
 
 def _file_names(target: Path, count: int) -> list[Path]:
@@ -143,7 +140,7 @@ def _tensors(leaves: Mapping[str, Any], rules: Sequence[Rule] | None) -> list[_T
         if jnp.issubdtype(getattr(leaf, "dtype", np.int8), jax.dtypes.prng_key):
             problems.append(f"leaf {name}: is of PRNG keys; only arrays of numbers are in such files")
             continue
-        groups = sources_of(rules, name, np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape)
+        groups = sources_of(rules, name, np.shape(leaf))
         if not groups:
             problems.append(f"leaf {name}: no rule is for it. Add one, or leave it out by `only`")
         for group in groups:
@@ -151,9 +148,7 @@ def _tensors(leaves: Mapping[str, Any], rules: Sequence[Rule] | None) -> list[_T
     tensors = []
     for name, parts in sources.items():
         if name == METADATA:
-            problems.append(
-                f"leaf {parts[0][0]}: no tensor can be called {name}, which is the file's own. Rename it by a rule"
-            )
+            problems.append(f"leaf {parts[0][0]}: the file format reserves the tensor name {name}. Rename it by a rule")
             continue
         try:
             tensors.append(_tensor(name, parts, leaves))
@@ -162,7 +157,7 @@ def _tensors(leaves: Mapping[str, Any], rules: Sequence[Rule] | None) -> list[_T
     if problems:
         raise CheckpointError(f"these weights cannot be saved:\n  {first_few(problems)}")
     if not tensors:
-        raise CheckpointError("there are no leaves to save")
+        raise CheckpointError("the state has no leaves to save")
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -22,16 +23,16 @@ import jax
 import numpy as np
 import pytest
 
-import jdist
 from jdist import callbacks
 from jdist.callbacks import Started, TrackerWarning
 from jdist.callbacks.trackers import _Files, last_steps
 from jdist.checkpoint.bucket import BucketPath, open_path
 from jdist.errors import CheckpointError, ConfigError, StepError
-from jdist.report.curves import matrix_as_png
+from jdist.loop.report.curves import matrix_as_png
 from tests.callbacks import tracked_program
 from tests.children import without_devices
-from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
+from tests.loop import loop_programs
+from tests.loop.loop_programs import EVAL
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -213,11 +214,8 @@ class TestOneRun:
         run_id = client.create_run("0", tags={"jdist.run_id": "12345678"}).info.run_id
         (tmp_path / "saved").mkdir()
         (tmp_path / "saved/tracker-mlflow.json").write_text('{"run_id": "12345678", "steps": {}}')
-        fit(
-            callbacks.checkpoint(tmp_path / "saved"),
-            callbacks.mlflow(tracking_uri=uri, config={"a": {"b": 1}}),
-            epochs=1,
-        )
+        tracker = callbacks.mlflow(tracking_uri=uri, config={"a": {"b": 1}})
+        fit(callbacks.checkpoint(tmp_path / "saved"), tracker, epochs=1)
         assert client.get_run(run_id).data.params == {"a.b": "1"}
 
 
@@ -270,9 +268,7 @@ class Fake:
         self._call("finish", status)
 
 
-def fit(*told: Any, **options: Any) -> tuple[Any, jdist.History]:
-    given = {"epochs": 2, "global_batch": 16, "progress": False, "log_to": None, "verify": "off"} | options
-    return jdist.fit(train_step, create_state(), DATA, callbacks=told, **given)
+fit = functools.partial(loop_programs.fit, epochs=2, verify="off")
 
 
 class TestFailures:
@@ -341,13 +337,13 @@ class TestFailures:
             fit(callbacks.track(tracker, name="mine", timeout_s=timeout_s), goes_on, log_every=1)
         first, last = (str(each.message) for each in warned)
         release.set()
-        assert first.startswith("mine: it is 5 rows behind; those that find no room are lost, from step 6 on.")
+        assert first.startswith("mine: it is 5 rows behind; further rows are dropped, from step 6 on.")
         if comes_back:
             assert last == "mine: 9 of 14 rows were lost on the way to it."
             assert [call[1] for call in tracker.calls if call[0] == "log"][:5] == [1, 2, 3, 4, 5]
             assert tracker.calls[-1] == ("finish", "finished")
         else:
-            assert last.startswith("mine: not done 0.5 s after the end of the run; 14 of 14 rows may not be there.")
+            assert last.startswith("mine: not done 0.5 s after the end of the run; 14 of 14 rows may be missing.")
             threads = [each for each in threading.enumerate() if each.name == "tracker mine"]
             for thread in threads:
                 thread.join(10)
@@ -373,9 +369,6 @@ class TestFailures:
 
 class TestRows:
     def test_vectors_are_numbers_matrices_are_pictures_and_the_rest_is_named(self):
-        def measured(state: Any, batch: Any) -> Any:
-            return eval_step(state, batch)
-
         tracker = Fake()
         extra = {"per_class": np.array([0.5, 1.0]), "confusion": np.eye(2), "all": np.zeros((2, 2, 2))}
 
@@ -383,9 +376,9 @@ class TestRows:
             assert moment.row is not None
             moment.row.update(extra)
 
-        options = {"eval_data": HELD_OUT, "eval_step": measured, "log_every": 100, "epochs": 1}
+        told = callbacks.Callback(on_eval=add), callbacks.track(tracker, name="mine")
         with pytest.warns(TrackerWarning, match=r"all is not shown, it is an array of shape \(2, 2, 2\)"):
-            fit(callbacks.Callback(on_eval=add), callbacks.track(tracker, name="mine"), **options)
+            fit(*told, log_every=100, epochs=1, **EVAL)
         _, step, scalars, images = tracker.calls[1]
         assert (step, scalars["per_class/0"], scalars["per_class/1"], list(images)) == (7, 0.5, 1.0, ["confusion"])
         assert images["confusion"] == matrix_as_png(np.eye(2), title="confusion, step 7")
@@ -393,7 +386,6 @@ class TestRows:
 
     def test_what_a_kill_took_on_its_way_is_given_again(self, tmp_path):
         """Also NaN in an array, and to a tracker that can say what it holds."""
-        saves = {"log_every": 1, "eval_data": HELD_OUT, "eval_step": eval_step}
 
         def add(moment: callbacks.Moment) -> None:
             assert moment.row is not None
@@ -405,8 +397,8 @@ class TestRows:
 
         first, second = Loses(), Loses()
         for tracker, epochs in ((first, 1), (second, 2)):
-            on_eval = callbacks.Callback(on_eval=add)
-            fit(callbacks.checkpoint(tmp_path), on_eval, callbacks.track(tracker, name="mine"), epochs=epochs, **saves)
+            told = callbacks.Callback(on_eval=add), callbacks.track(tracker, name="mine")
+            fit(callbacks.checkpoint(tmp_path), *told, epochs=epochs, log_every=1, **EVAL)
         logged = [(call[1], call[2]) for call in second.calls if call[0] == "log"]
         assert [step for step, scalars in logged if "loss" in scalars] == list(range(6, 15))
         assert [step for step, scalars in logged if "per_class/1" in scalars] == [7, 14]
@@ -422,7 +414,7 @@ class TestRows:
         steps = [[call[1] for call in each.calls if call[0] == "log" and "loss" in call[2]] for each in (first, second)]
         assert steps == [list(range(1, 8)), list(range(8, 15))]
         told = [callbacks.track(Fake(), name="mine") for _ in range(2)]
-        with pytest.raises(ConfigError, match=r"take each other's place in memory:///bucket/.*/tracker-mine\.json"):
+        with pytest.raises(ConfigError, match=r"overwrite each other in memory:///bucket/.*/tracker-mine\.json"):
             fit(callbacks.checkpoint(url), *told, epochs=3)
 
     def test_into_a_bucket_the_marks_are_written_now_and_then_and_none_is_left_out(self, monkeypatch):
@@ -463,8 +455,10 @@ class TestRows:
 
         saves, told = callbacks.checkpoint(str(place), every=None), callbacks.track(tracker, name="mine")
         with (
-            pytest.warns(TrackerWarning, match="mine: where it is cannot be kept.*process 7 on host-b has begun"),
-            pytest.raises(CheckpointError, match="process 7 on host-b has begun to save here since"),
+            pytest.warns(
+                TrackerWarning, match="mine: its position cannot be saved.*process 7 on host-b has since begun"
+            ),
+            pytest.raises(CheckpointError, match="process 7 on host-b has since begun to save here"),
         ):
             fit(saves, told, callbacks.Callback(on_step=take_over), log_every=1)
         assert (place / "tracker-mine.json").read_text() == "of the successor"
@@ -472,18 +466,15 @@ class TestRows:
     def test_a_run_that_begins_anew_is_another_one(self, tmp_path):
         trackers = [Fake(), Fake()]
         for tracker in trackers:
-            fit(
-                callbacks.checkpoint(tmp_path / "x", resume=False),
-                callbacks.track(tracker, name="mine"),
-                log_every=7,
-            )
+            saves = callbacks.checkpoint(tmp_path / "x", resume=False)
+            fit(saves, callbacks.track(tracker, name="mine"), log_every=7)
         assert [tracker.calls[0][-1] for tracker in trackers] == [False, False]
         assert trackers[0].calls[0][1] != trackers[1].calls[0][1]
         assert len(trackers[0].calls) == len(trackers[1].calls)
 
     def test_two_of_one_name_are_refused(self, tmp_path):
         told = [callbacks.track(Fake(), name="mine") for _ in range(2)]
-        with pytest.raises(ConfigError, match="mine: two trackers of this run have that name"):
+        with pytest.raises(ConfigError, match="mine: two trackers of this run have this name"):
             fit(callbacks.checkpoint(tmp_path / "x"), *told)
         fit(callbacks.checkpoint(tmp_path / "y"), told[0], callbacks.track(Fake(), name="other"))
 
@@ -538,32 +529,24 @@ class TestArguments:
         with pytest.raises(StepError, match=text):
             callbacks.track(**{"tracker": Fake(), "name": "mine"} | arguments)
 
-    def test_trackio(self):
-        pytest.importorskip("trackio", reason="pip install 'jdist[trackio]'")
-        with pytest.raises(ConfigError, match=r"trackio: no option 'nam'\. Did you mean name\?"):
-            callbacks.trackio(nam="x")
-        with pytest.raises(ConfigError, match=r"jdist sets 'resume' itself\. Options: name, group"):
-            callbacks.trackio(resume="must")
-
-    def test_weights_and_biases(self):
-        pytest.importorskip("wandb", reason="pip install 'jdist[wandb]'; `make trackers` has it")
-        with pytest.raises(ConfigError, match=r"wandb: no option 'projct'\. Did you mean project\?"):
-            callbacks.wandb(projct="x")
-        with pytest.raises(ConfigError, match=r"`mode` is 'ofline'; it must be one of 'online', 'offline'"):
-            callbacks.wandb(mode="ofline")
-
-    def test_mlflow(self):
-        pytest.importorskip("mlflow", reason="pip install 'jdist[mlflow]'; `make trackers` has it")
-        with pytest.raises(ConfigError, match="mlflow: `tracking_uri` is 'nowhere://x'"):
-            callbacks.mlflow(tracking_uri="nowhere://x")
+    @pytest.mark.parametrize(
+        ("name", "options", "text"),
+        [
+            ("trackio", {"nam": "x"}, r"trackio: no option 'nam'\. Did you mean name\?"),
+            ("trackio", {"resume": "must"}, r"jdist sets 'resume' itself\. Options: name, group"),
+            ("wandb", {"projct": "x"}, r"wandb: no option 'projct'\. Did you mean project\?"),
+            ("wandb", {"mode": "ofline"}, r"`mode` is 'ofline'; it must be one of 'online', 'offline'"),
+            ("mlflow", {"tracking_uri": "nowhere://x"}, "mlflow: `tracking_uri` is 'nowhere://x'"),
+        ],
+    )
+    def test_of_each_tracker(self, name, options, text):
+        pytest.importorskip(name, reason=f"pip install 'jdist[{name}]'; `make trackers` has all")
+        with pytest.raises(ConfigError, match=text):
+            getattr(callbacks, name)(**options)
 
     @pytest.mark.parametrize("name", ["wandb", "tensorboardX", "mlflow", "trackio"])
     def test_what_is_not_installed_is_named(self, name, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, None)
+        folder = {"folder": tmp_path} if name == "tensorboardX" else {}
         with pytest.raises(ConfigError, match=r"pip install 'jdist\["):
-            {
-                "wandb": callbacks.wandb,
-                "mlflow": callbacks.mlflow,
-                "trackio": callbacks.trackio,
-                "tensorboardX": lambda: callbacks.tensorboard(tmp_path),
-            }[name]()
+            getattr(callbacks, name.lower().removesuffix("x"))(**folder)

@@ -1,6 +1,6 @@
 """Run by `jdist launch`: two processes read a checkpoint of Orbax into their parts of a state.
 
-Usage: orbax_in_processes.py CHECKPOINT
+Usage: orbax_in_processes.py FOLDER, which holds the checkpoint, `saved`.
 """
 
 import sys
@@ -13,7 +13,9 @@ import jax  # noqa: E402 # not before the processes have joined
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-state = jdist.train.from_orbax(sys.argv[1], strategy.shapes({"w": jnp.zeros((1001, 257)), "n": jnp.int32(0)}))
+state = jdist.train.from_orbax(
+    f"{sys.argv[1]}/saved", strategy.shapes({"w": jnp.zeros((1001, 257)), "n": jnp.int32(0)})
+)
 assert not state["w"].stored.is_fully_addressable
 whole = strategy.fetch(state)
 np.testing.assert_array_equal(whole["w"], np.arange(257257.0, dtype=np.float32).reshape(1001, 257))

@@ -9,7 +9,10 @@ import itertools
 import os
 import signal
 import sys
+import warnings
+from typing import Any
 
+import jax
 import numpy as np
 
 from jdist.checkpoint import bucket, checkpointer, together
@@ -27,6 +30,24 @@ def state_at(step: int) -> dict:
         "many": [rng.integers(0, 255, 100, np.uint8) for _ in range(4)],
         "step": step,
     }
+
+
+def check_committed(directory: Any, committed: int) -> int:
+    """All that was committed before the kill and is still to be kept is there to the bit; returns the newest step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a kill damages nothing, so nothing may be passed over
+        with checkpointer.Checkpointer(directory, keep=KEEP) as checkpoints:
+            steps = checkpoints.steps()
+            assert steps[-1] in (committed, committed + 1)  # the kill may fall between the commit and its announcement
+            for step in steps:
+                restored = checkpoints.restore(state_at(0), step=step)
+                assert restored.data == {"position": step}
+                assert jax.tree.structure(restored.state) == jax.tree.structure(state_at(step))
+                for a, b in zip(jax.tree.leaves(restored.state), jax.tree.leaves(state_at(step)), strict=True):
+                    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            assert checkpoints.restore(state_at(0)).step == steps[-1]
+            checkpoints.claim()
+    return steps[-1]
 
 
 def announce(stage: str, kill_at: tuple[str, int] | None, calls: dict[str, int]) -> None:

@@ -111,9 +111,7 @@ def test_train_states_with_their_static_parts(tmp_path, make):
     state = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
-        fresh = make(
-            apply_fn=len, params=params, tx=tx
-        )  # flax's has a Python 0 as its step where the saved has an array
+        fresh = make(apply_fn=len, params=params, tx=tx)  # flax's step is a Python 0, the saved one an array
         restored = checkpoints.restore(fresh).state
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for actual, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
@@ -247,14 +245,42 @@ def test_a_number_that_would_change_is_refused(tmp_path):
         assert checkpoints.restore({"n": 0}).state == {"n": 2**40}
 
 
+NO_JSON = [{"a": (1, 2)}, {1: 2}, {"a": float("nan")}, {"a": np.int64(1)}, {"a": object()}]
+NO_MAPPING = (3, "x", [None], np.arange(2))
+
+
 @pytest.mark.parametrize(
-    ("leaf", "word"),
-    [("text", "str"), (np.array(["text"]), "<U4"), (2**63, "64 bits"), (jax.ShapeDtypeStruct((), "int32"), "no value")],
+    ("options", "says"),
+    [
+        *(
+            ({"step": step}, f"`step` is {step!r}; it must be a whole number, 0 or more")
+            for step in ("1", 1.0, True, -1, None)
+        ),
+        *(
+            ({"state": {"x": leaf}}, rf"\['x'\].*{word}")
+            for leaf, word in (
+                ("text", "str"),
+                (np.array(["text"]), "<U4"),
+                (2**63, "64 bits"),
+                (jax.ShapeDtypeStruct((), "int32"), "no value"),
+            )
+        ),
+        *(({"data": data}, "`data`") for data in NO_JSON),
+        *(
+            ({name: value}, rf"^`{name}`.*: it must be a mapping from names")
+            for name in ("data", "metrics", "metadata")
+            for value in NO_MAPPING
+        ),
+        *(
+            ({"metrics": {"loss": value}}, "^`metrics`.*: it must be one number")
+            for value in (None, "x", np.arange(2), 10**400)
+        ),
+    ],
 )
-def test_a_leaf_that_cannot_be_saved_is_named(tmp_path, leaf, word):
+def test_what_cannot_be_saved_is_named(tmp_path, options, says):
     with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match=rf"\['x'\].*{word}"):
-            checkpoints.save(1, {"x": leaf})
+        with pytest.raises(CheckpointError, match=says):
+            checkpoints.save(**{"step": 1, "state": {"n": 1}} | options)
         assert checkpoints.steps() == []
 
 
@@ -263,12 +289,6 @@ def test_a_donated_state_is_refused(tmp_path):
     jax.block_until_ready(jax.jit(lambda s: jax.tree.map(jnp.sin, s), donate_argnums=0)(state))
     with Checkpointer(tmp_path) as checkpoints, pytest.raises(DonatedStateError, match=r"\['w'\]"):
         checkpoints.save(1, state)
-
-
-@pytest.mark.parametrize("data", [{"a": (1, 2)}, {1: 2}, {"a": float("nan")}, {"a": np.int64(1)}, {"a": object()}])
-def test_data_that_json_would_change_is_refused(tmp_path, data):
-    with Checkpointer(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="`data`"):
-        checkpoints.save(1, {"w": jnp.zeros(1)}, data=data)
 
 
 def save_all(checkpoints, scores):
@@ -329,6 +349,7 @@ def test_after_going_back_the_newest_is_what_was_saved_last(tmp_path):
 def test_nothing_saved_and_a_step_not_saved(tmp_path):
     with Checkpointer(tmp_path / "new" / "folder") as checkpoints:
         assert (checkpoints.restore({"n": 0}), checkpoints.steps(), checkpoints.best_step) == (None, [], None)
+        assert list(tmp_path.iterdir()) == []  # reading makes no folder
         checkpoints.save(4, {"n": 0})
         with pytest.raises(CheckpointError, match=r"step 5 is not saved here; there are \[4\]"):
             checkpoints.restore({"n": 0}, step=5)
@@ -434,17 +455,24 @@ def test_a_closed_one_refuses_and_closing_again_is_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("options", "says"),
     [
         ({"directory": "gs://bucket/run"}, "gs://bucket/run"),
-        ({"keep": 0}, "`keep` is 0"),
+        ({"directory": "nix://bucket/run"}, "fsspec does not know nix://"),
+        ({"directory": "file:///tmp/run"}, "give a local path, or PROTOCOL://BUCKET/FOLDER"),
+        ({"directory": "s3://"}, "give a local path"),
         ({"best_mode": "most"}, "`best_mode` is 'most'"),
-        ({"timeout_s": 0.0}, "`timeout_s` is 0.0"),
+        *(({"keep": x}, f"`keep` is {x!r}; it must be a") for x in (0, "3", 2.5, True, float("nan"), None)),
+        *(
+            ({"timeout_s": x}, f"`timeout_s` is {x!r}; it must be a")
+            for x in (0, 0.0, "1", True, float("nan"), float("inf"), None)
+        ),
     ],
 )
-def test_arguments_are_checked(tmp_path, options, word):
-    with pytest.raises(CheckpointError, match=word):
-        Checkpointer(**{"directory": tmp_path, **options})
+def test_arguments_are_checked_before_anything_is_made(tmp_path, options, says):
+    with pytest.raises(CheckpointError, match=says):
+        Checkpointer(**{"directory": tmp_path / "new", **options})
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_relative_directory_is_where_it_was_named(tmp_path, monkeypatch):
@@ -453,8 +481,6 @@ def test_a_relative_directory_is_where_it_was_named(tmp_path, monkeypatch):
         monkeypatch.chdir("/")
         checkpoints.save(1, {"n": 1})
     assert any(path.name.startswith("step_00000001") for path in (tmp_path / "here").iterdir())
-    with pytest.raises(CheckpointError, match="`step` is -1"), Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(-1, {"n": 1})
 
 
 def test_one_module_imports_orbax():
@@ -490,7 +516,7 @@ def test_a_folder_is_one_jobs_from_its_first_save_to_its_end(tmp_path):
             [sys.executable, "-c", SAVES, tmp_path, "2"], input="", stdout=-1, text=True, timeout=120, check=True
         )
         assert f"{tmp_path}: process {first.pid} on " in done.stdout
-        assert "a folder of checkpoints is one job's" in done.stdout
+        assert "a folder of checkpoints belongs to one job at a time" in done.stdout
         assert is_claimed(tmp_path)
         with Checkpointer(tmp_path) as reader:  # and anybody's to read
             assert reader.steps() == [1]
@@ -508,6 +534,7 @@ def test_a_folder_is_one_jobs_from_its_first_save_to_its_end(tmp_path):
 
 @pytest.mark.parametrize("kind", ["orbax", "flax", "keras"])
 def test_a_folder_of_somebody_elses_checkpoints_is_no_empty_one(tmp_path, kind):
+    name = {"orbax": "7", "flax": "checkpoint_300", "keras": "model.keras"}[kind]
     if kind == "orbax":
         import orbax.checkpoint as ocp  # the test of jdist's own imports looks at the package alone
 
@@ -515,10 +542,9 @@ def test_a_folder_of_somebody_elses_checkpoints_is_no_empty_one(tmp_path, kind):
             manager.save(7, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
             manager.wait_until_finished()
     else:
-        (tmp_path / {"flax": "checkpoint_300", "keras": "model.keras"}[kind]).write_bytes(b"1")
-    name = {"orbax": "7", "flax": "checkpoint_300", "keras": "model.keras"}[kind]
+        (tmp_path / name).write_bytes(b"1")
     with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match=rf"holds {name}, checkpoints that jdist has not written"):
+        with pytest.raises(CheckpointError, match=rf"holds {name}, checkpoints that jdist did not write"):
             checkpoints.restore({"w": jnp.ones(2)})
         (tmp_path / "notes.txt").write_text("mine")
         for path in tmp_path.iterdir():
@@ -527,53 +553,18 @@ def test_a_folder_of_somebody_elses_checkpoints_is_no_empty_one(tmp_path, kind):
         assert checkpoints.restore({"w": jnp.ones(2)}) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("keep", x) for x in (0, "3", 2.5, True, float("nan"), None)]
-    + [("timeout_s", x) for x in (0, "1", True, float("nan"), float("inf"), None)],
-)
-def test_numbers_that_are_none_are_refused_before_anything_is_made(tmp_path, name, value):
-    with pytest.raises(CheckpointError, match=rf"`{name}` is .*; it must be a"):
-        Checkpointer(tmp_path / "new", **{name: value})
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.parametrize("directory", [None, 3, b"here", ["here"], np.zeros(2)], ids=repr)
 def test_what_is_no_directory_is_named(directory):
     state = {"n": jnp.ones(2)}
     for take in (Checkpointer, checkpoint_callback, lambda it: from_orbax(it, state), lambda it: to_orbax(it, "there")):
-        with pytest.raises(CheckpointError, match=r"is no directory: give a path, or a bucket's URL"):
+        with pytest.raises(CheckpointError, match=r"is not a directory: give a path, or a bucket's URL"):
             take(directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(name, value) for name in ("data", "metrics", "metadata") for value in (3, "x", [None], np.arange(2))]
-    + [("metrics", {"loss": value}) for value in (None, "x", np.arange(2), 10**400)],
-)
-def test_what_is_no_mapping_beside_a_state_is_named(tmp_path, name, value):
-    with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match=rf"^`{name}`.*: it must be (a mapping from names|one number)"):
-            checkpoints.save(1, {"n": 1}, **{name: value})
-        assert checkpoints.steps() == []
-
-
-def test_a_step_that_is_no_number_is_refused_and_numpys_numbers_are_numbers(tmp_path):
+def test_numpys_numbers_are_numbers(tmp_path):
     with Checkpointer(tmp_path, keep=np.int64(2), timeout_s=np.float32(60)) as checkpoints:
-        for step in ("1", 1.0, True, -1, None):
-            with pytest.raises(CheckpointError, match=r"`step` is .*; it must be a whole number, 0 or more"):
-                checkpoints.save(step, {"w": 1.0})
         checkpoints.save(np.int32(3), {"w": 1.0})
     assert checkpoints.steps() == [3]
-
-
-def test_reading_makes_no_folder(tmp_path):
-    with Checkpointer(tmp_path / "run") as checkpoints:
-        assert checkpoints.restore({"w": jnp.ones(2)}) is None
-        assert (checkpoints.steps(), checkpoints.best_step) == ([], None)
-        assert list(tmp_path.iterdir()) == []
-        checkpoints.save(1, {"w": jnp.ones(2)}, wait=True)
-    assert checkpoints.steps() == [1]
 
 
 def test_several_processes_read_a_folder_that_may_only_be_read(tmp_path, monkeypatch):

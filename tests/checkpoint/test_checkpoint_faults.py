@@ -1,16 +1,13 @@
 """Checkpoints under kills, damage, full disks and read-only disks: what was committed is read, or refused."""
 
+import functools
 import json
 import os
 import pathlib
-import random
 import shutil
 import subprocess
-import sys
-import warnings
 import zlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,42 +16,15 @@ from jdist.checkpoint import folder as disk
 from jdist.checkpoint import pieces, together
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.errors import CheckpointError
-from tests.checkpoint.save_forever import KEEP, state_at
-from tests.children import without_devices
-
-SCRIPT = pathlib.Path(__file__).with_name("save_forever.py")
-ROOT = pathlib.Path(__file__).parents[2]
-LIKE = state_at(0)
-
-
-def start(*args):
-    env = {**without_devices(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args)], stdout=subprocess.PIPE, text=True, env=env)
+from tests.checkpoint.kills import kill_at, kill_at_random
+from tests.checkpoint.save_forever import check_committed
 
 
 def check_after_kill(directory, committed):
-    """All that was committed before the kill and is still to be kept is there to the bit, and nothing else is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a kill damages nothing, so nothing may be passed over
-        with Checkpointer(directory, keep=KEEP) as checkpoints:
-            steps = checkpoints.steps()
-            assert steps
-            assert steps[-1] in (committed, committed + 1)  # the kill may fall between the commit and its announcement
-            for step in steps:
-                restored = checkpoints.restore(LIKE, step=step)
-                assert restored.data == {"position": step}
-                expected = state_at(step)
-                assert jax.tree.structure(restored.state) == jax.tree.structure(expected)
-                for actual, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(expected), strict=True):
-                    assert np.asarray(actual).tobytes() == np.asarray(wanted).tobytes()
-            assert checkpoints.restore(LIKE).step == steps[-1]
-    names = {path.name for path in directory.iterdir()}
-    assert not [name for name in names if name.startswith((".saving", ".deleting"))]
-    return steps[-1]
-
-
-def last_saved(lines, before=0):
-    return max([before, *(int(line.split()[1]) for line in lines if line.startswith("saved"))])
+    """What was committed is there, and nothing else is."""
+    newest_step = check_committed(directory, committed)
+    assert not [path for path in directory.iterdir() if path.name.startswith((".saving", ".deleting"))]
+    return newest_step
 
 
 def test_a_kill_at_each_stage_of_a_save(tmp_path):
@@ -67,10 +37,7 @@ def test_a_kill_at_each_stage_of_a_save(tmp_path):
     ]
     committed = 0
     for stage, call in stages:
-        process = start(tmp_path, stage, call)
-        lines = process.communicate(timeout=120)[0].splitlines()
-        assert process.returncode == -9
-        committed = last_saved(lines, committed)
+        committed = kill_at(stage, call, tmp_path, committed)
         # Before the parent cleans up, the traces of the stage: else the kill fell elsewhere.
         left = [path.name for path in tmp_path.iterdir() if path.name.startswith((".saving", ".deleting"))]
         assert [name.split("_")[0] for name in left] == (
@@ -82,22 +49,7 @@ def test_a_kill_at_each_stage_of_a_save(tmp_path):
 
 @pytest.mark.full
 def test_kills_at_random_moments(tmp_path):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")  # shown if the test fails; the moment within a stage is the scheduler's
-    rng, committed = random.Random(seed), 0
-    for _ in range(4):
-        process = start(tmp_path)
-        lines: list[str] = []
-        assert process.stdout is not None
-        with process:
-            for line in process.stdout:
-                lines.append(line)
-                if last_saved(lines) and rng.random() < 0.1:
-                    process.kill()
-                    break
-            lines += process.stdout.read().splitlines()
-        committed = last_saved(lines, committed)
-        committed = check_after_kill(tmp_path, committed)
+    kill_at_random(tmp_path, functools.partial(check_after_kill, tmp_path))
 
 
 @pytest.fixture
@@ -178,7 +130,7 @@ def test_a_bit_flipped_between_memory_and_file_is_noticed(tmp_path, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(pieces.zlib, "crc32", flip_after)
             checkpoints.save(1, state, wait=True)
-        with pytest.raises(CheckpointError, match=r"checksum does not match, of leaf \['w'\]"):
+        with pytest.raises(CheckpointError, match=r"its checksum does not match at leaf \['w'\]"):
             checkpoints.restore(state)
 
 
@@ -308,7 +260,7 @@ def test_only_what_is_jdists_own_is_deleted(tmp_path):
     link.symlink_to(elsewhere)
     other = tmp_path / ".saving_notes"
     other.mkdir()
-    with pytest.warns(CheckpointWarning, match=r"left alone.*\.deleting_step_00000008"):
+    with pytest.warns(CheckpointWarning, match=r"not removed.*\.deleting_step_00000008"):
         checkpoints = Checkpointer(tmp_path, keep=1)
     assert not dead.exists()
     assert all(path.exists() for path in (thesis, elsewhere, link, other))

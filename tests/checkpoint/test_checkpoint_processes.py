@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import jdist
 from jdist.train import Checkpointer, CheckpointWarning
+from tests.children import run_in_two
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 def folder(tmp_path_factory):
     """What save_in_processes.py leaves."""
     folder = tmp_path_factory.mktemp("saved")
-    script = Path(__file__).with_name("save_in_processes.py")
-    launched = jdist.launch([str(script), str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs")
-    assert launched.exit_code == 0, launched
+    run_in_two(Path(__file__).with_name("save_in_processes.py"), folder)
     return folder
 
 
@@ -93,8 +91,8 @@ def test_a_damaged_piece_is_noticed_and_the_one_before_is_read(folder, tmp_path)
 
 def test_a_folder_that_is_not_shared_is_named_on_both(folder, met):
     for one in met:
-        assert f"does not see in {folder}/own_1 what process 0 has written" in one["not shared"]
-    assert met[0]["not shared"].startswith("PeerFailedError: process 1: process 1, on ")
+        assert f"is another folder than {folder}/own_0 of process 0" in one["not shared"]
+    assert met[0]["not shared"].startswith(f"PeerFailedError: process 1: {folder}/own_1 on ")
     assert not (folder / "own_1").exists()
     assert not list((folder / "own_0").glob(".shared*"))
 

@@ -1,8 +1,8 @@
 """Checkpoints behind the interfaces of S3 and Google Cloud Storage, by emulators on this machine: `make remote`."""
 
+import functools
 import json
 import os
-import random
 import re
 import socket
 import subprocess
@@ -19,9 +19,9 @@ import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.errors import CheckpointError
 from tests.checkpoint import stores
+from tests.checkpoint.kills import child, kill_at, kill_at_random
 from tests.checkpoint.save_forever import KEEP, state_at
-from tests.checkpoint.test_buckets import ROOT, SCRIPT, STAGES, check_after_kill, run_killed, save_two, unfinished
-from tests.children import without_devices
+from tests.checkpoint.test_buckets import STAGES, check_after_kill, save_two, unfinished
 
 pytestmark = [
     pytest.mark.full,
@@ -60,31 +60,13 @@ def url(store, request):
 @pytest.mark.parametrize(("stage", "call", "leaves_something"), STAGES)
 def test_a_kill_at_each_stage(store, url, stage, call, leaves_something):
     save_two(url)
-    committed = run_killed(url, stage, call, store[1], 2)
+    committed = kill_at(stage, call, url, 2, **store[1])
     assert bool(unfinished(url)) == (leaves_something and stage != "inside write_pieces")
     check_after_kill(url, committed)
 
 
-def child(env):
-    return {**without_devices(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **env}
-
-
 def test_kills_at_random_moments(store, url):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")  # shown if the test fails; the moment within a stage is the scheduler's
-    rng, committed = random.Random(seed), 0
-    for _ in range(4):
-        line = [sys.executable, str(SCRIPT), url]
-        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=child(store[1])) as process:
-            assert process.stdout is not None
-            has_saved = False
-            for said in process.stdout:
-                if said.startswith("saved"):
-                    has_saved, committed = True, int(said.split()[1])
-                if has_saved and rng.random() < 0.1:
-                    process.kill()
-        assert process.returncode == -9
-        committed = check_after_kill(url, committed)
+    kill_at_random(url, functools.partial(check_after_kill, url), **store[1])
 
 
 def test_many_megabytes_go_in_several_parts(url):
@@ -97,7 +79,9 @@ def test_many_megabytes_go_in_several_parts(url):
 
 
 def test_a_bucket_that_is_not_there(store):
-    with pytest.raises(CheckpointError, match=rf"{store[0]}://no-such-bucket/run: there is no bucket 'no-such-bucket'"):
+    with pytest.raises(
+        CheckpointError, match=rf"{store[0]}://no-such-bucket/run: the bucket 'no-such-bucket' does not exist"
+    ):
         Checkpointer(f"{store[0]}://no-such-bucket/run")
 
 
@@ -145,10 +129,12 @@ def test_a_bucket_that_vanishes(store, url):
         checkpoints.save(1, state_at(1), wait=True)
         fs.rm("another-bucket", recursive=True)
         checkpoints.save(2, state_at(2))
-        with pytest.raises(CheckpointError, match=r"step_00000002.*cannot be written.*no bucket 'another-bucket'"):
+        with pytest.raises(
+            CheckpointError, match=r"step_00000002.*cannot be written.*bucket 'another-bucket' does not exist"
+        ):
             checkpoints.wait()
         for work in (lambda: checkpoints.restore(state_at(0)), checkpoints.steps, lambda: Checkpointer(other)):
-            with pytest.raises(CheckpointError, match="there is no bucket 'another-bucket'"):
+            with pytest.raises(CheckpointError, match="the bucket 'another-bucket' does not exist"):
                 work()
 
 
@@ -197,7 +183,7 @@ def test_a_server_that_falls_silent_in_mid_save(protocol):
     with STORES[protocol]() as (env, server):
         line = [sys.executable, "-c", SAVES_TWICE, url]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(line, text=True, env=child(env), **pipes) as process:
+        with subprocess.Popen(line, text=True, env=child(**env), **pipes) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "saved\n"
             server.stop()

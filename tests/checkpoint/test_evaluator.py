@@ -63,7 +63,7 @@ def test_a_job_that_is_gone_for_too_long_is_an_error(tmp_path):
     save(tmp_path, 3)
     steps = follow(tmp_path, is_alive=lambda: False)
     assert next(steps).step == 3
-    with pytest.raises(ClusterError, match=r"no process trains into it, .*step 3 of 9"):
+    with pytest.raises(ClusterError, match=r"no process has trained into it for .*step 3 of 9"):
         next(steps)
 
 
@@ -103,7 +103,7 @@ def test_the_script_of_a_job_trains_in_its_workers_and_evaluates_in_its_evaluato
     assert run(spec("worker")) == "trained"
     assert held == [False, True]
     assert run(spec("evaluator")) == 8
-    with hold(folder / LOCK), pytest.raises(CheckpointError, match="another process trains into it"):
+    with hold(folder / LOCK), pytest.raises(CheckpointError, match="another process saves its training here"):
         run(spec("worker"))
 
 

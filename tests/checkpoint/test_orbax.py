@@ -17,6 +17,7 @@ import jdist
 from jdist.checkpoint import orbax
 from jdist.errors import CheckpointError
 from jdist.train import Checkpointer, CheckpointWarning, from_orbax, to_orbax
+from tests.children import run_in_two
 
 ocp = pytest.importorskip("orbax.checkpoint")
 ocp1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
@@ -205,14 +206,16 @@ def test_parameters_of_nnx_alone_are_read_out_of_a_manager(tmp_path):
 
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(nnx.state(model(1)))))
-    with pytest.warns(CheckpointWarning, match=r"2 leaves are not in the state and were left: .*mean"):
+    with pytest.warns(CheckpointWarning, match=r"2 leaves are not in the state and were left out: .*mean"):
         params = from_orbax(tmp_path, nnx.state(model(0), nnx.Param))
     assert same(params, nnx.state(model(1), nnx.Param))
 
 
 def test_parameters_alone_are_read_and_what_is_left_is_named(managed):
     like = {"params": create_jdist().params}
-    with pytest.warns(CheckpointWarning, match=r"leaves are not in the state and were left: .*opt_state\.1\.0\.count"):
+    with pytest.warns(
+        CheckpointWarning, match=r"leaves are not in the state and were left out: .*opt_state\.1\.0\.count"
+    ):
         assert same(from_orbax(managed, like)["params"], create_flax(2).params)
 
 
@@ -233,9 +236,9 @@ def test_what_is_no_checkpoint_of_orbax_is_refused(managed, tmp_path):
     like = create_jdist()
     (tmp_path / "checkpoint_4").write_bytes(serialization.to_bytes(create_flax()))
     for path, more, match in [
-        (tmp_path / "none", {}, "there is no such folder"),
-        (tmp_path / "checkpoint_4", {}, "is a file, .* One of flax's msgpack is read by flax"),
-        (tmp_path, {}, "there is no checkpoint of a tree by Orbax"),
+        (tmp_path / "none", {}, "the folder does not exist"),
+        (tmp_path / "checkpoint_4", {}, "is a file, .* Read flax's msgpack by flax"),
+        (tmp_path, {}, "this folder has no checkpoint of a tree by Orbax"),
         (managed, {"step": 7}, r"has no step 7; there are \[1, 2\]"),
         (managed / "1", {"item": "params"}, "holds the items default; say which by `item`, not 'params'"),
     ]:
@@ -324,7 +327,7 @@ def test_keys_numbers_and_empty_arrays_are_written_or_named(tmp_path):
     assert (restored["n"], restored["x"].dtype, sorted(restored)) == (5, jnp.bfloat16, ["key", "n", "x"])
     with pytest.warns(CheckpointWarning), pytest.raises(CheckpointError, match="Orbax has step 1 here"):
         to_orbax(tmp_path / "run", tmp_path / "to")
-    with pytest.raises(CheckpointError, match="there is no checkpoint here of step 9"):
+    with pytest.raises(CheckpointError, match="found no checkpoint of step 9"):
         to_orbax(tmp_path / "run", tmp_path / "to", step=9)
 
 
@@ -337,7 +340,7 @@ def test_a_damaged_checkpoint_is_not_written_nor_the_one_before_it(tmp_path, lik
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match="checksum does not match"):
         to_orbax(tmp_path / "run", tmp_path / "to", like=like)
-    with pytest.raises(CheckpointError, match="there is no checkpoint here"):
+    with pytest.raises(CheckpointError, match="found no checkpoint"):
         to_orbax(tmp_path / "none", tmp_path / "to", like=like)
     assert not (tmp_path / "none").exists()
 
@@ -393,11 +396,7 @@ def test_a_host_holds_one_large_leaf_at_a_time(managed, monkeypatch):
 @pytest.mark.xdist_group("processes")
 def test_each_process_reads_into_its_parts(tmp_path):
     orbax_saves(tmp_path / "saved", {"w": jnp.arange(257257.0).reshape(1001, 257), "n": jnp.int32(3)})
-    script = Path(__file__).with_name("orbax_in_processes.py")
-    launched = jdist.launch(
-        [str(script), str(tmp_path / "saved")], processes=2, devices_per_process=2, log_dir=tmp_path / "logs"
-    )
-    assert launched.exit_code == 0, launched
+    run_in_two(Path(__file__).with_name("orbax_in_processes.py"), tmp_path)
 
 
 def test_what_is_no_checkpoint_of_orbax_is_said_with_what_to_do(tmp_path):
@@ -405,9 +404,9 @@ def test_what_is_no_checkpoint_of_orbax_is_said_with_what_to_do(tmp_path):
         checkpoints.save(3, {"w": jnp.ones(2)})
     saved = tmp_path / "run" / "checkpoints"
     for path in (saved.parent, saved, saved / "step_00000003_save_00001"):
-        with pytest.raises(CheckpointError, match=rf"{path}: is of jdist, not of Orbax.*Checkpointer\('{saved}'\)"):
+        with pytest.raises(CheckpointError, match=rf"{path}: jdist wrote it, not Orbax.*Checkpointer\('{saved}'\)"):
             from_orbax(path, {"w": jnp.ones(2)})
     with pytest.raises(
-        CheckpointError, match=r"/rum: there is no such folder. Did you mean 'run'\? Give a checkpoint's"
+        CheckpointError, match=r"/rum: the folder does not exist. Did you mean 'run'\? Give a checkpoint's"
     ):
         from_orbax(tmp_path / "rum", {"w": jnp.ones(2)})

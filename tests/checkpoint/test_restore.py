@@ -15,6 +15,7 @@ import jdist
 from jdist.checkpoint import leaves, pieces
 from jdist.train import Checkpointer, CheckpointWarning
 from tests.checkpoint import restore_in_processes as program
+from tests.children import run_in_two
 
 NUM_LEAVES, SHAPE = 12, (600, 513)  # more than a megabyte each, and padded on 8 devices
 LEAF = 4 * 600 * 513
@@ -118,10 +119,7 @@ def test_which_pieces_meet_a_box():
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("restored")
-    launched = jdist.launch(
-        [program.__file__, str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
-    )
-    assert launched.exit_code == 0, launched
+    run_in_two(program.__file__, folder)
     return folder
 
 

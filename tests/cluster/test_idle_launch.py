@@ -82,7 +82,7 @@ def test_a_strategy_of_one_process_is_told_of(launched, cluster, task, text):
         ),
         (
             {"PMI_SIZE": "8", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"},
-            "the environment tells of other processes, and this one trains by itself. JAX_COORDINATOR_ADDRESS is not set",
+            "the environment names other processes, and this one trains by itself. JAX_COORDINATOR_ADDRESS is not set",
         ),
     ],
 )

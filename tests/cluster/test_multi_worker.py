@@ -1,3 +1,6 @@
+import contextlib
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,3 +114,65 @@ def test_a_cluster_that_the_environment_describes_wrongly(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}')
     with pytest.raises(ClusterConfigError, match=r"TF_CONFIG: `task\.index`|TF_CONFIG: `task_index`"):
         jdist.multi_worker()
+
+
+# ---- how processes communicate
+
+
+def test_what_counts_when_nothing_is_said():
+    options = jdist.CommunicationOptions()
+    assert (options.bytes_per_pack, options.implementation) == (0, "auto")
+    assert options.timeout_s + 2 * options.timeout_s / 5 < 20  # a loss is noticed within 20 s
+
+
+@pytest.mark.parametrize("seconds", [1, 2.5, 3600])
+def test_seconds_that_are_allowed(seconds):
+    assert jdist.CommunicationOptions(timeout_s=seconds, start_timeout_s=seconds).timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bytes_per_pack": -1}, r"`bytes_per_pack` is -1; it must be a whole number of bytes, 0 or more"),
+        ({"bytes_per_pack": 1.5}, r"`bytes_per_pack` is 1\.5"),
+        ({"bytes_per_pack": True}, r"`bytes_per_pack` is True"),
+        ({"timeout_s": 0}, r"`timeout_s` is 0; it must be a number of seconds, 1 or more"),
+        ({"timeout_s": 0.5}, r"`timeout_s` is 0\.5"),
+        ({"timeout_s": float("nan")}, r"`timeout_s` is nan"),
+        ({"timeout_s": "10"}, r"`timeout_s` is '10'"),
+        ({"start_timeout_s": float("inf")}, r"`start_timeout_s` is inf"),
+        ({"start_timeout_s": True}, r"`start_timeout_s` is True"),
+        ({"implementation": "mpi"}, r"`implementation` is 'mpi'; it must be one of 'auto', 'ring', 'nccl'"),
+        ({"implementation": "ring", "bytes_per_pack": 1}, r'`implementation` "ring" sends all gradients as one'),
+    ],
+)
+def test_an_option_that_is_not_right_is_named(options, message):
+    with pytest.raises(StrategyError, match=message):
+        jdist.CommunicationOptions(**options)
+
+
+# ---- what a step tells the cluster of how far it is
+
+
+class Cluster:
+    """Takes the place of a cluster's runtime, and adds up what it is told."""
+
+    num_processes, is_alone, steps = 1, False, 0
+
+    def blocked(self):
+        return contextlib.nullcontext()
+
+    def advance(self, steps, result):
+        self.steps += steps
+
+
+def test_each_call_counts_the_steps_that_it_made():
+    cluster = Cluster()
+    strategy = dataclasses.replace(jdist.mirrored(["cpu:0", "cpu:1"]), cluster=cluster)
+    train_step = jdist.distribute(lambda w, b: (w + 1, {}), strategy, steps_per_call=3)
+    eval_step = jdist.distribute(lambda w, b: {"w": w}, strategy, returns=("metrics",))
+    state = strategy.init(lambda: jnp.float32(0))
+    for steps in (3, 3, 2):  # the last call of a data set
+        state, _ = train_step(state, {"x": np.ones((steps, 2))})
+    eval_step(state, {"x": np.ones(2)})
+    assert cluster.steps == int(state) == 8

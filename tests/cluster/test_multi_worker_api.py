@@ -30,7 +30,7 @@ def same(found: list[dict], name: str) -> object:
 
 def test_it_says_what_it_is(found):
     assert same(found, "num_replicas") == 4
-    assert "in 2 processes, of which this is number 1" in found[1]["repr"]
+    assert "in 2 processes (this is number 1)" in found[1]["repr"]
     assert same(found, "same again") is True
 
 

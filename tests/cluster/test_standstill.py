@@ -40,6 +40,7 @@ train(3)
             last = job.out(index).splitlines()[-1]
             assert last.startswith("jdist: PeerLostError: process 1 ("), last
             assert "`with strategy.cluster.busy(...):`" in last
+            assert "progress_timeout_s" in last
 
 
 FIT = """
@@ -77,7 +78,7 @@ train(3)
     )
     with Job(tmp_path, IMPATIENT + body) as job:
         assert job.codes(within_s=60 + BOUND_S) == [75, 75], job.out(0) + job.out(1)
-        assert "all wait for each other since" in job.record(0)["cause"], job.record(0)
+        assert "all have waited for each other for" in job.record(0)["cause"], job.record(0)
 
 
 @pytest.mark.parametrize(

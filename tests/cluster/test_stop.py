@@ -1,10 +1,8 @@
 """A wish to stop: from a signal or a watcher, after a grace, on all processes after the same step."""
 
-import concurrent.futures
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +12,9 @@ import pytest
 
 import jdist
 from jdist.cluster.stop import preemption
-from jdist.cluster.watch.client import Identity, Watch
-from jdist.cluster.watch.server import WatchServer
 from jdist.errors import ClusterError
+from tests.cluster.watch.test_watch import Job as Watches
+from tests.cluster.watch.test_watch import each, until
 
 
 def stopped_at(stop, timeout_s=30.0):
@@ -131,29 +129,15 @@ def test_options_are_checked(options):
         pass
 
 
-def each(work):
-    """Does something in the threads of two processes at the same time."""
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        return [done.result(30.0) for done in [threads.submit(work, process) for process in range(2)]]
-
-
 @pytest.fixture
 def two():
-    """The lines of two processes to process 0."""
-    server, lost = socket.create_server(("127.0.0.1", 0)), []
-    port = server.getsockname()[1]
-    switchboard = WatchServer(server, 2, silence_s=30.0, start_timeout_s=30.0, token="")
-
-    def join(process):
-        place = Identity(process=process, addresses=("a:1", "b:1"), host="127.0.0.1", port=port, token="")
-        return Watch(place, start_timeout_s=30.0, silence_s=30.0, on_lost=lost.append)
-
-    watches = each(join)
-    yield watches
-    each(lambda process: watches[process].say_bye())
-    each(lambda process: watches[process].part())
-    switchboard.close()
-    assert lost == []
+    """The watches of two processes."""
+    job = Watches(2).start()
+    yield job.watches[0], job.watches[1]
+    each(lambda process: job.watches[process].say_bye(), range(2))
+    each(lambda process: job.watches[process].part(), range(2))
+    job.server.close()
+    assert all(losses.empty() for losses in job.losses.values())
 
 
 def test_all_stop_behind_the_furthest_also_if_that_one_cannot_answer_now(two):
@@ -162,10 +146,7 @@ def test_all_stop_behind_the_furthest_also_if_that_one_cannot_answer_now(two):
     assert not any(ahead.stops_after(step) for step in range(6))
     # `ahead` now waits for its devices, which wait for the steps 4 and 5 of `behind`.
     behind.wish_to_stop("SIGTERM")
-    deadline_s = time.monotonic() + 30
-    while behind.stopping is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    until(lambda: behind.stopping is not None, "it did not hear of the wish")
     assert [behind.stops_after(step) for step in (4, 5, 6)] == [False, False, True]
     assert ahead.stops_after(6)
     assert ahead.stopping == "SIGTERM"
@@ -176,10 +157,7 @@ def test_all_stop_at_the_same_batch_of_an_evaluation(two):
     for watch, part in ((behind, 2), (ahead, 4)):
         assert not any(watch.stops_after(7, each) for each in range(part))
     ahead.wish_to_stop("SIGTERM")
-    deadline_s = time.monotonic() + 30
-    while behind.stopping is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    until(lambda: behind.stopping is not None, "it did not hear of the wish")
     assert [behind.stops_after(7, part) for part in (2, 3, 4)] == [False, False, True]
     assert ahead.stops_after(7, 4)
     assert ahead.stops_after(8)  # one whose evaluation ended before

@@ -1,4 +1,4 @@
-"""Two laws of docs/steps.md: microbatches are replicas in time, and the global view is one replica, for each call of jdist.
+"""Two laws of docs/step_laws.md: microbatches are replicas in time, and the global view is one replica, for each call of jdist.
 
 Each step below is run on four replicas, and on fewer with as many microbatches; and in the global view, against one device.
 """
@@ -351,11 +351,12 @@ FEWER = {
     "two in pmap": lambda: (jdist.mirrored(cpus(2), transform="pmap"), 2),
     "central_storage": lambda: (jdist.central_storage(cpus(2)), 2),
     "central_storage without microbatches": lambda: (jdist.central_storage(cpus(4)), 1),
+    "two of two": lambda: (jdist.sharded(cpus(4), within=2, whole_below=0, most_whole=1), 1),
     "bucketed": lambda: (jdist.mirrored(cpus(2), all_reduce=jdist.reduction.bucketed(16)), 2),
 }
 
 
-@pytest.mark.parametrize("how", some(list(FEWER), ["two in shard_map", "central_storage"]))
+@pytest.mark.parametrize("how", some(list(FEWER), ["two in shard_map", "central_storage", "two of two"]))
 @each_step()
 def test_microbatches_are_replicas_in_time(name, how):
     strategy, accumulate = FEWER[how]()

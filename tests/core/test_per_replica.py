@@ -95,12 +95,12 @@ class TestOf:
         assert even.local_results()[0].tolist() == uneven.local_results()[0].tolist() == [0, 0]
 
     def test_what_is_refused(self):
-        with pytest.raises(StepError, match="there is no value"):
+        with pytest.raises(StepError, match="no values; pass one for each replica"):
             PerReplica.of([])
         with pytest.raises(StepError, match=r"the value of replica 1 has the tree .*not in structure"):
             PerReplica.of([{"a": 1}, {"b": 1}])
         for wrong in ("text", np.array(["a"]), object()):
-            with pytest.raises(StepError, match=rf"no array of numbers: \['a'\] is a {type(wrong).__name__}"):
+            with pytest.raises(StepError, match=rf"is not an array of numbers: \['a'\] is a {type(wrong).__name__}"):
                 PerReplica.of([{"a": wrong}])
 
 

@@ -20,38 +20,34 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 BOTH = pytest.mark.parametrize("name", DTYPES)
 
 
+def distributed(**options):
+    return jdist.distribute(train_step, jdist.one_device(), **options)
+
+
 class TestTheValue:
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("call", "message"),
         [
-            (("bf61",), "`name` is 'bf61'; it must be 'bf16' or 'fp16'. Did you mean 'bf16'"),
-            (("float32",), "`name` is 'float32'.*Without `precision` a step computes in the dtype of its parameters"),
-            ((16,), "`name` is 16"),
+            (lambda: jdist.precision("bf61"), "`name` is 'bf61'; it must be 'bf16' or 'fp16'. Did you mean 'bf16'"),
+            (
+                lambda: jdist.precision("float32"),
+                "`name` is 'float32'.*Without `precision` a step computes in the dtype of its parameters",
+            ),
+            (lambda: jdist.precision(16), "`name` is 16"),
+            (lambda: jdist.precision("bf16", initial_scale=8.0), 'are for "fp16"'),
+            (lambda: jdist.precision("bf16", keep=[3]), "`keep` has 3"),
+            (lambda: distributed(precision=16), r'`precision` is 16; .*"bf16", "fp16", or a value'),
+            (lambda: distributed(precision=jdist.precision("fp16"), non_finite="apply"), '"apply"` cannot go with'),
         ],
     )
-    def test_a_name_that_there_is_not(self, arguments, message):
+    def test_what_is_refused(self, call, message):
         with pytest.raises(StepError, match=message):
-            jdist.precision(*arguments)
+            call()
 
-    def test_bf16_has_no_loss_scale(self):
-        with pytest.raises(StepError, match='are for "fp16"'):
-            jdist.precision("bf16", initial_scale=8.0)
-
-    def test_keep_holds_names(self):
+    def test_what_is_taken(self):
         assert jdist.precision("bf16", keep="scale") == jdist.precision("bf16", keep=["scale"])
-        with pytest.raises(StepError, match="`keep` has 3"):
-            jdist.precision("bf16", keep=[3])
-
-    def test_a_step_takes_its_name_or_the_value(self):
-        step = jdist.distribute(train_step, jdist.one_device(), precision="bf16")
+        step = distributed(precision="bf16", non_finite="apply")
         assert step.options.precision == jdist.precision("bf16")
-        with pytest.raises(StepError, match=r'`precision` is 16; .*"bf16", "fp16", or a value'):
-            jdist.distribute(train_step, jdist.one_device(), precision=16)
-
-    def test_an_overflow_cannot_be_applied(self):
-        with pytest.raises(StepError, match='"apply"` cannot go with'):
-            jdist.distribute(train_step, jdist.one_device(), precision=jdist.precision("fp16"), non_finite="apply")
-        jdist.distribute(train_step, jdist.one_device(), precision=jdist.precision("bf16"), non_finite="apply")
 
     @BOTH
     def test_only_wider_floating_point_leaves_are_cast(self, name):
@@ -129,7 +125,7 @@ class TestInAStep:
 
     @BOTH
     def test_every_product_of_matrices_is_of_16_bits(self, name):
-        step = jdist.distribute(train_step, jdist.one_device(), precision=jdist.precision(name))
+        step = distributed(precision=jdist.precision(name))
         text = step.lower(create(), rows()).as_text()
         dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
         assert len(dots) >= 5  # two forward, three backward
@@ -145,12 +141,12 @@ class TestInAStep:
 
     def test_kept_names_stay_float32_in_parameters_and_batch(self):
         SEEN.clear()
-        step = jdist.distribute(train_step, jdist.one_device(), precision=jdist.precision("bf16", keep=("w", "y")))
+        step = distributed(precision=jdist.precision("bf16", keep=("w", "y")))
         step(create(), rows())
         assert (SEEN[0]["hidden"], SEEN[0]["x"], SEEN[0]["y"]) == ("float32", "bfloat16", "float32")
 
     def test_a_name_to_keep_that_nothing_has(self):
-        step = jdist.distribute(train_step, jdist.one_device(), precision=jdist.precision("bf16", keep="labels"))
+        step = distributed(precision=jdist.precision("bf16", keep="labels"))
         with pytest.raises(StepError, match=r"names 'labels'.* Did you mean 'label'"):
             step(create(), rows())
 

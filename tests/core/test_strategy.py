@@ -44,7 +44,7 @@ def test_repr_is_for_people():
         "all-reduce psum)"
     )
     assert repr(jdist.one_device("cpu:1")).startswith("Strategy(one_device: 1 replica on cpu devices [1] ")
-    assert repr(jdist.default()) == "Strategy(default: the step runs as it is, on the device that JAX chooses)"
+    assert repr(jdist.default()) == "Strategy(default: the step runs unchanged, on the device that JAX chooses)"
 
 
 def test_html_is_a_table_and_escapes():

@@ -204,22 +204,22 @@ class TestRefused:
         with pytest.raises(DatasetError, match=r"`batch_axis` has .*must be an integer of at least 0"):
             TWO.distribute_dataset(BATCHES, batch_axis=axis)
 
-    def test_a_leaf_without_that_axis(self):
-        run = jdist.distribute(step, TWO, batch_axis=1)
-        with pytest.raises(BatchError, match=r"\['y'\] has shape \(16,\), and its rows are to be on axis 1.*in_axes"):
-            run(0.0, BATCHES[0])
+    @pytest.mark.parametrize(
+        ("axis", "batch", "message"),
+        [
+            (1, BATCHES[0], r"\['y'\] has shape \(16,\), and its rows should be on axis 1.*in_axes"),
+            ({"x": 1}, BATCHES[0], "`batch_axis` is .*does not fit the tree of the batch"),
+            (AXES, BATCHES[2], "a batch of 13 rows does not divide by 2"),
+        ],
+    )
+    def test_a_batch_with_other_rows(self, axis, batch, message):
+        with pytest.raises(BatchError, match=message):
+            jdist.distribute(step, TWO, batch_axis=axis)(0.0, batch)
 
-    def test_another_tree(self):
-        with pytest.raises(BatchError, match=r"`batch_axis` is .*does not fit the tree of the batch"):
-            jdist.distribute(step, TWO, batch_axis={"x": 1})(0.0, BATCHES[0])
+    def test_an_axis_for_one_of_two_batches(self):
         two = jdist.distribute(lambda w, a, b: (w, {}), TWO, args=("state", "batch", "batch"), batch_axis=(1,))
         with pytest.raises(BatchError, match=r"takes 2 batches: give an axis for all, or a tuple with one for each"):
             two(0.0, BATCHES[0]["x"], BATCHES[0]["x"])
-
-    def test_rows_that_do_not_divide(self):
-        run = jdist.distribute(step, TWO, batch_axis=AXES)
-        with pytest.raises(BatchError, match="a batch of 13 rows does not divide by 2"):
-            run(0.0, BATCHES[2])
 
     def test_a_dataset_with_its_rows_elsewhere(self):
         (batch,) = TWO.distribute_dataset([{"x": np.ones((4, 4, 4), np.float32)}])

@@ -83,26 +83,27 @@ def test_only_as_many_files_are_read_as_the_batches_need(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("paths", "options", "message"),
     [
-        ([], "the dataset is empty: `paths` names no file"),
-        ("data/*.npy", r"a list of paths, but it is the one path 'data/\*.npy'"),
-        (None, "`paths` must be a list of paths, but it is None"),
-        ([np.arange(2)], "`paths` must hold strings or `pathlib.Path`s, but it holds array"),
+        ([], {}, "the dataset is empty: `paths` names no file"),
+        ("data/*.npy", {}, r"a list of paths, but it is the one path 'data/\*.npy'"),
+        (None, {}, "`paths` must be a list of paths, but it is None"),
+        ([np.arange(2)], {}, "`paths` must hold strings or `pathlib.Path`s, but it holds array"),
+        (["a"], {"read": "np.load"}, "`read` must be a function from a path to arrays, but it is a str"),
+        (["a"], {"global_batch": 0}, "`global_batch` is 0; .* 1 or more"),
+        (["a"], {"epochs": 0}, "`epochs` is 0; .* 1 or more"),
+        (["a"], {"shuffle_window": 3}, "`shuffle_window` is 3, but nothing is shuffled without a `shuffle_seed`"),
+        (
+            ["a"],
+            {"shuffle_seed": 0, "shuffle_window": 0},
+            "`shuffle_window` is 0; it must be a whole number, 1 or more",
+        ),
+        (["a"], {"workers": 0}, "`workers` is 0; it must be a whole number, 1 or more"),
     ],
 )
-def test_paths_that_are_none_are_refused(paths, message):
+def test_what_is_refused(paths, options, message):
     with pytest.raises(DatasetError, match=message):
-        from_files(paths, np.load, global_batch=1)
-
-
-def test_options_out_of_range_are_refused():
-    with pytest.raises(DatasetError, match="`read` must be a function from a path to arrays, but it is a str"):
-        from_files(["a"], "np.load", global_batch=1)  # pyright: ignore[reportArgumentType] - that is the test
-    with pytest.raises(DatasetError, match=r"`global_batch` is 0; .* 1 or more"):
-        from_files(["a"], np.load, global_batch=0)
-    with pytest.raises(DatasetError, match=r"`epochs` is 0; .* 1 or more"):
-        from_files(["a"], np.load, global_batch=1, epochs=0)
+        from_files(paths, **{"read": np.load, "global_batch": 1, **options})
 
 
 @pytest.mark.parametrize("epochs", [1, None])

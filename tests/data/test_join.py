@@ -16,13 +16,15 @@ def test_rows_follow_each_other_in_new_memory():
 
 
 @pytest.mark.parametrize(
-    "other", [{"x": np.zeros(2, np.float32)}, {"y": np.arange(2)}, {"x": np.zeros((2, 1), int)}, np.arange(2)]
+    ("other", "message"),
+    [
+        ({"x": np.zeros(2, np.float32)}, r"differ: in batch 1 \(from 0\) .*\['x'\] was"),
+        ({"x": np.zeros((2, 1), int)}, r"differ: in batch 1 \(from 0\) .*\['x'\] was"),
+        ({"y": np.arange(2)}, r"differ: in batch 1 \(from 0\) .*\['x'\] is missing"),
+        (np.arange(2), r"differ: in batch 1 \(from 0\) .*\['x'\] is missing"),
+        ({"x": np.arange(2), "y": np.arange(3)}, "must agree on their leading"),
+    ],
 )
-def test_batches_that_differ_in_more_than_their_rows_are_refused(other):
-    with pytest.raises(BatchError, match=r"differ: in number 1 \(from 0\) .*\['x'\] (was|is missing)"):
+def test_batches_that_differ_in_more_than_their_rows_are_refused(other, message):
+    with pytest.raises(BatchError, match=message):
         join([{"x": np.arange(2)}, other])
-
-
-def test_leaves_that_disagree_on_the_rows_are_refused():
-    with pytest.raises(BatchError, match="must agree on their leading"):
-        join([{"x": np.arange(2)}, {"x": np.arange(2), "y": np.arange(3)}])

@@ -108,36 +108,28 @@ def test_other_options_are_refused_by_what_differs():
             feed(from_arrays({"x": arrays}, **options)).restore(saved)
 
 
-def test_fingerprints_of_other_forms_are_shown_whole():
-    saved = feed(Counting()).state()
-    with pytest.raises(DatasetError, match="fingerprint was 'old' and is 'counting'"):
-        feed(Counting()).restore({**saved, "fingerprint": "old"})
+NOTHING: Any = None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2, but this jdist reads version 1"),
-        ({"step": -1}, "`step` is -1; it must be"),
-        ({"step": True}, "`step` is True; it must be"),
-        ({"step": "3"}, "`step` is '3'; it must be"),
-        ({"step": 11}, "step 11, but the dataset has only 10 steps"),
+        (lambda saved: saved | {"version": 2}, "version 2, but this jdist reads version 1"),
+        (lambda saved: saved | {"step": -1}, "`step` is -1; it must be"),
+        (lambda saved: saved | {"step": True}, "`step` is True; it must be"),
+        (lambda saved: saved | {"step": "3"}, "`step` is '3'; it must be"),
+        (lambda saved: saved | {"step": 11}, "step 11, but the dataset has only 10 steps"),
+        (lambda saved: saved | {"fingerprint": "old"}, "fingerprint was 'old' and is 'counting'"),
+        (lambda _: {"step": 3}, r"lacks \['version', 'fingerprint'\]"),
+        (lambda _: NOTHING, "not a NoneType"),
     ],
 )
 def test_broken_states_are_refused_and_the_position_stays(change, message):
     dataset = feed(Counting())
     next(iter(dataset))
     with pytest.raises(DatasetError, match=message):
-        dataset.restore({**dataset.state(), **change})
+        dataset.restore(change(dataset.state()))
     assert dataset.position == 1
-
-
-def test_states_that_are_something_else_are_refused():
-    with pytest.raises(DatasetError, match=r"lacks \['version', 'fingerprint'\]"):
-        feed(Counting()).restore({"step": 3})
-    nothing: Any = None
-    with pytest.raises(DatasetError, match="not a NoneType"):
-        feed(Counting()).restore(nothing)
 
 
 def test_a_plain_iterable_refuses_state_and_says_why():

@@ -180,21 +180,19 @@ def test_errors_that_are_no_exceptions_are_passed_on_too():
         next(Prefetcher(items(), depth=1))
 
 
-def test_the_thread_has_a_name_and_is_a_daemon():
-    dataset = endless()
-    iterator = iter(dataset)
+def test_the_thread_has_a_name_and_is_a_daemon_and_without_prefetch_there_is_none():
+    iterator = iter(endless())
     (thread,) = prefetch_threads()
     assert thread.daemon
     iterator.close()
-
-
-def test_without_prefetch_there_is_no_thread():
     iterator = iter(endless(prefetch=0))
     next(iterator)
     assert prefetch_threads() == []
 
 
-def test_no_thread_is_left_after_break():
+def test_no_thread_is_left_after_the_end_or_a_break():
+    list(distributed_dataset(from_arrays({"x": np.arange(8)}, global_batch=4), num_replicas=2))
+    assert_threads_end()
     dataset = endless()
     for _ in dataset:
         break
@@ -213,11 +211,6 @@ def test_no_thread_is_left_after_an_exception_in_the_loop():
         loop()
     del caught  # its traceback holds the loop, and the loop its iterator
     gc.collect()
-    assert_threads_end()
-
-
-def test_no_thread_is_left_after_the_end():
-    list(distributed_dataset(from_arrays({"x": np.arange(8)}, global_batch=4), num_replicas=2))
     assert_threads_end()
 
 

@@ -1,6 +1,7 @@
 """Several processes that feed one strategy: which rows each makes, and how they agree on the steps and the end."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterable
@@ -216,27 +217,39 @@ def refusals(job, sources, error: Any = DatasetError, **options):
     return [str(result) for result in results]
 
 
-def test_by_file_the_global_batch_has_to_divide_by_the_processes():
-    source = from_files(["a", "b", "c"], lambda path: {"x": np.arange(3)}, global_batch=8)
-    (message, *_) = refusals(Job(3), source, BatchError, autoshard="file")
-    assert "does not divide by 3 processes" in message
-    assert "use a global batch of 6 or 9" in message
+def in_files(paths, global_batch):
+    return from_files(list(paths), lambda path: {"x": np.arange(3)}, global_batch=global_batch)
 
 
-def test_by_file_there_have_to_be_files_enough():
-    source = from_files(["a", "b"], lambda path: {"x": np.arange(3)}, global_batch=3)
-    assert 'Use autoshard="data" (each reads all files' in refusals(Job(3), source, autoshard="file")[0]
-    assert "cannot be shared file by file" in refusals(Job(2), arrays(range(4)), autoshard="file")[0]
-
-
-def test_a_process_with_other_data_is_named_at_once():
-    sources = [arrays(range(8)), arrays(range(8)), arrays(range(9))]
-    assert "rows is 8 on process 0, and 9 on process 2" in refusals(Job(3), sources, autoshard="data")[1]
-    files = [from_files(paths, lambda path: {"x": np.arange(3)}, global_batch=2) for paths in (list("abc"), list("ab"))]
-    messages = refusals(Job(2), files, autoshard="auto")
-    assert "the number of files is 3 on process 0, and 2 on process 1" in messages[0]
-    kinds = [arrays(range(8)), Plain([1])]
-    assert "source is random-access on process 0, and iterable on process 1" in refusals(Job(2), kinds)[0]
+@pytest.mark.parametrize(
+    ("sources", "autoshard", "error", "message"),
+    [
+        ([in_files("abc", 8)] * 3, "file", BatchError, "does not divide by 3 processes.* use a global batch of 6 or 9"),
+        ([in_files("ab", 3)] * 3, "file", DatasetError, r'Use autoshard="data" \(each reads all files'),
+        ([arrays(range(4))] * 2, "file", DatasetError, "cannot be shared file by file"),
+        (
+            [arrays(range(8)), arrays(range(8)), arrays(range(9))],
+            "data",
+            DatasetError,
+            "rows is 8 on process 0, and 9 on process 2",
+        ),
+        (
+            [in_files("abc", 2), in_files("ab", 2)],
+            "auto",
+            DatasetError,
+            "the number of files is 3 on process 0, and 2 on process 1",
+        ),
+        (
+            [arrays(range(8)), Plain([1])],
+            "off",
+            DatasetError,
+            "source is random-access on process 0, and iterable on process 1",
+        ),
+    ],
+)
+def test_sources_that_cannot_be_shared_are_refused_by_all(sources, autoshard, error, message):
+    for refused in refusals(Job(len(sources)), sources, error, autoshard=autoshard):
+        assert re.search(message, refused)
 
 
 @pytest.mark.parametrize("long", [False, True])
@@ -254,7 +267,9 @@ def test_batches_that_do_not_go_together_are_named_by_process_and_leaf(long, mon
 @pytest.mark.parametrize("empty", [Plain(), Plain([])])
 def test_a_process_without_any_row_is_named(empty):
     for message in refusals(Job(3), [Plain([1]), empty, Plain([2])]):
-        assert message.startswith("process 1 has no rows: its source gave none to begin with")
+        assert message.startswith(
+            "process 1 has no rows: its source gave none, so its part of a batch cannot be filled up"
+        )
 
 
 def test_if_no_process_has_rows_the_dataset_is_empty():
@@ -289,7 +304,7 @@ def test_an_error_in_one_source_reaches_all(prefetch):
         (
             ([1, 2], [3]),
             "batches 2 (from 0) of the processes differ: the number of rows is 2 on process 0, and nothing, as its source "
-            "has ended, on process 1. Every process has to make the same",
+            "has ended, on process 1. Every process must make the same",
         ),
         (
             ([1, 2], [3], [4, 5, 6]),
@@ -456,7 +471,7 @@ def test_a_process_that_goes_on_where_another_has_left_the_loop_is_told():
 
     _, error = job.run(program)
     assert isinstance(error, ClusterError)
-    assert "process 0 does not come to 'dataset 1, pass 0, step " in str(error)
+    assert "process 0 will not reach 'dataset 1, pass 0, step " in str(error)
 
 
 def test_datasets_side_by_side_do_not_mix():

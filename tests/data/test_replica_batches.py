@@ -207,40 +207,42 @@ class TestPosition:
         context = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)
         source = from_function(lambda _: from_arrays(np.arange(4), global_batch=2), [context], num_replicas=2)
         assert source.batch_at(0).tolist() == [0, 1, 2, 3]
-        with pytest.raises(DatasetError, match="there is no batch 1: the source has 1 steps"):
+        with pytest.raises(DatasetError, match="batch 1 does not exist: the source has 1 steps"):
             source.batch_at(1)
 
 
-class TestRefused:
-    def test_no_function(self):
-        with pytest.raises(DatasetError, match=r"a list is not a dataset function.*distribute_dataset"):
-            TWO.distribute_datasets_from_function(in_batches(range(4), 2))
+def broken():
+    yield {"x": np.arange(2)}
+    raise OSError("the disk is gone")
 
-    def test_a_function_without_a_source(self):
-        with pytest.raises(DatasetError, match=r"result for InputContext.*a NoneType is not a source of batches"):
-            TWO.distribute_datasets_from_function(lambda context: None)
 
-    def test_nothing_at_all(self):
-        with pytest.raises(DatasetError, match="the dataset is empty: the ReplicaBatches gave no batch"):
-            list(TWO.distribute_datasets_from_function(lambda context: []))
+UNEQUAL, UNLIKE = ([{"x": np.arange(2)}, other] for other in ({"x": np.arange(3)}, {"y": np.arange(2)}))
 
-    def test_an_element_larger_than_the_first(self):
-        elements = [{"x": np.arange(size)} for size in (2, 3)]
-        with pytest.raises(BatchError, match="a batch has 3 rows, but the first per-replica batch has 2"):
-            list(TWO.distribute_datasets_from_function(lambda context: elements))
 
-    def test_elements_of_one_step_that_differ(self):
-        elements = [{"x": np.arange(2)}, {"y": np.arange(2)}]
-        with pytest.raises(BatchError, match=r"differ: in number 1 \(from 0\) \['x'\] is missing; \['y'\] is new"):
-            list(TWO.distribute_datasets_from_function(lambda context: elements))
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (in_batches(range(4), 2), "a list is not a dataset function.*distribute_dataset"),
+        (lambda _: None, "result for InputContext.*a NoneType is not a source of batches"),
+    ],
+)
+def test_what_is_refused_by_the_call(fn, message):
+    with pytest.raises(DatasetError, match=message):
+        TWO.distribute_datasets_from_function(fn)
 
-    def test_a_reader_that_fails_raises_where_the_loop_is(self):
-        def broken():
-            yield {"x": np.arange(2)}
-            raise OSError("the disk is gone")
 
-        with pytest.raises(OSError, match="the disk is gone"):
-            list(TWO.distribute_datasets_from_function(lambda context: broken()))
+@pytest.mark.parametrize(
+    ("fn", "error", "message"),
+    [
+        (lambda _: [], DatasetError, "the dataset is empty: the ReplicaBatches gave no batch"),
+        (lambda _: UNEQUAL, BatchError, "a batch has 3 rows, but the first per-replica batch has 2"),
+        (lambda _: UNLIKE, BatchError, r"differ: in batch 1 \(from 0\) \['x'\] is missing; \['y'\] is new"),
+        (lambda _: broken(), OSError, "the disk is gone"),
+    ],
+)
+def test_what_is_refused_once_it_is_read(fn, error, message):
+    with pytest.raises(error, match=message):
+        list(TWO.distribute_datasets_from_function(fn))
 
 
 def test_a_step_trains_on_them_as_on_global_batches():

@@ -4,15 +4,18 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jdist
 from jdist.errors import BatchError, DatasetError
 from tests.data.counting import distributed_dataset
 from tests.data.job import Job
 from tests.data.test_processes import outcome
+from tests.toys import TWO
 
 
 class Buckets:
@@ -90,6 +93,24 @@ def test_a_short_batch_keeps_to_an_earlier_layout_that_holds_it():
         make([(8, 2, True), (4, 4, True), (7, 2, True), (3, 4, True)]), num_replicas=2, shapes=2
     )
     assert [batch["x"].shape for batch in dataset] == [(8, 2), (4, 4), (8, 2), (4, 4)]
+
+
+def test_fit_compiles_each_shape_once(compiled):
+    batches = make([(4, 2, True), (4, 4, True), (4, 6, True)] * 4)
+
+    def step(w, batch):
+        return w + jdist.aggregate(jdist.mean(batch["x"].sum(1), batch["mask"]), "mean"), {}
+
+    def programs(shapes, data):
+        compiled.clear()
+        data = TWO.distribute_dataset(data, shapes=shapes)
+        jdist.fit(step, jnp.zeros(()), data, strategy=TWO, log_to=None, verify="off")
+        return len(compiled)
+
+    programs(1, batches[::3])  # what a first run compiles besides
+    one, three = programs(1, batches[::3]), programs(3, batches)
+    assert three - one in range(1, 3 * one)
+    assert programs(3, batches * 4) == three
 
 
 def test_what_is_refused():

@@ -1,4 +1,4 @@
-"""docs/clusters.md names what there is, and its messages and its script are as it shows them."""
+"""docs/clusters.md and docs/cluster_environments.md are complete, and the script runs."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ from jdist.errors import ClusterConfigError
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "cluster_environments.md").read_text(encoding="utf-8")
 READ = [
     variable
     for path in sorted((ROOT / "jdist" / "cluster" / "resolvers").glob("*.py"))
@@ -23,19 +24,19 @@ READ = [
 ]
 
 
-def test_it_has_a_section_for_each_file():
-    named = set(re.findall(r"`(configs/cluster/[\w.]+)`", "\n".join(re.findall(r"^### .*$", GUIDE, re.MULTILINE))))
+def test_it_has_a_row_for_each_file():
+    named = set(re.findall(r"^\| .* \| `(configs/cluster/[\w.]+)` \|", GUIDE, re.MULTILINE))
     assert named == {f"configs/cluster/{path.name}" for path in (ROOT / "configs" / "cluster").iterdir()}
 
 
 def test_it_names_the_resolvers_in_their_order():
-    rows = re.findall(r"^\| `(\w+)` \| .*\| .* \|$", GUIDE, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| .*\| .* \|$", REFERENCE, re.MULTILINE)
     assert rows == [resolver.__name__ for resolver in STARTED[:-1]]
 
 
 def test_it_names_each_variable_that_is_read():
     assert len(set(READ)) > 30
-    assert not {variable for variable in READ if not re.search(rf"\b{variable}\b", GUIDE)}
+    assert not {variable for variable in READ if not re.search(rf"\b{variable}\b", REFERENCE)}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_it_names_each_variable_that_is_read():
     [
         ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set"),
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS is 'a:1'; it must be set together with "),
-        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS is '4'; it must be 1 here"),
+        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS is '4'; it must be 1 here. srun did not start this"),
         (
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"},
             "JOB_COMPLETION_INDEX is '0'; it must be set together with ",
@@ -51,11 +52,9 @@ def test_it_names_each_variable_that_is_read():
         ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "TF_CONFIG: `cluster` is not set"),
     ],
 )
-def test_the_messages_are_as_the_guide_shows_them(environ, message):
+def test_an_incomplete_cluster_is_named(environ, message):
     with pytest.raises(ClusterConfigError, match=f"^{re.escape(message)}"):
         resolve(environ)
-    shown = re.sub(r"'[a0]:?1?'", "...", message).removesuffix(" ")
-    assert shown in GUIDE
 
 
 def test_the_script_goes_on_where_it_was_killed_or_stopped(tmp_path, capfd, monkeypatch):

@@ -56,6 +56,8 @@ def test_a_resolver():
     assert toy({}) is None
     with pytest.raises(jdist.errors.ClusterConfigError, match="TOY_INDEX is 2; it must be from 0 to 1"):
         toy({"TOY_HOSTS": "a,b", "TOY_INDEX": "2"})
+    with pytest.raises(jdist.errors.ClusterConfigError, match="TOY_HOSTS is not set; it must be the hosts of the job"):
+        toy({"TOY_INDEX": "1"})
 
 
 def test_a_callback():

@@ -50,6 +50,15 @@ def test_files_outside_of_docs_come_along_and_links_lead_to_them(gather):
     }
 
 
+def test_a_page_may_hold_a_file_and_the_keys_of_configs(gather):
+    (gather.ROOT / "docs/index.md").write_text("<!-- file code/a.py -->\n\n<!-- config keys -->\n")
+    gather.main()
+    text = (gather.SITE / "index.md").read_text()
+    assert text.startswith("```py\n1\n```")
+    assert "| `train.clip_norm` | `float > 0 or null` | `null` | Scale gradients" in text
+    assert "| `strategy.communication.start_timeout_s` | `float` | `300.0` |" in text
+
+
 def test_a_page_that_the_navigation_lacks_is_named(gather):
     (gather.ROOT / "docs/guides/b.md").write_text("alone")
     with pytest.raises(SystemExit, match=r"not in the navigation of mkdocs\.yml: guides/b\.md"):
@@ -109,9 +118,79 @@ def test_an_address_is_set_once(set_address):
         set_address("https://github.com/else/jdist")
 
 
-def test_the_options_of_a_decorator_are_shown_one_by_one():
+@pytest.fixture(scope="module")
+def api():
+    """Every name of the API pages, as the site reads it."""
     extensions = griffe.load_extensions(str(ROOT / "docs/site/griffe_extensions.py"))
-    distribute = griffe.load("jdist.step.decorator", search_paths=[ROOT], extensions=extensions)["distribute"]
-    shown = {p.name: (str(p.annotation), p.default) for p in distribute.parameters}
+    package = griffe.load("jdist", search_paths=[ROOT], extensions=extensions, resolve_aliases=True)
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    return {name: package[name.removeprefix("jdist.")] for name in re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", ["jdist.distribute", "jdist.nnx.distribute"])
+def test_the_options_of_a_decorator_are_shown_one_by_one(api, name):
+    shown = {p.name: (str(p.annotation), p.default) for p in api[name].parameters}
     assert shown["accumulate"] == ("int", "1")
     assert "options" not in shown
+    described = [line.split(":")[0].strip() for line in api[name].docstring.value.splitlines()]
+    assert set(shown) <= set(described)
+
+
+def test_types_are_written_as_in_code(api):
+    shown = {p.name: str(p.annotation) for p in api["jdist.parameter_server"].parameters}
+    assert (shown["insecure"], shown["mode"]) == ("bool", "Literal['async', 'sync']")
+    assert not [name for name, annotation in shown.items() if "<" in annotation or "typing." in annotation]
+
+
+def test_examples_in_a_module_behind_its_function_are_examples(api):
+    assert "Examples:" in api["jdist.reduction.to_one_device"].docstring.value
+
+
+def test_a_function_is_shown_rather_than_its_module(api):
+    assert [name for name, shown in api.items() if shown.is_module] == ["jdist.errors"]
+    assert api["jdist.reduction.bucketed"].is_function
+
+
+def test_every_parameter_has_its_type(api):
+    functions = {name: shown for name, shown in api.items() if shown.is_function or shown.is_class}
+    bare = [(name, p.name) for name, shown in functions.items() for p in shown.parameters if not p.annotation]
+    assert {parameter for _, parameter in bare} <= {"self", "cls"}
+    assert len(functions) > 150
+
+
+def shown_members(path, shown, options):
+    """Yields an object and the members that its page shows, by path: those with a docstring."""
+    shown = shown.final_target if shown.is_alias else shown
+    yield path, shown
+    members = shown.all_members if options.get("inherited_members") else shown.members
+    hidden = [each.removeprefix("!") for each in options.get("filters", ["!^_[^_]"])]
+    for name, member in members.items() if shown.is_class or shown.is_module else ():
+        is_own = not member.is_alias or member.inherited
+        if is_own and member.has_docstring and not any(re.search(each, name) for each in hidden):
+            yield from shown_members(f"{path}.{name}", member, options)
+
+
+def described_parameters(shown):
+    sections = shown.docstring.parse("google", warnings=False) if shown.docstring else []
+    listed = [section.value for section in sections if section.kind.value in ("parameters", "attributes")]
+    if shown.is_class:
+        listed.append([attribute for attribute in shown.attributes.values() if attribute.docstring])
+    names = {e.name.lstrip("*") for entries in listed for e in entries if getattr(e, "description", True)}
+    if shown.parent.is_class and sections:  # the first paragraph of a method may name its arguments
+        names |= set(re.findall(r"`\**(\w+)`", shown.docstring.value.partition("\n\n")[0]))
+    return names
+
+
+def test_every_parameter_has_its_description(api):
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    options = dict(re.findall(r"^::: ([\w.]+)\n    options:\n((?:      .+\n?)+)", pages, re.MULTILINE))
+    assert len(options) > 3
+    bare, count = [], 0
+    for name, shown in api.items():
+        for path, each in shown_members(name, shown, yaml.safe_load(options.get(name, "{}"))):
+            if each.is_function or each.is_class:
+                wanted = {p.name.lstrip("*") for p in each.parameters} - {"self", "cls"}
+                bare += [f"{path}: {p}" for p in wanted - described_parameters(each)]
+                count += len(wanted)
+    assert not bare, "write an `Args` entry for " + ", ".join(sorted(bare))
+    assert count > 400

@@ -52,7 +52,7 @@ def test_an_entry_is_about_errors_that_are_raised(entry: Entry):
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_an_entry_says_why_and_what_to_do(entry: Entry):
-    why, marker, remedy = entry.text.partition("**What to do")
+    why, marker, remedy = entry.text.partition("**Fix")
     assert marker
     assert len(why.split()) > 6
     assert len(remedy.split()) > 6

@@ -17,7 +17,7 @@ EXAMPLES = [
 
 
 def test_its_first_half_runs(tmp_path):
-    assert walk.walk(tmp_path, until="The loop, written for you") == []
+    assert walk.walk(tmp_path, until="Let `fit` run the loop") == []
 
 
 def test_a_walk_notices_what_is_not_so():

@@ -9,6 +9,7 @@ import pytest
 from examples.models.transformer import Transformer
 from examples.tasks import text
 from jdist.tasks.options import OptionError
+from tests.toys import state_of
 
 SMALL = {"length": 16, "layers": 1, "width": 16, "heads": 2}
 
@@ -23,11 +24,6 @@ def folder(tmp_path):
 @pytest.fixture
 def task(folder):
     return text.make(files=str(folder / "*.txt"), **SMALL)
-
-
-def create(task, tx):
-    """A state, compiled as one program: far quicker than one operation at a time."""
-    return jax.jit(lambda key: task.create_state(key, tx))(jax.random.key(0))
 
 
 def masked(batch, rows):
@@ -57,7 +53,7 @@ def test_evaluation_rows_score_each_byte_once_after_the_bytes_before_it(length, 
 
 
 def test_a_few_steps_lower_the_loss_below_the_uniform_model(task):
-    state = create(task, optax.adam(1e-2))
+    state = state_of(task, optax.adam(1e-2))
     step, source = jax.jit(task.train_step), task.train_data(8, 0, None)
     losses = []
     for i in range(30):
@@ -69,7 +65,7 @@ def test_a_few_steps_lower_the_loss_below_the_uniform_model(task):
 
 
 def test_evaluation_is_the_mean_over_bytes_whatever_the_batches(task):
-    state = create(task, optax.sgd(0.1))
+    state = state_of(task, optax.sgd(0.1))
     source = task.eval_data(1000)
     everything = source.batch_at(0)
     eval_step = jax.jit(task.eval_step)
@@ -115,7 +111,7 @@ def test_the_model_knows_the_order_of_what_it_sees():
 
 def test_dropout_and_bfloat16_train_with_float32_parameters(folder):
     task = text.make(files=[str(folder / "*.txt")], dropout=0.5, dtype="bfloat16", **SMALL)
-    state = create(task, optax.set_to_zero())
+    state = state_of(task, optax.set_to_zero())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     batch, step = masked(task.train_data(8, 0, 1).batch_at(0), 8), jax.jit(task.train_step)
     later, first = step(state, batch)

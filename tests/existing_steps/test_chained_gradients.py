@@ -18,6 +18,7 @@ import pytest
 import jdist
 from jdist.errors import BoundaryError, ReplicaDivergenceError
 from tests.by_default import some
+from tests.toys import assert_close
 
 RNG = np.random.default_rng(0)
 BATCHES = [
@@ -175,8 +176,7 @@ def alone(step: Any, tx: Any) -> Any:
 @pytest.mark.parametrize("kind", some(STRATEGIES, ["mirrored"]))
 def test_is_the_plain_program(name: str, kind: str) -> None:
     found, expected = trained(*STEPS[name], STRATEGIES[kind]()), alone(*STEPS[name])
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=2e-6)
+    assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
 IN_LOOPS = ("scanned minibatches", "zoom", "backtracking")
@@ -190,8 +190,7 @@ def test_with_microbatches_it_is_the_plain_program_or_refused(name: str, kind: s
             trained(*STEPS[name], STRATEGIES[kind](), 2)
         return
     found, expected = trained(*STEPS[name], STRATEGIES[kind](), 2), alone(*STEPS[name])
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=2e-6)
+    assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(

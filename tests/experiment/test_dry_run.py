@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.support.units import size
+from jdist.support.words import size
 
 
 def everything():

@@ -80,7 +80,7 @@ def test_a_run_begins_with_safetensors(first, jdist_run):
         ),
         (
             [FROM, "task.options.features=4"],
-            r"init_from: .*/runs/toy/checkpoints/step_\d+_save_\d+: does not fit the state, which is left as it is. Take a "
+            r"init_from: .*/runs/toy/checkpoints/step_\d+_save_\d+: does not fit the state, which is unchanged. Take a "
             r"part that fits, under the state's names \(`init_from.only`, `init_from.rename`, `init_from.skip_mismatch`\):",
         ),
         ([FROM, "task.options.features=4", "init_from.only=null"], "init_from: .*Take a part that fits, under"),

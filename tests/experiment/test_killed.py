@@ -9,21 +9,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import toy_regression
 
-from jdist.experiment.load import load
-from jdist.experiment.prepare import prepare
-from jdist.experiment.validate import validate
-from jdist.report.times import Earlier, read_times
-from jdist.train import Checkpointer
-from tests.toys import without_costs
+from jdist.loop.report.times import Earlier, read_times
+from tests.experiment.test_run import rows_of, saved_by
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share the run that nothing happens to
 
-ROOT = Path(__file__).parents[2]
 CONFIG = """\
 name: toy
 task: {make: "toy_regression:make"}
@@ -38,15 +35,9 @@ platform: {cpu_devices: 2}
 @contextlib.contextmanager
 def started(folder):
     """`jdist run toy.yaml` in a process of its own, which is gone when the block ends."""
-    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    with subprocess.Popen(
-        [sys.executable, "-m", "jdist", "run", "toy.yaml"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    command = [sys.executable, "-m", "jdist", "run", "toy.yaml"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=os.environ | toy_regression.ENVIRONMENT, **pipes) as process:
         try:
             yield process
         finally:
@@ -75,16 +66,10 @@ def run_to_end(folder):
 
 def final(folder):
     """Parameters, optimizer state and metrics at the end of the run."""
-    os.chdir(folder)
-    document = load("toy.yaml", ["platform.cpu_devices=null"])
-    parts = prepare(validate(document), document)
-    like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
-    with Checkpointer("runs/toy/checkpoints") as checkpoints:
-        restored = checkpoints.restore(like)
+    with contextlib.chdir(folder):
+        restored, rows = saved_by("runs/toy", "platform.cpu_devices=null"), rows_of("runs/toy")
     assert restored.step == 1500
-    rows = [json.loads(line) for line in Path("runs/toy/metrics.jsonl").read_text().splitlines()]
-    state = [np.asarray(x) for x in jax.tree.leaves((restored.state.params, restored.state.opt_state))]
-    return state, without_costs(rows)
+    return [np.asarray(x) for x in jax.tree.leaves((restored.state.params, restored.state.opt_state))], rows
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +79,7 @@ def whole(tmp_path_factory):
     (folder / "toy.yaml").write_text(CONFIG)
     code, out = run_to_end(folder)
     assert code == 0, out
-    here = os.getcwd()
-    try:
-        return final(folder)
-    finally:
-        os.chdir(here)
+    return final(folder)
 
 
 @pytest.fixture

@@ -12,11 +12,8 @@ from sklearn.metrics import accuracy_score, confusion_matrix, roc_auc_score
 
 import jdist
 from jdist.cli.main import main
-from jdist.experiment.load import load
-from jdist.experiment.prepare import prepare
-from jdist.experiment.validate import validate
 from jdist.loop.metric_totals import MetricTotals
-from jdist.train import Checkpointer
+from tests.experiment.test_run import params_in
 
 
 @pytest.fixture
@@ -30,16 +27,6 @@ def run(tmp_path, monkeypatch, capfd):
     return call
 
 
-def logits_of(step):
-    """Those of the held-out rows by the parameters that a run saved."""
-    document = load("classes.yaml")
-    parts = prepare(validate(document), document)
-    like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
-    with Checkpointer("runs/classes/checkpoints") as checkpoints:
-        params = jax.device_get(checkpoints.restore(like, step=step).state.params)
-    return toy_classes.HELD_OUT["x"] @ params["w"] + params["b"]
-
-
 @pytest.mark.parametrize(("how", "per_call"), [("by name", 4), ("all at once", 1)])
 def test_metrics_are_exact_over_all_rows_and_the_run_repeats_to_the_bit(run, how, per_call):
     code, out, err = run("classes.yaml", f"task.options.how={how}", f"train.steps_per_call={per_call}")
@@ -47,7 +34,8 @@ def test_metrics_are_exact_over_all_rows_and_the_run_repeats_to_the_bit(run, how
     assert "confusion  2 x 2 numbers, in metrics.jsonl" in out
     rows = [json.loads(line) for line in Path("runs/classes/metrics.jsonl").read_text().splitlines()]
     assert ("accuracy" in rows[0]) == (how == "by name")
-    y, logits = toy_classes.HELD_OUT["y"], logits_of(8)
+    params = params_in("runs/classes", step=8, config="classes.yaml")
+    y, logits = toy_classes.HELD_OUT["y"], toy_classes.HELD_OUT["x"] @ params["w"] + params["b"]
     assert rows[-1]["eval/auc"] == pytest.approx(roc_auc_score(y, logits[:, 1] - logits[:, 0]))
     assert rows[-1]["eval/accuracy"] == pytest.approx(accuracy_score(y, logits.argmax(1)))
     assert rows[-1]["eval/confusion"] == confusion_matrix(y, logits.argmax(1)).tolist()

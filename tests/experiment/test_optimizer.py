@@ -100,8 +100,8 @@ def test_gradients_are_clipped_before_the_optimizer_sees_them():
         ({"name": "adafactor", "min_dim_size_to_factor": 1.5}, "min_dim_size_to_factor", "1.5 is not a whole number"),
         ({"name": "sgd", "learning_rate": COSINE | {"peak_value": "x"}}, "learning_rate.peak_value", "is not a number"),
         ({"name": "sgd", "learning_rate": COSINE | {"warmup_steps": 2.0}}, "learning_rate.warmup_steps", "not a whole"),
-        ({"name": "sgd", "learning_rate": {"schedule": "cosine"}}, "learning_rate.schedule", "no schedule"),
-        ({"name": "sgd", "learning_rate": {"schedule": 3}}, "learning_rate.schedule", "no schedule 3"),
+        ({"name": "sgd", "learning_rate": {"schedule": "cosine"}}, "learning_rate.schedule", "unknown schedule"),
+        ({"name": "sgd", "learning_rate": {"schedule": 3}}, "learning_rate.schedule", "unknown schedule 3"),
         ({"name": "sgd", "learning_rate": COSINE}, "learning_rate.decay_steps", "missing"),
         (
             {"name": "sgd", "learning_rate": COSINE | {"peek_value": 1}},
@@ -141,7 +141,7 @@ def test_a_schedule_that_is_given_too_short_a_length_says_the_least_that_would_d
     assert problem.key == (*above, "decay_steps")
     assert problem.others == ((*above, "warmup_steps"),)
     assert problem.text.startswith("a length of 1 is too short for the schedule warmup_cosine_decay_schedule")
-    assert problem.text.endswith("whose warmup_steps is 2: it needs 3 or more")
+    assert problem.text.endswith("where warmup_steps is 2: it needs 3 or more")
     assert problem.remedy.startswith(" Raise it or lower train.optimizer.learning_rate.")
 
 

@@ -89,9 +89,9 @@ def test_what_is_read_in_one_way_only_stays_as_it_is(text, value):
     ],
 )
 def test_an_unknown_tag_is_refused_with_its_line(value, tag):
-    assert refused(f"a: 1\nb: {value}").startswith(f"x.yaml:2: the tag {tag} is not known; a config holds plain")
-    assert refused(f"a: 1\n{tag} b: 1").startswith(f"x.yaml:2: the tag {tag} is not known")
-    assert refused(value, line_numbers=False, within=("a",)).startswith(f"x.yaml: the tag {tag} is not known")
+    assert refused(f"a: 1\nb: {value}").startswith(f"x.yaml:2: unknown tag {tag}; a config holds plain")
+    assert refused(f"a: 1\n{tag} b: 1").startswith(f"x.yaml:2: unknown tag {tag};")
+    assert refused(value, line_numbers=False, within=("a",)).startswith(f"x.yaml: unknown tag {tag};")
 
 
 def test_the_tags_of_plain_values_are_known():
@@ -105,7 +105,7 @@ def test_the_tags_of_plain_values_are_known():
         ("!!int many", "x.yaml:2: 'many' cannot be read as !!int."),
         ("!!bool many", "x.yaml:2: 'many' cannot be read as !!bool."),
         ("9" * 5000, "cannot be read as !!int."),
-        ('"\\Uffffffff"', "x.yaml: no valid YAML: "),
+        ('"\\Uffffffff"', "x.yaml: not valid YAML: "),
     ],
 )
 def test_what_cannot_be_read_as_its_tag_says_is_refused(value, message):

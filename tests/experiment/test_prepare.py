@@ -26,7 +26,7 @@ SCHEDULE = (
         ),
         (
             ["task={make: 'jdist.tasks.arrays:make', options: {path: none.npz}}"],
-            "task.options.path: there is no file {folder}/none.npz (override task={make",
+            "task.options.path: the file {folder}/none.npz does not exist (override task={make",
         ),
         (
             ["task.options.features=0"],
@@ -46,7 +46,7 @@ SCHEDULE = (
         (
             [SCHEDULE, "train.steps=5"],
             "train.steps: a run of 5 steps is too short for the schedule warmup_cosine_decay_schedule of "
-            "train.optimizer.learning_rate, whose warmup_steps is 9: it needs 10 or more (override train.steps=5 and override "
+            "train.optimizer.learning_rate, where warmup_steps is 9: it needs 10 or more (override train.steps=5 and override "
             "train.optimizer.learning_rate=",
         ),
         (
@@ -63,7 +63,7 @@ SCHEDULE = (
             "train.accumulate=2.",
         ),
         (["train.optimizer.name=adamv"], 'optax has no optimizer "adamv" (override train.optimizer.name=adamv)'),
-        (["train.optimizer.learning_rate={schedule: cosine}"], 'no schedule "cosine" '),
+        (["train.optimizer.learning_rate={schedule: cosine}"], 'unknown schedule "cosine" '),
         (["train.optimizer.learning_rate={schedule: cosine}"], "Did you mean cosine_decay_schedule?"),
         (["train.steps_per_call=5"], "5 does not divide the 24 steps of the run"),
         (

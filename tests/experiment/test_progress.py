@@ -12,7 +12,15 @@ from rich.console import Console
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 from jdist.experiment.platform import apply_platform, platform_environment
-from jdist.report.progress import Meter, Speed, duration, open_report
+from jdist.loop.report.progress import Meter, Speed, duration, open_report
+
+
+@contextlib.contextmanager
+def shown(*, step=0, total=600, **console):
+    """A report, and what it writes."""
+    out = io.StringIO()
+    with contextlib.closing(open_report(Console(file=out, **console), step=step, total=total)) as report:
+        yield report, out
 
 
 class Clock:
@@ -60,8 +68,7 @@ def test_durations(seconds, text):
 
 
 def test_plain_lines_where_there_is_no_terminal():
-    out = io.StringIO()
-    with contextlib.closing(open_report(Console(file=out), step=0, total=600)) as report:
+    with shown() as (report, out):
         report.train(
             100, {"loss": 0.31239, "accuracy": 0.91}, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80)
         )
@@ -75,37 +82,26 @@ def test_plain_lines_where_there_is_no_terminal():
 
 
 def test_a_bar_on_a_terminal():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100)
-    with contextlib.closing(open_report(console, step=100, total=600)) as report:
+    with shown(step=100, force_terminal=True, width=100) as (report, out):
         report.note("a note [not markup]")
         report.train(300, {"loss": 0.31239}, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80))
-    shown = out.getvalue()
-    assert "300/600" in shown
-    assert "loss 0.3124" in shown
-    assert "12,345 examples/s" in shown
-    assert "a note [not markup]" in shown
+    for part in ("300/600", "loss 0.3124", "12,345 examples/s", "a note [not markup]"):
+        assert part in out.getvalue()
 
 
 def test_a_bar_moves_where_there_are_no_figures_and_says_when_it_no_longer_compiles():
-    out = io.StringIO()
-    with contextlib.closing(
-        open_report(Console(file=out, force_terminal=True, width=100), step=0, total=600)
-    ) as report:
+    with shown(force_terminal=True, width=100) as (report, out):
         assert "0/600" in out.getvalue()
         report.move(1)
-    shown = out.getvalue()
-    assert "compiling the first step" in shown
-    assert "compiling" not in shown[shown.rindex("1/600") :]
+    text = out.getvalue()
+    assert "compiling the first step" in text
+    assert "compiling" not in text[text.rindex("1/600") :]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_bar_keeps_its_counter_whatever_is_beside_it(width):
-    out = io.StringIO()
     metrics = {"loss": 0.31239, "accuracy": 0.912345, "learning_rate": 0.0012345, "top_5_accuracy": 0.99}
-    with contextlib.closing(
-        open_report(Console(file=out, force_terminal=True, width=width), step=0, total=100_000)
-    ) as report:
+    with shown(total=100_000, force_terminal=True, width=width) as (report, out):
         report.train(30_000, metrics, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80))
     assert re.search(r"30000/100000.*ETA 0:01:20  loss 0\.3124", out.getvalue())
 
@@ -124,10 +120,8 @@ def test_a_bar_keeps_its_counter_whatever_is_beside_it(width):
     ],
 )
 def test_a_bar_leaves_whole_figures_out_where_there_is_no_room(width, figures):
-    out = io.StringIO()
     costs = {"steps_per_s": 1080.2, "input_wait_share": 0.343, "peak_memory_bytes": 590241792, "goodput": 0.93}
-    console = Console(file=out, force_terminal=True, color_system=None, width=width)
-    with contextlib.closing(open_report(console, step=0, total=600)) as report:
+    with shown(force_terminal=True, color_system=None, width=width) as (report, out):
         report.train(300, {"loss": 0.31239}, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80), costs)
     drawn = re.split(r"\r|\n|\x1b\[\S*?[A-Za-z]", out.getvalue())
     assert re.fullmatch(rf"step 300/600 ━+ +{re.escape(figures)} *", [line for line in drawn if line][-1])

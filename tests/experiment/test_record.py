@@ -9,9 +9,9 @@ import pytest
 
 from jdist.errors import ConfigError
 from jdist.experiment.record import open_folder, set_aside
-from jdist.report.curves import plot_curves
-from jdist.report.files import write_atomically
-from jdist.report.metrics_file import MetricsFile, read_rows
+from jdist.loop.report.curves import plot_curves
+from jdist.loop.report.files import write_atomically
+from jdist.loop.report.metrics_file import MetricsFile, read_rows
 
 
 def write_rows(path, *steps):

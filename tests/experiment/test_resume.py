@@ -1,20 +1,17 @@
 """Which run folders may be gone on from; whole runs that do so are in test_run.py."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from toy_regression import CONFIG
 
 from jdist.errors import ConfigError
 from jdist.experiment.load import load
 from jdist.experiment.record import RunFolder
-from jdist.experiment.resume import check_same_run
+from jdist.experiment.resume import check_same_config, check_same_run
 from jdist.experiment.validate import validate
 
-CONFIG = """\
-name: toy
-task: {make: "toy_regression:make"}
-train: {global_batch: 16, steps: 24, optimizer: {name: adamw, learning_rate: 1e-2}}
-"""
 ROW = json.dumps({"step": 4, "loss": 0.5}) + "\n"
 
 
@@ -41,7 +38,7 @@ def test_rows_of_another_run_are_not_gone_on_from_though_it_saved_no_checkpoint(
     assert str(caught.value).splitlines() == [
         f"{folder.path}: holds a run with a different config:",
         "  train.seed: 0 there, 1 now (override train.seed=1)",
-        "Go on with the config as it was, take another name, or start again with --fresh, which keeps the old folder.",
+        "Go on with the old config, choose another name, or start again with --fresh, which keeps the old folder.",
     ]
     check(folder)
     check(folder, "train.steps=48", "strategy.name=one_device", "log.every=1")  # what may change
@@ -60,3 +57,14 @@ def test_a_folder_in_which_nothing_was_measured_or_saved_may_take_another_config
     folder.config.unlink()
     folder.metrics.write_text(ROW)
     check(folder, "train.seed=1")
+
+
+def test_processes_with_different_configs_are_refused():
+    values = {"name": "toy", "train": {"seed": 0, "steps": 5}, "platform": {"cpu_devices": 1}}
+    other = {"name": "toy", "train": {"seed": 5, "steps": 5}, "platform": {"cpu_devices": 2}}
+    texts = []
+    first = SimpleNamespace(exchange=lambda what, mine, timeout_s: texts.append(mine) or [mine])
+    check_same_config(values, first, 1)
+    check_same_config(values, SimpleNamespace(exchange=lambda what, mine, timeout_s: [mine, *texts]), 1)
+    with pytest.raises(ConfigError, match=r"differ: train\.seed is 0 on process 0, and 5 on process 1\. Start all"):
+        check_same_config(other, SimpleNamespace(exchange=lambda what, mine, timeout_s: [*texts, mine]), 1)

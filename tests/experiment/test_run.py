@@ -33,13 +33,18 @@ def usual(tmp_path_factory):
         return params_in("runs/toy", step=24), rows_of("runs/toy")
 
 
-def params_in(folder, *overrides, step=None):
-    """The parameters in the newest checkpoint of a run."""
-    document = load("toy.yaml", overrides)
+def saved_by(folder, *overrides, config="toy.yaml"):
+    """The newest checkpoint of a run."""
+    document = load(config, overrides)
     parts = prepare(validate(document), document)
     like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
     with Checkpointer(Path(folder, "checkpoints")) as checkpoints:
-        restored = checkpoints.restore(like)
+        return checkpoints.restore(like)
+
+
+def params_in(folder, *overrides, step=None, config="toy.yaml"):
+    """The parameters in the newest checkpoint of a run."""
+    restored = saved_by(folder, *overrides, config=config)
     assert step is None or restored.step == step
     return jax.tree.map(np.asarray, restored.state.params)
 
@@ -63,16 +68,7 @@ def test_a_run_writes_its_folder_and_says_what_it_does(jdist_run):
     assert "24 steps = 312 examples = 6 epochs of 52 (4 steps each)" in out
     assert re.search(r"step  4/24  loss \d.*examples/s  .*ETA 0:00:\d\d", out)
     assert "loss of predicting the mean" in out
-    assert sorted(p.name for p in Path("runs/toy").iterdir() if p.name[0] != ".") == [
-        "checkpoints",
-        "config.yaml",
-        "curves.png",
-        "environment.json",
-        "metrics.jsonl",
-        "result.json",
-        "source",
-        "times.jsonl",
-    ]
+    assert " ".join(sorted(p.name for p in Path("runs/toy").iterdir() if p.name[0] != ".")) == toy_regression.FILES
     rows = rows_of("runs/toy")
     assert [row["step"] for row in rows] == [4, 8, 12, 16, 20, 24]
     assert [row["examples"] for row in rows] == [52, 104, 156, 208, 260, 312]
@@ -187,12 +183,12 @@ def test_a_different_config_in_the_folder_is_refused_key_by_key(jdist_run):
         "  train.seed: 0 there, 1 now (override train.seed=1)",
         "  train.optimizer.b1: not set there, 0.8 now (override train.optimizer.b1=0.8)",
         "  train.clip_norm: null there, 1.0 now (override train.clip_norm=1)",
-        "Go on with the config as it was, take another name, or start again with --fresh, which keeps the old folder.",
+        "Go on with the old config, choose another name, or start again with --fresh, which keeps the old folder.",
     ]
     assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
     code, out, _ = jdist_run("train.seed=1", "--fresh")
     assert code == 0
-    assert "the run that was in runs/toy is now in runs/toy.1" in out
+    assert "moved the earlier run from runs/toy to runs/toy.1" in out
     assert {p: Path("runs/toy.1", p.relative_to("runs/toy")).read_bytes() for p in before} == before
 
 

@@ -69,7 +69,7 @@ def test_a_warm_up_stands_before_a_schedule_that_lasts_as_long_as_the_run():
 @pytest.mark.parametrize(
     ("section", "key", "message"),
     [
-        ({"name": "adafactor", "learning_rate": None, "scaling": LINEAR}, "scaling", "there is no learning_rate to"),
+        ({"name": "adafactor", "learning_rate": None, "scaling": LINEAR}, "scaling", "needs a learning_rate to"),
         (
             {"name": "sgd", "learning_rate": 0.1, "scaling": LINEAR | {"rule": "adam"}},
             "scaling.rule",

@@ -6,22 +6,39 @@ import pytest
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import OptimizerSection, ScalingSection
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
-from jdist.report.progress import figures, readable
+from jdist.loop.report.progress import figures, readable
 
 SGD = OptimizerSection(name="sgd")
 
 
-def lengths(*, steps, rows, optimizer=SGD):
-    """The last line of the arithmetic of a run of `steps` steps of 64 rows, where an epoch is one step of `rows`."""
+def lines(*, steps, rows, optimizer=SGD, replicas=1, processes=1):
+    """The arithmetic of a run of `steps` steps of 64 rows, where an epoch is one step of `rows`."""
     config = SimpleNamespace(train=SimpleNamespace(global_batch=64, accumulate=1, optimizer=optimizer))
     parts = SimpleNamespace(
-        strategy=SimpleNamespace(num_replicas=1),
+        strategy=SimpleNamespace(num_replicas=replicas, cluster=SimpleNamespace(num_processes=processes)),
         total_steps=steps,
         steps_per_epoch=-(-rows // 64),
         rows_per_epoch=rows,
         examples=lambda step, global_batch: step * 64,
     )
-    return arithmetic(config, parts).splitlines()[-1]
+    return arithmetic(config, parts).splitlines()
+
+
+def lengths(**numbers):
+    return lines(**numbers)[-1]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "processes", "batch"),
+    [
+        (24, 2, "global batch 64 = 24 replicas x 3 - 8 padding, so 2 of 24 replicas train on padding alone"),
+        (48, 1, "global batch 64 = 48 replicas x 2 - 32 padding, so 16 of 48 replicas train on padding alone"),
+        (60, 1, "global batch 64 = 60 replicas x 2 - 56 padding, so 28 of 60 replicas train on padding alone"),
+        (5, 1, "global batch 64 = 5 replicas x 13 - 1 padding"),
+    ],
+)
+def test_replicas_without_a_row_are_told(replicas, processes, batch):
+    assert lines(steps=1, rows=64, replicas=replicas, processes=processes)[1] == batch
 
 
 def test_what_a_scaling_rule_makes_of_the_options_is_told():
@@ -82,7 +99,7 @@ def test_advice_after_a_nan_names_calls_that_divide_the_steps_that_are_left():
         return non_finite_advice(NonFiniteError("x", "w", 9), 9, saved, total=24, steps_per_call=4)
 
     first = non_finite_advice(NonFiniteError("x", "w", 0), 0, 0, total=24, steps_per_call=4)
-    assert first.startswith("step 1 was not applied: w is NaN or infinite. There is no checkpoint yet.\n")
+    assert first.startswith("step 1 was not applied: w is NaN or infinite. The run has no checkpoint yet.\n")
     batch = {"x": np.ones(2, np.float32), "y": np.array([np.nan, 1], np.float32), "label": np.ones(2, int)}
     of_data = non_finite_advice(NonFiniteError("x", "w", 9), 9, 8, total=24, steps_per_call=4, batch=batch)
     assert "is NaN or infinite. The data themselves are: look at batch['y'] of that step. The newest" in of_data

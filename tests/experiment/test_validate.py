@@ -70,7 +70,7 @@ def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mo
         ("checkpoint.best=loss", '"loss" is not of the right form (override checkpoint.best=loss). Evaluation metric'),
         ("train.step=3", "train.step: no such key (override train.step=3). Did you mean train.steps?"),
         ("steps=3", "steps: no such key (override steps=3). Did you mean train.steps?"),
-        ("trian.steps=3", "trian: no such key (a.yaml). Did you mean train?"),
+        ("trian.steps=3", "trian: no such key (override trian.steps=3). Did you mean train?"),
         ("log.zzz=3", "log.zzz: no such key (override log.zzz=3). Keys of log: every, folder."),
         ("train.global_batch=0", "train.global_batch: 0 is not >= 1 (override train.global_batch=0)."),
         ("train.global_batch=1.0", "1.0 is not a whole number"),
@@ -93,7 +93,7 @@ def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mo
         ("name=a/../b", '"a/../b" is not of the right form (override name=a/../b). Name of the run'),
         (
             "name=no",
-            "false is not text (override name=no). If it is meant as text, quote it as it is written, such as 'no'.",
+            "false is not text (override name=no). If it is meant as text, quote it, such as 'no'.",
         ),
         ("name=3", "3 is not text (override name=3). If it is meant as text, quote it: '3'."),
         ("log.folder=''", "at least 1 visible character"),

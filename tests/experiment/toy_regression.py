@@ -1,5 +1,8 @@
 """A task as a user would write it: linear regression on made-up data, named in configs as `toy_regression:make`."""
 
+import os
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,10 @@ from jdist.errors import ConfigError
 from jdist.tasks import Task
 from jdist.tasks.options import OptionError
 
+# In a run folder, once the run has ended.
+FILES = "checkpoints config.yaml curves.png environment.json metrics.jsonl result.json source times.jsonl"
+_PATHS = [str(Path(__file__).parents[2]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}  # of a process that trains this task
 CONFIG = """\
 name: toy
 task: {make: "toy_regression:make"}

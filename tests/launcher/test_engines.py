@@ -45,7 +45,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return losses
 
 
-@pytest.mark.full  # by default the resolver's rows in tests/cluster/resolvers/test_environments.py
+@pytest.mark.full  # by default the resolver's rows in tests/cluster/resolvers/environments.yaml
 def test_submitit(expected: str, tmp_path: Path):
     submitit = pytest.importorskip("submitit", reason="pip install submitit")
     executor = submitit.LocalExecutor(tmp_path / "jobs")

@@ -1,23 +1,18 @@
-import json
+import socket
 
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.launcher.environment import child_environment
+from jdist.launcher import environment as launcher_environment
+from jdist.launcher.environment import child_environment, free_ports
 from jdist.launcher.exit_cause import Task
 from jdist.launcher.launch import check_cpu_devices
 
 ADDRESSES = ["127.0.0.1:20000", "127.0.0.1:20002"]
 
 
-def environment(environ, task=Task("worker", 1), **options):  # noqa: B008  # a frozen value
-    return child_environment(environ, task, {"worker": ADDRESSES}, **{"attempt": 0} | options)
-
-
-@pytest.mark.parametrize("task", [Task("worker", 0), Task("worker", 1), Task("evaluator", 0)])
-def test_the_cluster_and_the_place_in_it(task):
-    config = json.loads(environment({}, task)["TF_CONFIG"])
-    assert config == {"cluster": {"worker": ADDRESSES}, "task": {"type": task.type, "index": task.index}}
+def environment(environ, **options):
+    return child_environment(environ, Task("worker", 1), {"worker": ADDRESSES}, attempt=0, **options)
 
 
 def test_what_another_launcher_said_is_taken_out():
@@ -26,10 +21,6 @@ def test_what_another_launcher_said_is_taken_out():
     assert other.keys() & variables.keys() == {"TF_CONFIG"}
     assert variables["TF_CONFIG"] != "{}"
     assert variables["PATH"] == "/bin"
-
-
-def test_the_attempt_is_told():
-    assert environment({}, attempt=3)["JDIST_LAUNCH_ATTEMPT"] == "3"
 
 
 @pytest.mark.parametrize(("environ", "value"), [({}, "1"), ({"PYTHONUNBUFFERED": ""}, "")])
@@ -53,3 +44,27 @@ def test_virtual_devices_where_the_cpu_is_ruled_out():
         check_cpu_devices(4, {"JAX_PLATFORMS": "cuda"})
     check_cpu_devices(4, {"JAX_PLATFORMS": "cuda,cpu"})
     assert environment({"JAX_PLATFORMS": "cuda,cpu"}, devices_per_process=4)["JAX_PLATFORMS"] == "cpu"
+
+
+def test_each_port_and_the_next_can_be_taken_by_all_at_once():
+    ports = free_ports(10)
+    taken = []
+    try:
+        for port in [*ports, *(port + 1 for port in ports)]:
+            taken.append(socket.create_server(("127.0.0.1", port)))
+    finally:
+        for server in taken:
+            server.close()
+    assert len(taken) == 20
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_that_is_taken_or_whose_next_is(offset, monkeypatch):
+    pair = free_ports(1)[0]
+    monkeypatch.setattr(launcher_environment, "_RANGE", range(pair, pair + 2, 2))
+    assert free_ports(1) == [pair]
+    with (
+        socket.create_server(("127.0.0.1", pair + offset)),
+        pytest.raises(OSError, match="only 0 of 1"),
+    ):
+        free_ports(1)

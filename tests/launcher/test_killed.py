@@ -92,17 +92,6 @@ wait()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_all_save(tmp_path, number):
-    with launcher(tmp_path, "--max-restarts", "3", body=SAVES) as process:
-        await_files(tmp_path, "up_0", "up_1")
-        process.send_signal(number)
-        code, out = finish(process)
-    assert code == 128 + number, out
-    assert await_files(tmp_path, "saved_0", "saved_1") == [str(int(number))] * 2
-    assert "Traceback" not in out
-
-
 @pytest.fixture
 def not_under_nohup():
     """The tests may be; a launcher started there takes no notice of SIGHUP."""
@@ -112,11 +101,22 @@ def not_under_nohup():
 
 
 @pytest.mark.usefixtures("not_under_nohup")
-def test_a_terminal_that_closes_asks_all_to_save(tmp_path):
-    with launcher(tmp_path, body=SAVES) as process:
+@pytest.mark.parametrize(
+    ("number", "passed_on"),
+    [
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGTERM),  # of a terminal that closes
+    ],
+)
+def test_a_signal_is_passed_on_and_all_save(tmp_path, number, passed_on):
+    with launcher(tmp_path, "--max-restarts", "3", body=SAVES) as process:
         await_files(tmp_path, "up_0", "up_1")
-        process.send_signal(signal.SIGHUP)
-        assert finish(process)[0] == 143
+        process.send_signal(number)
+        code, out = finish(process)
+    assert code == 128 + passed_on, out
+    assert await_files(tmp_path, "saved_0", "saved_1") == [str(int(passed_on))] * 2
+    assert "Traceback" not in out
 
 
 # As SAVES, but the save takes a while, in which a second signal would be noticed.

@@ -76,6 +76,27 @@ def test_a_script_trains_and_a_worker_that_is_killed_is_started_again(tmp_path):
 
 
 @linux
+def test_workers_find_the_dataset_functions_of_the_program(tmp_path):
+    body = """
+import numpy as np
+import jdist
+
+def make(context):
+    return [{"x": np.full(2, context.input_pipeline_id, np.float32)}] * 3
+
+if __name__ == "__main__":
+    strategy = jdist.parameter_server(start_timeout_s=60)
+    read = jdist.distribute(lambda n, batch: (n, {"x": batch["x"].mean()}), strategy)
+    state = strategy.init(lambda: np.float32(0))
+    batches = strategy.distribute_datasets_from_function(make)
+    print("the sum is", sum(float(read(state, batch)[1]["x"]) for batch in batches))
+"""
+    with launcher(tmp_path, "--workers", "2", "--ps", "1", body=body) as process:
+        code, out = finish(process)
+    assert (code, "[chief] the sum is 3.0\n" in out) == (0, True), out
+
+
+@linux
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     with launcher(
         tmp_path, "--workers", "1", "--ps", "2", body=FIND + 'put("pids", json.dumps(await_servers(3)))\nwait()'
@@ -121,7 +142,7 @@ put(task["type"], os.environ["TF_CONFIG"])
         ({"workers": 2}, "`workers` is given without `ps`"),
         ({"ps": 2}, "`ps` is given without `workers`"),
         ({"workers": 0, "ps": 1}, "`workers` is 0; it must be a whole number, 1 or more"),
-        ({"workers": 1, "ps": 1, "processes": 2}, "processes=2 and workers=1, ps=1 are given"),
+        ({"workers": 1, "ps": 1, "processes": 2}, "processes=2 and workers=1, ps=1 exclude each other"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(options, message):

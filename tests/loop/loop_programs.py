@@ -14,6 +14,7 @@ ROWS = 100
 RNG = np.random.default_rng(3)
 DATA = {"x": RNG.normal(size=(ROWS, 3)).astype(np.float32), "y": RNG.normal(size=ROWS).astype(np.float32)}
 HELD_OUT = {"x": DATA["x"][:10] + 1, "y": DATA["y"][:10]}
+QUIET: dict[str, Any] = {"progress": False, "log_to": None}
 
 
 def create_state(key: jax.Array | None = None) -> jdist.TrainState:
@@ -35,6 +36,23 @@ def eval_step(state: Any, batch: Any) -> Any:
 
 def predict_step(state: Any, batch: Any) -> Any:
     return {"predicted": batch["x"] @ state.params["w"], "y": batch["y"]}
+
+
+EVAL: dict[str, Any] = {"eval_data": HELD_OUT, "eval_step": eval_step}
+
+
+def fit(
+    *told: Any, step: Any = train_step, state: Any = None, data: Any = DATA, **options: Any
+) -> tuple[Any, jdist.History]:
+    """Trains without a bar or a file, with callbacks, on batches of 16 rows of arrays."""
+    assert not (told and "callbacks" in options)
+    given = {"callbacks": told, **QUIET, **({"global_batch": 16} if isinstance(data, dict) else {})} | options
+    return jdist.fit(step, create_state() if state is None else state, data, **given)
+
+
+def in_batches(rows: int) -> list[Any]:
+    """Cuts the data into batches of so many rows."""
+    return [{name: x[i : i + rows] for name, x in DATA.items()} for i in range(0, ROWS, rows)]
 
 
 def by_numpy(epochs: int, *, global_batch: int) -> tuple[np.ndarray, list[float]]:

@@ -25,13 +25,11 @@ from jdist.errors import OutOfMemoryError, StepError
 from jdist.loop import costs as costs_module
 from jdist.loop import memory
 from jdist.loop.costs import Costs
-from jdist.report.metrics_file import COSTS, SHARES
+from jdist.loop.report.metrics_file import COSTS, SHARES
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.chips import Chip, load_chips
-from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
+from tests.loop.loop_programs import DATA, EVAL, QUIET, create_state, fit, train_step
 
-QUIET: dict[str, Any] = {"progress": False, "log_to": None}
-EVAL: dict[str, Any] = {"eval_data": HELD_OUT, "eval_step": eval_step}
 STEP_S, STEPS = 0.04, 8  # what a step takes, and how many of them a row is about
 
 
@@ -70,7 +68,7 @@ def one_row(*, load_s: float = 0.0, callback_s: float = 0.0) -> tuple[dict[str, 
 
     step = jdist.distribute(slow_step, mirrored(), returns=("state", "metrics"), verify="off")
     waits = callbacks.Callback(on_step=lambda _: time.sleep(callback_s), logs=())
-    _, history = jdist.fit(step, jnp.float32(0), load(), log_every=STEPS, callbacks=[waits], **QUIET)
+    _, history = fit(waits, step=step, state=jnp.float32(0), data=load(), log_every=STEPS)
     _, row, _ = history.rows  # of the steps that compile, of those that do not, of the epoch
     of_two = sorted(BUSY)
     begins = [begin for begin, _ in of_two[::2]]
@@ -121,7 +119,7 @@ class TestShares:
         step = jdist.distribute(quick_step, mirrored(), returns=("state", "metrics"), verify="off")
         state = {str(i): jnp.float32(0) for i in range(300)}
         data = jdist.data.from_rows(Rows(), global_batch=8, workers=4)
-        _, history = jdist.fit(step, state, data, steps=60, log_every=20, **QUIET)
+        _, history = fit(step=step, state=state, data=data, steps=60, log_every=20)
         row = history.rows[-1]
         assert row["input_wait_share"] > 0.25, row  # of a machine that does nothing else 0.85; it was 0.003
 
@@ -130,16 +128,7 @@ class TestShares:
         sys.setswitchinterval(0.004)
         watch = callbacks.Callback(on_step=lambda moment: during.append(sys.getswitchinterval()), logs=())
         try:
-            jdist.fit(
-                train_step,
-                create_state(),
-                DATA,
-                strategy=mirrored(),
-                steps=2,
-                global_batch=16,
-                callbacks=[watch],
-                **QUIET,
-            )
+            fit(watch, strategy=mirrored(), steps=2)
         finally:
             sys.setswitchinterval(before)
         assert during == [0.004, 0.004]
@@ -153,18 +142,7 @@ class TestShares:
         )
         state, strategy = create_state(), mirrored()
         begun = time.monotonic()
-        _, history = jdist.fit(
-            train_step,
-            state,
-            DATA,
-            strategy=strategy,
-            epochs=3,
-            global_batch=16,
-            log_every=5,
-            callbacks=[slow],
-            **EVAL,
-            **QUIET,
-        )
+        _, history = fit(slow, state=state, strategy=strategy, epochs=3, log_every=5, **EVAL)
         assert [row["step"] for row in history.rows] == [5, 7, 10, 14, 15, 20, 21]
         for row in history.rows:
             assert sum(row[name] for name in SHARES.values()) == pytest.approx(1, abs=0.02)
@@ -179,8 +157,7 @@ class TestShares:
         spent: list[dict[str, float]] = []
         slow = callbacks.Callback(on_end=lambda _: time.sleep(1.0), logs=())
         tells = callbacks.Callback(on_end=lambda moment: spent.append(dict(moment.spent)), logs=())
-        saves = callbacks.checkpoint(tmp_path)
-        jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=[slow, saves, tells], **QUIET)
+        fit(slow, callbacks.checkpoint(tmp_path), tells)
         assert spent[0]["other"] >= 1.0
         assert 0 < spent[0]["checkpoint"] < 1.0
 
@@ -190,8 +167,7 @@ class TestShares:
                 jax.jit(lambda x: jnp.linalg.qr(x)[0].sum())(jnp.ones((7, 7))).block_until_ready()
 
         late = callbacks.Callback(on_step=compiles, logs=())
-        options = {"strategy": mirrored(), "global_batch": 16, "log_every": 5, "callbacks": [late], **QUIET}
-        _, history = jdist.fit(train_step, create_state(), DATA, **options)
+        _, history = fit(late, strategy=mirrored(), log_every=5)
         assert history.rows[-1]["step"] == 7
         assert history.rows[-1]["compile_share"] > 0.5
 
@@ -235,9 +211,7 @@ class TestSpeed:
 
 class TestRows:
     def test_a_row_without_a_step_since_the_last_has_none(self):
-        _, history = jdist.fit(
-            train_step, create_state(), DATA, steps=4, global_batch=16, log_every=4, eval_every=3, **EVAL, **QUIET
-        )
+        _, history = fit(steps=4, log_every=4, eval_every=3, **EVAL)
         costs = [(row["step"], "goodput" in row) for row in history.rows]
         assert costs == [(3, True), (4, True), (4, False)]  # the last is of the last evaluation
 
@@ -247,12 +221,12 @@ class TestRows:
             return state.replace(step=state.step + 1), {name: jnp.float32(0)}
 
         with pytest.raises(StepError, match=f"a metric of the name '{name}', which the rows of a run have themselves"):
-            jdist.fit(step, create_state(), DATA, global_batch=20, **QUIET)
+            fit(step=step, global_batch=20)
 
     def test_lines_show_them_and_the_end_says_what_the_time_went_to(self):
         out = io.StringIO()
         bar = callbacks.progress(Console(file=out, width=200))
-        jdist.fit(train_step, create_state(), DATA, global_batch=16, log_every=5, callbacks=[bar], **QUIET)
+        fit(bar, log_every=5)
         line, *_, last = out.getvalue().splitlines()
         assert line.startswith("step 5/7  loss ")
         for text in (" steps/s", "  input ", "iB  ", "  goodput "):
@@ -338,7 +312,7 @@ class TestPeak:
 
     def test_a_row_has_it_where_the_peak_is_known(self, monkeypatch):
         monkeypatch.setattr(costs_module, "peak_of", lambda device: self.CHIP)
-        _, history = jdist.fit(train_step, create_state(), DATA, global_batch=20, strategy=mirrored(), **QUIET)
+        _, history = fit(global_batch=20, strategy=mirrored())
         row = history.rows[-1]
         ideal_s = 2 * (2 * 20 * 3) / 2 / self.CHIP.flops_per_s
         assert row["mfu"] == pytest.approx(ideal_s * row["steps_per_s"], rel=2e-3)
@@ -390,17 +364,14 @@ class TestGoodput:
         def refuse(moment: callbacks.Moment) -> None:
             raise StepError("refused")
 
-        told = [callbacks.checkpoint(tmp_path), callbacks.Callback(on_start=refuse, logs=())]
         with pytest.raises(StepError, match="refused"):
-            jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=told, **QUIET)
+            fit(callbacks.checkpoint(tmp_path), callbacks.Callback(on_start=refuse, logs=()))
         last = json.loads((tmp_path / "times.jsonl").read_text().splitlines()[-1])
         assert (last["event"], last["outcome"]) == ("end", "failed")
 
     def test_a_finished_run_that_is_started_again_adds_nothing(self, tmp_path):
         def go(epochs: int) -> list[str]:
-            saves = callbacks.checkpoint(tmp_path)
-            options = {"global_batch": 16, "epochs": epochs, "callbacks": [saves], **EVAL, **QUIET}
-            jdist.fit(train_step, create_state(), DATA, **options)
+            fit(callbacks.checkpoint(tmp_path), epochs=epochs, **EVAL)
             return (tmp_path / "times.jsonl").read_text().splitlines()
 
         lines = go(1)
@@ -426,7 +397,7 @@ class TestGoodput:
         assert json.loads(written[-2])["step"] == 20  # the last steps have their line
 
     def test_of_one_start_it_is_the_share_of_the_steps(self):
-        _, history = jdist.fit(train_step, create_state(), DATA, global_batch=20, **QUIET)
+        _, history = fit(global_batch=20)
         (row,) = history.rows
         assert row["goodput"] == pytest.approx(row["steps_share"], abs=2e-4)
 
@@ -455,7 +426,7 @@ class TestStarved:
 
         out = io.StringIO()
         bar = callbacks.progress(Console(file=out, width=300))
-        jdist.fit(train_step, create_state(), load(), log_every=5, callbacks=[bar], **QUIET)
+        fit(bar, data=load(), log_every=5)
         assert out.getvalue().count("of the time for data: ") == 1
 
     def test_the_summary_lists_the_most_first(self):
@@ -474,7 +445,7 @@ class TestOutOfMemory:
         state = strategy.init(lambda: {"params": params, "key": jax.random.key(0), "big": jnp.float32(0)})
         distributed = jdist.distribute(step, strategy, verify="off")
         with pytest.raises(OutOfMemoryError) as caught:
-            jdist.fit(distributed, state, {"x": np.ones((64, 200), np.float32)}, global_batch=64, **QUIET)
+            fit(step=distributed, state=state, data={"x": np.ones((64, 200), np.float32)}, global_batch=64)
         return caught.value
 
     def test_a_real_one_names_the_largest_arrays(self):
@@ -482,7 +453,8 @@ class TestOutOfMemory:
         message = str(error)
         assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
         assert re.match(
-            r"a device has no memory left: Out of memory allocating \d+ bytes\. Live were [\d,]+ arrays with ", message
+            r"a device has no memory left: Out of memory allocating \d+ bytes\. In use were [\d,]+ arrays with ",
+            message,
         )
         of_run = [leaf for leaf in error.leaves if leaf.path != "(outside of the run)"]
         batch, largest, second = of_run[:3]
@@ -515,4 +487,4 @@ class TestOutOfMemory:
         step = jdist.distribute(train_step, mirrored())
         monkeypatch.setattr(DistributedStep, "__call__", fails)
         with pytest.raises(jax.errors.JaxRuntimeError, match=text.partition(":")[0]):
-            jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
+            fit(step=step)

@@ -13,7 +13,7 @@ import pytest
 import jdist
 from jdist.core.remote import RemoteTree
 from jdist.errors import BatchError, DatasetError, StepError, StrategyError, VerificationError
-from tests.loop.loop_programs import DATA, create_state, errors, eval_step, predict_step
+from tests.loop.loop_programs import DATA, create_state, errors, eval_step, in_batches, predict_step
 
 W = np.array([1.0, -2.0, 0.5], np.float32)
 
@@ -23,22 +23,17 @@ def state() -> jdist.TrainState:
     return made.replace(params={"w": W})
 
 
-@pytest.mark.parametrize("make", [lambda: jdist.data.from_arrays(DATA, global_batch=20), lambda: list(batches(20))])
+@pytest.mark.parametrize("make", [lambda: jdist.data.from_arrays(DATA, global_batch=20), lambda: in_batches(20)])
 def test_a_dataset_that_was_left_in_the_middle_is_gone_through_whole(make):
     strategy = jdist.mirrored(jax.devices()[:2])
     dataset, expected = strategy.distribute_dataset(make()), np.mean(errors({"w": W}, DATA))
     for _ in range(2):
         next(iter(dataset))
-        assert jdist.evaluate(eval_step, state(), dataset, strategy=strategy)["loss"] == pytest.approx(
-            expected, rel=1e-5
-        )
+        measured = jdist.evaluate(eval_step, state(), dataset, strategy=strategy)
+        assert measured["loss"] == pytest.approx(expected, rel=1e-5)
     next(iter(dataset))
     results = jdist.predict(predict_step, state(), dataset, strategy=strategy)
     np.testing.assert_array_equal(results["y"], DATA["y"])
-
-
-def batches(rows: int) -> Any:
-    return ({name: x[i : i + rows] for name, x in DATA.items()} for i in range(0, 100, rows))
 
 
 def test_a_state_on_parameter_servers_is_asked_to_be_fetched():
@@ -56,20 +51,12 @@ def test_a_state_on_parameter_servers_is_asked_to_be_fetched():
             call(eval_step, Elsewhere(), DATA, strategy=jdist.one_device(), global_batch=20)
 
 
-def test_a_step_with_other_roles_is_refused():
-    step = jdist.distribute(lambda batch, own: {}, jdist.one_device(), args=("batch", "state"), returns=("metrics",))
-    with pytest.raises(
-        StepError, match=r"has args=\('batch', 'state'\); jdist.evaluate calls a step with a state and a batch"
-    ):
-        jdist.evaluate(step, state(), DATA, global_batch=16)
-
-
 def test_a_step_that_never_reads_the_mask_of_padded_batches_is_told_of():
     def careless(state: Any, batch: Any) -> Any:
         return {"loss": jdist.mean(errors(state.params, batch))}
 
     with pytest.warns(UserWarning, match=r'careless never reads batch\["mask"\]') as warned:
-        jdist.evaluate(careless, state(), DATA, strategy=jdist.mirrored(), global_batch=64)
+        jdist.evaluate(careless, state(), DATA, strategy=jdist.mirrored(), global_batch=64, verify="off")
     assert [warning.filename for warning in warned] == [__file__]
 
 
@@ -106,14 +93,8 @@ def test_metrics_by_name_and_all_at_once():
     for strategy in (jdist.one_device(), jdist.mirrored(jax.devices()[:2])):
         found = jdist.evaluate(step, state(), DATA, strategy=strategy, global_batch=16, metrics=metric)
         assert found == pytest.approx(expected, rel=1e-5)
-        named = jdist.evaluate(
-            lambda own, batch: {"all": step(own, batch)},
-            state(),
-            DATA,
-            strategy=strategy,
-            global_batch=16,
-            metrics={"all": metric},
-        )
+        options = {"strategy": strategy, "global_batch": 16, "metrics": {"all": metric}}
+        named = jdist.evaluate(lambda own, batch: {"all": step(own, batch)}, state(), DATA, **options)
         assert named == pytest.approx({f"all/{name}": value for name, value in expected.items()}, rel=1e-5)
 
 
@@ -132,27 +113,48 @@ def test_means_weigh_by_the_real_rows_whatever_a_leaf_of_the_masks_name_holds(ig
     assert measured["loss"] == pytest.approx(errors({"w": W}, DATA).mean(), rel=1e-5)
 
 
-class TestErrors:
-    def test_a_metric_that_the_step_does_not_return(self):
-        with pytest.raises(StepError, match=r"`metrics` has 'los', but the step returned 'loss'\. Did you mean 'loss'"):
-            jdist.evaluate(eval_step, state(), DATA, global_batch=16, metrics={"los": jdist.metrics.mean()})
+OF_METRICS = jdist.distribute(eval_step, jdist.one_device(), args=("state", "batch"), returns=("metrics",))
+OTHER_ROLES = jdist.distribute(lambda batch, own: {}, jdist.one_device(), args=("batch", "state"), returns=("metrics",))
 
-    def test_a_step_distributed_for_something_else(self):
-        step = jdist.distribute(eval_step, jdist.one_device(), args=("state", "batch"), returns=("metrics",))
-        with pytest.raises(StepError, match=r'jdist\.predict needs .*returns=\("examples",\)'):
-            jdist.predict(step, state(), DATA, global_batch=16)
 
-    def test_no_rows(self):
-        with pytest.raises(DatasetError, match="empty"):
-            jdist.evaluate(eval_step, state(), {"x": DATA["x"][:0], "y": DATA["y"][:0]}, global_batch=16)
-
-    def test_data_with_a_leaf_in_the_masks_place(self):
-        with pytest.raises(BatchError, match=r"leaf `mask` of its own \(int32\[rows\]\).*Rename the leaf"):
-            jdist.evaluate(eval_step, state(), DATA | {"mask": np.zeros(100, np.int32)}, global_batch=16)
-
-    def test_metrics_that_are_no_dict(self):
-        with pytest.raises(StepError, match=r"returned float32\[\] for metrics; return a dict"):
-            jdist.evaluate(lambda own, batch: batch["x"].mean(), state(), DATA, global_batch=16)
+@pytest.mark.parametrize(
+    ("call", "step", "data", "error", "text"),
+    [
+        (
+            functools.partial(jdist.evaluate, metrics={"los": jdist.metrics.mean()}),
+            eval_step,
+            DATA,
+            StepError,
+            r"`metrics` has 'los', but the step returned 'loss'\. Did you mean 'loss'",
+        ),
+        (jdist.predict, OF_METRICS, DATA, StepError, r'jdist\.predict needs .*returns=\("examples",\)'),
+        (
+            jdist.evaluate,
+            OTHER_ROLES,
+            DATA,
+            StepError,
+            r"has args=\('batch', 'state'\); jdist.evaluate calls a step with a state and a batch",
+        ),
+        (jdist.evaluate, eval_step, {name: x[:0] for name, x in DATA.items()}, DatasetError, "empty"),
+        (
+            jdist.evaluate,
+            eval_step,
+            DATA | {"mask": np.zeros(100, np.int32)},
+            BatchError,
+            r"leaf `mask` of its own \(int32\[rows\]\).*Rename the leaf",
+        ),
+        (
+            jdist.evaluate,
+            lambda own, batch: batch["x"].mean(),
+            DATA,
+            StepError,
+            r"returned float32\[\] for metrics; return a dict",
+        ),
+    ],
+)
+def test_what_is_refused(call, step, data, error, text):
+    with pytest.raises(error, match=text):
+        call(step, state(), data, global_batch=16)
 
 
 OWN_ROWS = {

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import jdist
-from jdist.errors import StepError
 
 ROWS, CLASSES = 16, 5
 
@@ -65,45 +64,3 @@ def test_a_label_that_is_no_class_is_never_right():
 def test_of_no_rows_they_are_nan_with_a_warning(metric):
     with pytest.warns(UserWarning, match=f"jdist.metrics.{metric.name} is undefined, and NaN: no row counts"):
         assert math.isnan(of(metric, jnp.ones((2, 3)), jnp.zeros(2, jnp.int32), np.zeros(2, bool)))
-
-
-@pytest.mark.parametrize("k", [0, -1, 2.0, True, "5", None])
-def test_a_k_that_is_no_positive_integer_is_refused(k):
-    with pytest.raises(StepError, match=r"`k` is .*; it must be a whole number, 1 or more"):
-        jdist.metrics.top_k(k)
-
-
-def test_a_k_of_more_than_there_are_classes_is_refused():
-    with pytest.raises(StepError, match="`k` is 4, `predictions` has 3 classes; take a `k` of at most 3"):
-        jdist.metrics.top_k(4).update(jnp.ones((2, 3)), jnp.zeros(2, jnp.int32))
-
-
-@pytest.mark.parametrize("threshold", ["0.5", True, [0.5]])
-def test_a_threshold_that_is_no_number_is_refused(threshold):
-    with pytest.raises(StepError, match=r"`threshold` is .*; it must be a finite number"):
-        jdist.metrics.accuracy(threshold=threshold)
-
-
-@pytest.mark.parametrize(
-    ("predictions", "labels", "message"),
-    [
-        (jnp.ones(3), jnp.zeros(3, jnp.int32), r"`predictions` is float32\[3\], of the labels' shape.*`.*threshold"),
-        (
-            jnp.ones((3, 2)),
-            jnp.zeros((3, 2)),
-            r"`labels` is float32\[3, 2\]; class numbers are .*`labels.argmax\(-1\)`",
-        ),
-        (jnp.ones((3, 2)), jnp.zeros((3, 2), jnp.int32), r"one-hot labels become class numbers"),
-        (jnp.ones((3, 1)), jnp.zeros(3, jnp.int32), r"of 1 classes"),
-    ],
-)
-def test_inputs_of_another_form_are_refused(predictions, labels, message):
-    with pytest.raises(StepError, match=f"^jdist.metrics.accuracy: .*{message}"):
-        jdist.metrics.accuracy().update(predictions, labels)
-
-
-def test_a_threshold_with_a_score_for_each_class_is_refused():
-    with pytest.raises(
-        StepError, match=r"\(threshold=0.5\): `predictions` has shape \(3, 1\).*`predictions\[..., 0\]`"
-    ):
-        jdist.metrics.accuracy(threshold=0.5).update(jnp.ones((3, 1)), jnp.zeros(3, jnp.int32))

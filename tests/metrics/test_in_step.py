@@ -9,7 +9,7 @@ from flax import nnx
 
 import jdist
 from jdist.errors import StepError
-from jdist.metrics.in_step import class_scores, weights
+from jdist.metrics.in_step import weights
 
 
 def evaluator(strategy, metric):
@@ -97,20 +97,6 @@ def test_in_a_step_over_nnx_objects():
     assert metric.compute(total) == right
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (np.ones(3, bool), r"`mask` has shape \(3,\), what it weighs \(2, 4\); that must begin"),
-        (np.ones((2, 4, 1)), r"`mask` has shape \(2, 4, 1\)"),
-        ("all", r"`mask` is 'all', a str"),
-        (np.ones(2, complex), r"`mask` is complex64\[2\]; it must hold real numbers or bools"),
-    ],
-)
-def test_a_mask_that_does_not_fit_is_refused(mask, message):
-    with pytest.raises(StepError, match=f"^jdist.metrics.mean: {message}"):
-        jdist.metrics.mean().update(jnp.ones((2, 4)), mask)
-
-
 def test_a_mask_of_rows_weighs_all_elements_of_a_row():
     metric = jdist.metrics.mean()
     values, mask = jnp.arange(8.0).reshape(2, 4), jnp.array([True, False])
@@ -124,17 +110,3 @@ def test_more_elements_than_can_be_counted_are_refused():
     jax.eval_shape(metric.update, many)
     with pytest.raises(StepError, match=r"a global batch has 268,435,456 x 8 elements, .* smaller global batches"):
         jdist.mirrored().run(lambda: jax.eval_shape(lambda x: weights("jdist.metrics.mean", None, x.shape), many))
-
-
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        (jnp.ones((2, 3)), r"`predictions` has shape \(2, 3\), `labels` has shape \(4,\)"),
-        (jnp.ones((4, 3, 2)), r"`predictions` has shape \(4, 3, 2\)"),
-        (jnp.ones((4, 1)), r"of 1 classes; there must be 2 or more.*`predictions\[..., 0\]`"),
-        (jax.random.split(jax.random.key(0), 4), "`predictions` is key<fry>"),
-    ],
-)
-def test_scores_of_another_form_are_refused(scores, message):
-    with pytest.raises(StepError, match=message):
-        class_scores("jdist.metrics.top_k", scores, jnp.zeros(4, jnp.int32))

@@ -147,7 +147,7 @@ class TestMetrics:
         run = jdist.nnx.distribute(TWO)(lambda metrics, batch: metrics.update(values=batch["x"]))
         with pytest.raises(StepError, match=r"metric 0 is an Largest.*metrics=\{Largest: \"sum\"\}"):
             run(Largest(), BATCH)
-        with pytest.raises(StepError, match=r"`metrics` has 'maximum' for 'Largest'; allowed are"):
+        with pytest.raises(StepError, match=r"`metrics\[Largest\]` is 'maximum'; it must be one of"):
             jdist.nnx.distribute(TWO, metrics={Largest: "maximum"})
 
     def test_reading_one_in_the_step_is_refused(self):
@@ -275,10 +275,6 @@ class TestRefused:
         with pytest.raises(StepError, match=r"first argument holds no nnx object.*jdist\.distribute"):
             jdist.nnx.distribute(TWO)(lambda state, batch: state)({"w": 1.0}, BATCH)
 
-    def test_roles_of_arguments(self):
-        with pytest.raises(StepError, match=r"finds the objects itself"):
-            jdist.nnx.distribute(TWO, args=("state", "batch"))
-
     def test_a_loss_an_example(self):
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         with pytest.raises((StepError, TypeError), match="scalar"):
@@ -365,5 +361,5 @@ class TestRolesOfOtherArguments:
             assert float(jdist.nnx.distribute(strategy, args=("batch", "replicated"))(self.step)(model, x, y[:1])) > 0
 
     def test_objects_need_no_role(self):
-        with pytest.raises(StepError, match=r"finds the objects itself\. Say the roles of the other arguments alone"):
+        with pytest.raises(StepError, match=r"finds the objects itself\. Give only the roles of the other arguments"):
             jdist.nnx.distribute(jdist.one_device(), args=("state", "batch"))

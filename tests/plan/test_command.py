@@ -15,8 +15,8 @@ from jdist.experiment.validate import validate
 from jdist.plan.plan import make_plan
 from jdist.plan.table import duration, show, show_sweep
 from jdist.plan.target import parse_target
-from jdist.strategies import libtpu
-from jdist.support.units import size
+from jdist.strategies import absent_plugins
+from jdist.support.words import size
 from tests.plan.plan_toy import config_file
 
 DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
@@ -129,7 +129,7 @@ def test_a_sweep_as_json(toy, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "v5q:2x4"], "there is no TPU 'v5q'. Did you mean 'v5p:2x4'?"),
+        (["--topology", "v5q:2x4"], "unknown TPU 'v5q'. Did you mean 'v5p:2x4'?"),
         (["--topology", "cpu:99999"], "a process has at most 2,048 virtual CPU devices"),
         (["--topology", "cpu:4", "--sweep", "batch=1"], "--sweep is 'batch=1'; it must be"),
         (["--topology", "cpu:4", "--sweep", "global_batch=99999999999999999999"], "at most 2,147,483,647 rows"),
@@ -146,13 +146,21 @@ def test_what_is_not_right_leaves_with_code_2(toy, arguments, message, capsys):
 
 
 def test_without_libtpu_one_sentence_says_what_to_install(toy, capsys, monkeypatch):
-    monkeypatch.setattr(libtpu, "is_installed", lambda: False)
+    monkeypatch.setattr(absent_plugins, "has_libtpu", lambda: False)
     assert main(["plan", toy, "--topology", "v5e:2x4"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
         "jdist: compiling for 'v5e:2x4', which is not here, needs the TPU compiler: pip install 'jdist"
     )
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--suggest"], ["--sweep", "global_batch=8..64"]])
+def test_a_missing_extra_is_named_before_anything_is_compiled(more, toy, capsys, monkeypatch, compiled):
+    monkeypatch.setattr(absent_plugins, "installed_plugin", lambda: None)
+    assert main(["plan", toy, "--topology", "h100:8", *more]) == 2
+    assert "pip install 'jdist[plan-gpu]'" in capsys.readouterr().err
+    assert not compiled
 
 
 @needs_libtpu
@@ -179,9 +187,7 @@ def test_central_storage_copies_to_and_from_the_hosts(toy):
     assert [e.host_s for e in plan.estimates] == pytest.approx(
         [plan.host_bytes * 8 / e.chips / 15e9 for e in plan.estimates]
     )
-    assert plan.as_json()["not_in_model"] == (
-        "the update that the hosts compute: of hosts there are no public figures",
-    )
+    assert plan.as_json()["not_in_model"] == ("the update that the hosts compute: hosts have no public figures",)
     assert "  not in the model: the update that the hosts compute" in show(plan)
     assert ", to the host 15 GB/s each way (https://" in show(plan)
     assert planned(toy, "v5e:2x4").not_in_model == ()

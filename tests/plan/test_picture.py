@@ -74,36 +74,20 @@ def test_what_takes_little_is_drawn_enlarged():
     assert "D: 10.00 MiB" in texts
 
 
+def refused(needed, *, partly=False):
+    refusal = TooLarge(message="m", needed=needed, available=None, partly=partly)
+    return {"memory": None, "estimates": (), "refusal": refusal}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"capacity": 8 * GIB}, "11.00 GiB of 8.00 GiB: does not fit"),
         ({"capacity": None}, "11.00 GiB; the memory of this device is not known"),
-        ({"estimates": (), "chip": None}, "no model: there are no public figures of 'TPU v5 lite'"),
-        (
-            {
-                "memory": None,
-                "estimates": (),
-                "refusal": TooLarge(message="m", needed=40 * GIB, available=None, partly=False),
-            },
-            "40.00 GiB of 16.00 GiB: does not fit",
-        ),
-        (
-            {
-                "memory": None,
-                "estimates": (),
-                "refusal": TooLarge(message="m", needed=40 * GIB, available=None, partly=True),
-            },
-            "46.00 GiB of 16.00 GiB: does not fit",
-        ),
-        (
-            {
-                "memory": None,
-                "estimates": (),
-                "refusal": TooLarge(message="m", needed=None, available=None, partly=False),
-            },
-            "no model: nothing was compiled",
-        ),
+        ({"estimates": (), "chip": None}, "no model: 'TPU v5 lite' has no public figures"),
+        (refused(40 * GIB), "40.00 GiB of 16.00 GiB: does not fit"),
+        (refused(40 * GIB, partly=True), "46.00 GiB of 16.00 GiB: does not fit"),
+        (refused(None), "no model: nothing was compiled"),
     ],
 )
 def test_what_does_not_fit_or_is_not_known(change, text):
@@ -116,7 +100,7 @@ def test_a_real_plan_on_this_machine(tmp_path, capsys):
     assert "memory of each of 8 cpu devices" in capsys.readouterr().out
     texts = check_picture(file.read_text())
     assert "parameters and what else the state has" in texts
-    assert "no model: there are no public figures of 'cpu'" in texts
+    assert "no model: 'cpu' has no public figures" in texts
     assert jdist.plan.draw is draw
 
 
@@ -124,7 +108,7 @@ def test_a_real_plan_on_this_machine(tmp_path, capsys):
     ("arguments", "text"),
     [
         (["--svg", "a.png"], "its name must end in .svg"),
-        (["--svg", "/missing/a.svg"], "the folder /missing is not there"),
+        (["--svg", "/missing/a.svg"], "the folder /missing does not exist"),
         (["--svg", "a.svg", "--sweep", "global_batch=8,16"], "--svg draws one plan"),
         (["--svg", "a.svg", "--suggest"], "--svg draws one plan"),
     ],

@@ -83,4 +83,4 @@ def test_of_a_step_that_the_compiler_refuses_it_says_what_that_needs(
 def test_one_question_at_a_time(tmp_path, capsys):
     path = str(config_file(tmp_path))
     assert main(["plan", path, "--topology", "cpu:4", "--suggest", "--sweep", "global_batch=8"]) == 2
-    assert "--suggest and --sweep both say what to try" in capsys.readouterr().err
+    assert "--suggest and --sweep exclude each other" in capsys.readouterr().err

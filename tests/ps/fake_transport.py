@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from jdist.ps.protocol.wire import Buffers, chunks, decode, encode
+from jdist.ps.server.replicated_shard import ReplicatedShard
 from jdist.ps.transport.interface import (
     EXHAUSTED,
     Answer,
     Arrays,
     CallFailed,
     CallOptions,
+    Channel,
+    Expects,
     Header,
     Methods,
     OutOfFilesError,
@@ -57,19 +60,20 @@ class FakeServer:
         return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]
 
 
-class FakeChannel:
+class FakeChannel(Channel):
     """Calls a `FakeServer`; `fault` chooses a fault for each call's method and header, or None."""
 
     def __init__(
         self, server: FakeServer, *, fault: Callable[[str, Header], Fault | None] = lambda method, header: None
     ):
-        self._server, self._fault = server, fault
+        self._server, self._fault, self.peer = server, fault, getattr(server, "address", "")
 
-    @property
-    def peer(self) -> str:
-        return self._server.address
+    def begin(
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
+        return functools.partial(self._ask, method, header, arrays, options.get("expects", no_arrays))
 
-    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
+    def _ask(self, method: str, header: Header, arrays: Arrays, expects: Expects) -> Answer:
         fault = self._fault(method, header)
         if fault == "lose the call":
             raise CallFailed(self.peer, "deadline")
@@ -80,15 +84,15 @@ class FakeChannel:
         if fault == "lose the answer":
             raise CallFailed(self.peer, "deadline")
         answer_header, _ = decode(answer)
-        buffers = Buffers(options.get("expects", no_arrays)(answer_header), most_bytes=1 << 30)
+        buffers = Buffers(expects(answer_header), most_bytes=1 << 30)
         for chunk in received:
             buffers.take(chunk)
         return answer_header, buffers.arrays()
 
-    def begin(
-        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
-    ) -> Callable[[], Answer]:
-        return functools.partial(self.call, method, header, arrays, **options)
-
     def close(self) -> None:
         """See `Channel`."""
+
+
+def only_copy(**options: Any) -> ReplicatedShard:
+    """Makes a shard that is given no backup."""
+    return ReplicatedShard(lambda address: FakeChannel(None), **options)  # type: ignore[arg-type]  # it is not called

@@ -15,7 +15,7 @@ from jdist.ps.protocol.messages import Replace
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
-from jdist.ps.server.shard_server import ShardServer
+from jdist.ps.server.replicated_shard import ReplicatedShard, slots
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.worker.server import WorkerServer
 from jdist.strategies.parameter_server import _strategy, strategy_of_worker
@@ -48,12 +48,7 @@ class Line:
 
 
 class Network:
-    """Lines on which calls and answers are lost, delayed, doubled, and come again when others have long been answered.
-
-    Args:
-        seed: of what happens.
-        **rates: how often: "lose the call", "lose the answer", "twice", "delayed", "again, late".
-    """
+    """Lines on which calls and answers are lost, delayed, doubled, and come again late; `rates` say how often each."""
 
     def __init__(self, seed, **rates):
         self._random, self._rates = random.Random(seed), {k.replace("_", " "): v for k, v in rates.items()}
@@ -125,12 +120,7 @@ class History:
             self.events.append(event)
 
     def check(self, shards, total):
-        """That the promise was kept.
-
-        Args:
-            shards: how many there are.
-            total: closures that were scheduled; all took effect.
-        """
+        """That the promise was kept by so many shards, and all of the scheduled closures took effect."""
         base, applied, version = {}, {}, {}
         generation, finished = 0, Counter()
         gone = {}  # shards that have lost their memory, and the history in which they did
@@ -174,11 +164,11 @@ class History:
         assert histories <= 1 + self.forgotten, "a rollback, and no shard had lost its memory"
 
 
-class Recorded(ShardServer):
+class Recorded(ReplicatedShard):
     """A shard that tells a history what takes effect."""
 
     def __init__(self, number, history):
-        super().__init__()
+        super().__init__(lambda address: None)
         self._number, self._history = number, history
 
     def _carry_out(self, shard, commands):
@@ -217,11 +207,7 @@ class WatchedJob(Session):
 
 
 class InProcess:
-    """Workers and servers of this process.
-
-    Args:
-        network: the lines between all of them.
-    """
+    """Workers and servers of this process, with a network between all of them."""
 
     def __init__(self, network, *, workers=2, ps=2, mode="async", times=TIMES, max_staleness=None):
         self.network, self.history = network, History()
@@ -262,9 +248,9 @@ class InProcess:
         name = f"ps{ps}"
         keeper = Recorded(ps, self.history)
         if first:
-            self.servers[name] = FakeServer(name, keeper.methods())
+            self.servers[name] = FakeServer(name, slots([keeper]))
         else:
-            self.servers[name]._methods = keeper.methods()
+            self.servers[name]._methods = slots([keeper])
 
     def restart(self, worker):
         """A worker dies, and another comes in its place."""

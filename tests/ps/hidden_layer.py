@@ -15,6 +15,19 @@ BATCH = {
 }
 
 
+def rows(count):
+    """As many rows without padding."""
+    x, y = np.random.default_rng(0).normal(size=(count, 3)), np.random.default_rng(1).normal(size=count)
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def raw(state):
+    """The leaves of a state, of keys their data."""
+    return [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+    ]
+
+
 def loss(params, batch):
     hidden = jnp.tanh(batch["x"] @ params["a"])
     return jdist.mean((hidden @ params["b"] - batch["y"]) ** 2, batch["mask"])

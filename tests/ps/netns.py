@@ -26,15 +26,7 @@ def ip(*arguments):
 
 
 class Hosts:
-    """Hosts at a switch; the one of this process has the address `.254`.
-
-    Args:
-        number: how many there are besides.
-
-    Attributes:
-        names: their namespaces.
-        addresses: without ports.
-    """
+    """Hosts at a switch, by the names of their namespaces; besides them this process's, with the address `.254`."""
 
     def __init__(self, number):
         self._subnet = subnet = f"198.18.{100 + next(_SUBNETS) % 120}"
@@ -94,11 +86,7 @@ class Hosts:
 
 
 class SpreadCluster(Cluster):
-    """As `Cluster`, each server on a host of its own.
-
-    Args:
-        folder, workers, ps, variables: as for `Cluster`.
-    """
+    """As `Cluster`, each server on a host of its own."""
 
     _flags = ("--insecure",)  # the hosts are this process's alone
 

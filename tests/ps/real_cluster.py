@@ -19,13 +19,7 @@ TIMES = Times(ping_s=0.2, lost_after_s=1.0, reconnect_s=0.1, max_losses=10_000, 
 
 
 class Cluster:
-    """Workers and parameter servers on loopback.
-
-    Args:
-        workers, ps: how many there are.
-        folder: for what they say.
-        variables: environment variables of all of them.
-    """
+    """Workers and parameter servers on loopback, with these environment variables; what they say goes to a folder."""
 
     def __init__(self, folder, *, workers=2, ps=2, variables=None):
         self.variables = variables or {}
@@ -36,12 +30,7 @@ class Cluster:
         self.start(*(("ps", i) for i in range(ps)), *(("worker", i) for i in range(workers)))
 
     def start(self, *who, failpoints=None):
-        """Starts servers, and waits until they listen; of one that runs already, in its place.
-
-        Args:
-            *who: `(role, number)` of each.
-            failpoints: JDIST_FAILPOINTS of each, without its process.
-        """
+        """Starts servers `(role, number)`, in the place of running ones, and waits until they listen."""
         self.kill(*who)
         for (role, number), at in zip(who, failpoints or [None] * len(who), strict=True):
             variables = self.variables | ({} if at is None else {VARIABLE: f"process=0:{at}"})
@@ -127,6 +116,16 @@ class Cluster:
         for process in self.processes.values():
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def local(**options):
+    """A parameter server of processes of this machine, which end with the block."""
+    strategy = parameter_server(**options)
+    try:
+        yield strategy
+    finally:
+        strategy.coordinator.close()
 
 
 def wait_until(holds, within_s=BOUND_S):

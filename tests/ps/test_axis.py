@@ -12,6 +12,7 @@ from flax import linen as nn
 
 import jdist
 from jdist.errors import StepError, StrategyError
+from tests.ps.real_cluster import local
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
 BATCH["y"] = BATCH["x"].sum(1, keepdims=True)
@@ -57,11 +58,8 @@ def train(strategy):
 @pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_step_of_pmap(devices):
-    strategy = jdist.parameter_server(local_workers=1, local_ps=1, devices_per_worker=devices, axis="batch")
-    try:
+    with local(local_workers=1, local_ps=1, devices_per_worker=devices, axis="batch") as strategy:
         got = train(strategy)
-    finally:
-        strategy.coordinator.close()
     want = train(jdist.mirrored(jax.devices()[:devices], axis="batch"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
     kept = weakref.ref(strategy)
@@ -71,12 +69,9 @@ def test_a_step_of_pmap(devices):
 
 
 def test_another_name_is_refused_with_what_to_write():
-    strategy = jdist.parameter_server(local_workers=1, local_ps=1)
-    try:
-        with pytest.raises(StepError, match=r"batch.*does not bind.*jdist.parameter_server\(axis=\.\.\.\)"):
-            train(strategy)
-    finally:
-        strategy.coordinator.close()
+    wanted = r"batch.*does not bind.*jdist.parameter_server\(axis=\.\.\.\)"
+    with local(local_workers=1, local_ps=1) as strategy, pytest.raises(StepError, match=wanted):
+        train(strategy)
 
 
 def test_what_is_no_name():

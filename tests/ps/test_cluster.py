@@ -15,7 +15,7 @@ import trustme
 
 from jdist.cli.main import main
 from jdist.cluster import ClusterSpec, exit_status
-from jdist.errors import ClusterConfigError, ClusterError, ClusterTimeoutError, StrategyError
+from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
 from jdist.ps.coordinator import servers as ps_servers
 from jdist.ps.coordinator.api import worker_index
 from jdist.ps.transport.diagnose import reach
@@ -85,22 +85,8 @@ class TestWhoIsLetIn:
         ):
             parameter_server(of(jobs, jobs["worker"]))
         here.delenv("JDIST_TOKEN")
-        with pytest.raises(ClusterError, match=r"^ps 0 .*JDIST_TOKEN is not set here.* \(3 more are like that\)"):
+        with pytest.raises(ClusterError, match=r"^ps 0 .*JDIST_TOKEN is not set here.* \(3 more\)"):
             parameter_server(of(jobs, jobs["worker"]))
-
-    def test_another_authority(self, cluster, here, tmp_path):
-        jobs, _ = cluster
-        for name, value in written(tmp_path / "other", trustme.CA()).items():
-            here.setenv(name, value)
-        with pytest.raises(ClusterError, match=r"^ps 0 .*its certificate is not accepted here"):
-            parameter_server(of(jobs, jobs["worker"][:2]))
-
-    def test_no_tls_here(self, cluster, here):
-        jobs, _ = cluster
-        for name in (CERTIFICATE, KEY, AUTHORITY):
-            here.delenv(name)
-        with pytest.raises(ClusterError, match=r"^ps 0 .*it speaks TLS, and this process has no certificate"):
-            parameter_server(of(jobs, jobs["worker"][:2]))
 
     def test_a_worker_that_is_refused_by_a_ps(self, cluster, here):
         jobs, _ = cluster
@@ -109,12 +95,6 @@ class TestWhoIsLetIn:
         assert (trouble.lasts, "JDIST_TOKEN is another there" in trouble.text) == (True, True)
         (trouble,) = ps_servers.seen_from(jobs["worker"][0], jobs["ps"], read_security(os.environ))
         assert (trouble.lasts, trouble.text) == (False, "asking it for that failed: unauthenticated")
-
-    def test_a_certificate_that_is_not_there(self, cluster, here):
-        jobs, _ = cluster
-        here.setenv(KEY, "/nowhere")
-        with pytest.raises(ClusterConfigError, match="JDIST_TLS_KEY is '/nowhere'"):
-            parameter_server(of(jobs, jobs["worker"][:2]))
 
     def test_a_server_that_does_not_come(self, cluster, here, capfd):
         jobs, _ = cluster
@@ -241,7 +221,7 @@ class TestEnding:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             ps_servers._end_servers([RpcChannel(to, security=Security()) for to in (address, "127.0.0.1:1")])
-        assert f"jdist: {address} did not hear that the job is over, and ends by itself" in capsys.readouterr().err
+        assert f"jdist: {address} did not hear that the job is over; each ends by itself" in capsys.readouterr().err
 
     def test_servers_that_are_gone_keep_nobody(self):
         channels = [RpcChannel("127.0.0.1:1", security=Security())]

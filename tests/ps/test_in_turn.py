@@ -11,6 +11,7 @@ from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from tests.ps.hidden_layer import BATCH, loss
 from tests.ps.program.test_split_step import apart
+from tests.ps.real_cluster import local
 
 
 def fresh():
@@ -102,26 +103,21 @@ def test_two_optimisers_of_one_state_do_not_wait_for_each_other():
 
 
 def test_the_copies_of_all_servers_are_the_state_of_one_device():
-    strategy = jdist.parameter_server(local_workers=2, local_ps=2, partitioner=fixed_shards(2))
-    try:
+    def do(strategy):
+        steps = [jdist.distribute(updating(change), strategy) for change in (slower, faster)]
+        state = strategy.init(fresh)
+        for i in range(60):
+            state, _ = steps[(i // 2) % 2](state, BATCH)
+        return strategy.fetch(state)
 
-        def do(strategy):
-            steps = [jdist.distribute(updating(change), strategy) for change in (slower, faster)]
-            state = strategy.init(fresh)
-            for i in range(60):
-                state, _ = steps[(i // 2) % 2](state, BATCH)
-            return state, strategy.fetch(state)
-
-        _, expected = do(jdist.one_device())
-        _, found = do(strategy)
-        job = strategy.coordinator._job
+    expected = do(jdist.one_device())
+    with local(local_workers=2, local_ps=2, partitioner=fixed_shards(2)) as strategy:
+        found, job = do(strategy), strategy.coordinator._job
         copies = [
             {rows.of: np.asarray(x) for rows, x in zip(shard.rows, kept, strict=True)}
             for shard, kept in zip(job._layout.shards, job._coordinator.snapshots.take().kept, strict=True)
         ]
         everywhere = job._layout.groups.everywhere
-    finally:
-        strategy.coordinator.close()
     assert len(copies) == 2
     assert len(everywhere) == 3
     for i in everywhere:

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import itertools
+import re
+import warnings
 
 import pytest
 
@@ -10,6 +12,7 @@ import jdist
 from jdist.errors import BoundaryError
 from tests.by_default import some
 from tests.conformance.test_laws import STEPS, assert_same, cpus, result
+from tests.step.test_notices import BATCH, GLOBAL, SHARED, STATE, step_of
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
@@ -77,3 +80,30 @@ def test_microbatches_under_parameter_servers_are_replicas(strategy_of, mode, na
             result(STEPS[name], strategy, accumulate)
         return
     assert_same(result(STEPS[name], strategy, accumulate), result(STEPS[name], jdist.mirrored(cpus(4))))
+
+
+@pytest.mark.parametrize(
+    ("mode", "accumulate", "parts"), [("sync", 1, 2), ("sync", 2, 4), ("async", 2, 2), ("async", 1, 1)]
+)
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (step_of(SHARED["diffusion"]), "from a key that all replicas share: each of the {parts} has the same numbers"),
+        (
+            step_of(GLOBAL["a sum"]),
+            "divides its loss by 16, the rows of the global batch.* gradients are {parts} times too small",
+        ),
+    ],
+)
+def test_what_a_trace_shows_is_warned_of_once(strategy_of, mode, accumulate, parts, step, words):
+    strategy = strategy_of(mode)
+    run = jdist.distribute(step, strategy, accumulate=accumulate)
+    state = strategy.init(lambda: STATE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            state, _ = run(state, BATCH)
+    words = words.format(parts=parts)
+    found = [each for each in caught if re.search(words, str(each.message))]
+    assert len(found) == (parts > 1), [str(each.message) for each in caught]
+    assert all(each.filename == __file__ for each in found)

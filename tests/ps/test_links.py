@@ -33,7 +33,7 @@ def test_a_leader_cut_off_from_its_backup_goes_on_without_it_until_the_link_is_t
             assert not both_in_step(job)
             one, other = cluster.addresses["ps"]
             assert (
-                f"the parameter servers {one} and {other} both answer, and the one does not reach the other"
+                f"the parameter servers {one} and {other} both answer, but the first does not reach the second"
                 in caplog.text
             )
             job.train(20)
@@ -62,13 +62,13 @@ def test_a_worker_cut_off_from_a_server_gives_back_what_it_had_and_comes_again(c
             assert job.dispatched(1).state != "ready"
             worker, ps = cluster.addresses["worker"][1], cluster.addresses["ps"][0]
             why = f"{worker}: it does not reach the parameter server {ps}, which answers here: the link between them is cut"
-            assert f"worker 1 was lost; what it had runs again: {why}" in caplog.text
+            assert f"worker 1 was lost; its closures run again: {why}" in caplog.text
             job.train(20)
         finally:
             cluster.mend(("worker", 1), ("ps", 0))
         job.await_ready(1)
         assert caplog.text.count("the link between them is cut") == 1
-        assert "worker 1 is there again" in caplog.text
+        assert "worker 1 is back" in caplog.text
         job.train(20)
         job.check()
         assert job.rollbacks == 0

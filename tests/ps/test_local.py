@@ -12,6 +12,7 @@ import pytest
 
 from jdist.ps import local
 from tests.by_default import some
+from tests.ps.real_cluster import local as local_strategy
 from tests.ps.servers import environment
 
 
@@ -59,6 +60,8 @@ def test_one_that_serves_for_long_between_is_always_started_again(monkeypatch, l
     local._keep([Process(clock, lives_s)], clock, restart=restart)
     assert len(made) == pytest.approx(restarts, abs=2)
 
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by pidfd_open")
 
 # A program with two workers and a server; what it does then is put behind. It says the servers' process ids.
 PROGRAM = """
@@ -111,8 +114,16 @@ def program(body):
             os.close(each)
 
 
+def test_closing_ends_every_process():
+    with local_strategy(local_workers=1, local_ps=1) as strategy:
+        pids = strategy.coordinator._job.servers.processes()
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 FAILS = ('raise ValueError("the user\'s")', 1, "\nValueError: the user's\n")
-linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by pidfd_open")
 
 
 @linux

@@ -165,7 +165,7 @@ class TestReach:
     def test_something_else_there(self, servers):
         trouble = reach(servers[4], Security(), 20)
         assert trouble is not None
-        assert (trouble.lasts, "no `jdist serve`" in trouble.text) == (True, True)
+        assert (trouble.lasts, "not `jdist serve`" in trouble.text) == (True, True)
 
     def test_a_worker_tells_whom_it_reaches(self, servers, certified):
         channel = RpcChannel(servers[3], security=read_security(certified))
@@ -210,7 +210,7 @@ class TestEnds:
 
     def test_when_nobody_asks_for_anything(self):
         code, said = refused("--role", "ps", "--grace-s", "0.2")
-        assert (code, "heard from nobody for 0.2 s" in said) == (75, True)
+        assert (code, "ends after 0.2 s without a call" in said) == (75, True)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -218,7 +218,7 @@ class TestEnds:
             ({"grace_s": float("nan")}, "`--grace-s` is nan; it must be a number of seconds above 0"),
             ({"grace_s": 0.0}, "`--grace-s` is 0.0;"),
             ({"grace_s": -1.0}, "`--grace-s` is -1.0;"),
-            ({"grace_s": 1.0, "script": "/nowhere.py"}, "--script is '/nowhere.py'; it must be a file"),
+            ({"grace_s": 1.0, "script": "/nowhere.py"}, "--script is '/nowhere.py'; it must be an existing file"),
         ],
     )
     def test_what_is_not_allowed(self, options, message):

@@ -11,7 +11,8 @@ import jdist
 from jdist.errors import BatchError, BoundaryError, NonFiniteError, StepError, StrategyError
 from jdist.train import Checkpointer
 from tests.pictures import check_picture
-from tests.ps.hidden_layer import BATCH, create, loss, train_step
+from tests.ps.hidden_layer import BATCH, create, loss, rows, train_step
+from tests.ps.real_cluster import local
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
@@ -19,17 +20,15 @@ pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 @pytest.fixture(scope="module")
 def strategy():
     """One worker and two servers; with one worker asynchronous training is exact."""
-    made = jdist.parameter_server(local_workers=1, local_ps=2, partitioner=jdist.ps.fixed_shards(2))
-    yield made
-    made.coordinator.close()
+    with local(local_workers=1, local_ps=2, partitioner=jdist.ps.fixed_shards(2)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def in_step():
     """Synchronous mode, one worker and one server."""
-    made = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
-    yield made
-    made.coordinator.close()
+    with local(local_workers=1, local_ps=1, mode="sync") as made:
+        yield made
 
 
 def eval_step(state, batch):
@@ -131,13 +130,11 @@ def test_a_tree_of_arrays_is_taken_for_a_state_and_a_checkpoint_holds_one(strate
     assert int(restored.step) == 1
     again, _ = step(restored, BATCH)
     near(strategy.fetch(again).params, after.params)
-    with Checkpointer(tmp_path / "checkpoints") as checkpoints:  # onto another number of servers, and onto none
-        other = jdist.parameter_server(local_workers=1, local_ps=1)
-        for there in (other, jdist.one_device()):
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints, local(local_workers=1, local_ps=1) as other:
+        for there in (other, jdist.one_device()):  # onto another number of servers, and onto none
             restored = checkpoints.restore(there.init(lambda: create(optax.adam(0.1)))).state
             found, _ = jdist.distribute(train_step, there)(restored, BATCH)
             near(there.fetch(found).params, after.params)
-        other.coordinator.close()
     assert int(strategy.fetch(again).step) == 2
 
 
@@ -268,29 +265,20 @@ def test_nnx_objects_are_refused_with_what_to_write_and_that_works(strategy):
 
 
 def test_workers_with_several_devices_run_the_step_mirrored_over_them():
-    made = jdist.parameter_server(local_workers=1, local_ps=1, devices_per_worker=4)
-    try:
+    def step(state, batch):
+        value, grads = jdist.value_and_grad(loss)(state.params, batch)
+        replicas, noise = jdist.all_reduce(jnp.float32(1), "sum"), jax.random.normal(jdist.replica_rng(state.rng), ())
+        metrics = {"loss": value, "norm": optax.tree.norm(grads), "replicas": replicas, "own": jdist.PerReplica(noise)}
+        return state.apply_gradients(grads=grads), metrics
 
-        def step(state, batch):
-            value, grads = jdist.value_and_grad(loss)(state.params, batch)
-            replicas = jdist.all_reduce(jnp.float32(1), "sum")
-            noise = jax.random.normal(jdist.replica_rng(state.rng), ())
-            metrics = {
-                "loss": value,
-                "norm": optax.tree.norm(grads),
-                "replicas": replicas,
-                "own": jdist.PerReplica(noise),
-            }
-            return state.apply_gradients(grads=grads), metrics
+    def do(strategy):
+        train, state, found = jdist.distribute(step, strategy), strategy.init(lambda: create(optax.adam(0.1))), []
+        for batch in strategy.distribute_dataset(jdist.data.from_arrays(rows(30), global_batch=8)):
+            state, metrics = train(state, batch)
+            found.append(metrics)
+        return jax.tree.map(np.asarray, found), strategy.fetch(state).params
 
-        def do(strategy):
-            rows = {"x": np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32), "y": np.ones(30, np.float32)}
-            train, state, found = jdist.distribute(step, strategy), strategy.init(lambda: create(optax.adam(0.1))), []
-            for batch in strategy.distribute_dataset(jdist.data.from_arrays(rows, global_batch=8)):
-                state, metrics = train(state, batch)
-                found.append(metrics)
-            return jax.tree.map(np.asarray, found), strategy.fetch(state).params
-
+    with local(local_workers=1, local_ps=1, devices_per_worker=4) as made:
         (metrics, params), (expected, expected_params) = do(made), do(jdist.mirrored(jax.devices()[:4]))
         near(metrics, expected)
         near(params, expected_params)
@@ -299,8 +287,6 @@ def test_workers_with_several_devices_run_the_step_mirrored_over_them():
         odd = {k: v[:6] for k, v in BATCH.items()}
         with pytest.raises(BatchError, match=r"6 rows does not divide by 4 \(4 devices of a worker\)"):
             jdist.distribute(step, made)(made.init(lambda: create(optax.sgd(0.1))), odd)
-    finally:
-        made.coordinator.close()
 
 
 def test_keys_are_arguments_of_a_step(strategy):
@@ -340,6 +326,14 @@ class TestAKeyOfTheStateThatTheBatchChanges:
     def test_in_synchronous_mode_is_refused(self, in_step):
         with pytest.raises(BoundaryError, match=r"\['key'\], a PRNG key, from the batch"):
             self.do(in_step)
+
+
+def test_what_a_state_on_servers_and_its_step_do_not_have_is_said(strategy):
+    state = strategy.init(lambda: create(optax.sgd(0.1)))
+    with pytest.raises(AttributeError, match=r"Take `strategy\.fetch\(state\)\.params` .* a learning rate, .*argument"):
+        _ = state.params
+    with pytest.raises(StepError, match=r"Lower it under `jdist\.one_device"):
+        jdist.distribute(train_step, strategy).lower(state, {})
 
 
 def test_a_state_of_other_servers_is_refused_with_how_to_take_it(strategy):
@@ -436,10 +430,10 @@ class TestSeveralStates:
             with pytest.raises(StepError, match=r"make them all by one .*strategy\.init\(lambda: \(params, opt_state"):
                 run(*states, BATCH)
         alone = strategy.init(lambda: create_both()[0])
-        with pytest.raises(StepError, match="with one state twice; each of its states is another"):
+        with pytest.raises(StepError, match="with one state twice; pass a different state for each"):
             run(alone, alone, BATCH)
         with pytest.raises(
-            TypeError, match=r"is a dict, no tuple of states .*strategy\.init\(lambda: \(params, opt_state\)\)"
+            TypeError, match=r"is a dict, not a tuple of states\. .*strategy\.init\(lambda: \(params, opt_state\)\)"
         ):
             _, _ = alone
 
@@ -486,7 +480,7 @@ def test_a_picture_shows_which_server_has_which_part(strategy):
     assert list(servers) == ["coordinator", "worker 0", "ps 0", "ps 1"]
     state = strategy.init(lambda: create(optax.adam(0.1)))
     assert "here until the first step" in str(strategy.report(state))
-    with pytest.raises(StepError, match=r"not of this parameter_server: it is a TrainState.*a step decides"):
+    with pytest.raises(StepError, match=r"not of this parameter_server: it is a TrainState.*A step decides"):
         strategy.report(jax.eval_shape(lambda: create(optax.adam(0.1))))
     with pytest.raises(StepError, match="mirrored has none"):
         jdist.mirrored().report(state)
@@ -513,9 +507,7 @@ def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost(strate
     """The last of the file: it closes the servers that the others share."""
     state, _ = jdist.distribute(train_step, strategy)(strategy.init(lambda: create(optax.sgd(0.1))), BATCH)
     strategy.coordinator.close()
-    with pytest.raises(
-        StrategyError, match="this state is not here: it was on parameter servers when they were closed"
-    ):
+    with pytest.raises(StrategyError, match="this state is gone: its parameter servers were closed"):
         strategy.fetch(state)
     with pytest.raises(StrategyError, match="this parameter server was closed"):
         jdist.distribute(train_step, strategy)(state, BATCH)

@@ -7,22 +7,9 @@ import pytest
 
 import jdist
 from jdist.errors import BatchError, ClosureError
-from jdist.ps.protocol.messages import Commit, Done, Drop, Fence, Held
-from jdist.ps.protocol.scheduler import Dispatch, handle
-from jdist.ps.protocol.scheduler_events import (
-    Answered,
-    Assign,
-    Decide,
-    Decided,
-    Lost,
-    Registered,
-    Reported,
-    Scheduled,
-    Tell,
-)
-from jdist.ps.protocol.sync_rounds import Rounds
 from tests.by_default import some
-from tests.ps.hidden_layer import BATCH, create, loss, train_step
+from tests.ps.hidden_layer import BATCH, create, loss, rows, train_step
+from tests.ps.real_cluster import local
 from tests.ps.test_step import near
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
@@ -30,16 +17,11 @@ pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 @pytest.fixture(scope="module")
 def strategy():
-    partitioner = jdist.ps.fixed_shards(2)
-    made = jdist.parameter_server(mode="sync", local_workers=2, local_ps=2, partitioner=partitioner)
-    yield made
-    made.coordinator.close()
+    with local(mode="sync", local_workers=2, local_ps=2, partitioner=jdist.ps.fixed_shards(2)) as made:
+        yield made
 
 
-ROWS = {
-    "x": np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32),
-    "y": np.random.default_rng(1).normal(size=60).astype(np.float32),
-}
+ROWS = rows(60)
 
 
 def trained(strategy, step, tx, **options):
@@ -110,101 +92,7 @@ def test_what_is_asked_wrongly(strategy):
 
 
 def test_backup_workers_leave_the_last_gradient_for_a_later_update():
-    made = jdist.parameter_server(mode="sync", backup_workers=1, local_workers=3, local_ps=2)
-    try:
-        (metrics, state) = trained(made, noiseless, optax.sgd(0.05))
-    finally:
-        made.coordinator.close()
+    with local(mode="sync", backup_workers=1, local_workers=3, local_ps=2) as made:
+        metrics, state = trained(made, noiseless, optax.sgd(0.05))
     assert int(state.step) == len(metrics) == 12
     assert all(np.isfinite(m["loss"]) for m in metrics)
-
-
-# ---- the machine
-
-
-def machine(size, *, spare=0, workers=2, shards=2, scheduled=4):
-    dispatch = Dispatch(num_shards=shards, depth=1, rounds=Rounds(size=size, spare=spare))
-    assigned = {}
-    for event in [*(Registered(worker=w) for w in range(workers)), Scheduled(count=scheduled)]:
-        dispatch, commands = handle(dispatch, event)
-        assigned |= {c.worker: c for c in commands if isinstance(c, Assign)}
-    return dispatch, assigned
-
-
-def report(assign, base):
-    said = {"worker": assign.worker, "epoch": assign.epoch, "generation": assign.generation}
-    return Reported(**said, closure=assign.closures[0], outcome="staged", base=base)
-
-
-def all_answer(dispatch, message, answer):
-    commands = []
-    for shard in range(dispatch.num_shards):
-        dispatch, more = handle(dispatch, Answered(shard=shard, message=message, answer=answer))
-        commands += more
-    return dispatch, commands
-
-
-def told(commands):
-    messages = {c.message for c in commands if isinstance(c, Tell)}
-    assert len(messages) == 1
-    return messages.pop()
-
-
-def test_a_round_is_committed_once_all_of_it_is_staged_and_the_next_begins_after_it():
-    dispatch, assigned = machine(2)
-    assert sorted(a.closures for a in assigned.values()) == [(0,), (1,)]
-    dispatch, commands = handle(dispatch, report(assigned[0], 0))
-    assert commands == []  # the other half of the round is still computed
-    dispatch, commands = handle(dispatch, report(assigned[1], 0))
-    assert commands == [Decide(closures=(0, 1))]
-    dispatch, commands = handle(dispatch, Decided(closures=(0, 1), commit=True))
-    message = told(commands)
-    assert isinstance(message, Commit)
-    assert (message.closures, message.as_one) == ((0, 1), True)
-    dispatch, commands = all_answer(dispatch, message, Done(version=1))
-    assert sorted(c.closures for c in commands if isinstance(c, Assign)) == [(2,), (3,)]
-    assert (dispatch.settled, dispatch.rounds.version) == (2, 1)
-
-
-def test_a_round_that_is_decided_against_is_dropped_and_counts_as_done():
-    dispatch, assigned = machine(2)
-    for worker in (0, 1):
-        dispatch, _ = handle(dispatch, report(assigned[worker], 0))
-    dispatch, commands = handle(dispatch, Decided(closures=(0, 1), commit=False))
-    message = told(commands)
-    assert isinstance(message, Drop)
-    dispatch, _ = all_answer(dispatch, message, Done(version=0))
-    assert (dispatch.settled, dispatch.rounds.version) == (2, 0)
-
-
-def test_a_worker_lost_in_a_round_costs_only_what_it_had_not_reported():
-    dispatch, assigned = machine(2)
-    dispatch, _ = handle(dispatch, report(assigned[0], 0))
-    dispatch, commands = handle(dispatch, Lost(worker=1, epoch=assigned[1].epoch))
-    fence = told(commands)
-    assert isinstance(fence, Fence)
-    held = Held(version=0, staged=frozenset({(assigned[1].closures[0], 0)}), applied=frozenset())
-    dispatch, commands = all_answer(dispatch, fence, held)
-    dispatch, commands = all_answer(dispatch, told(commands), Done(version=0))
-    (again,) = [c for c in commands if isinstance(c, Assign)]
-    assert (again.worker, again.closures) == (0, assigned[1].closures)
-    dispatch, commands = handle(dispatch, report(again, 0))
-    assert commands == [Decide(closures=(0, 1))]
-
-
-def test_with_spare_workers_what_comes_last_is_forgotten_and_computed_again():
-    dispatch, assigned = machine(2, spare=1, workers=3, scheduled=4)
-    for worker in (0, 1):
-        dispatch, commands = handle(dispatch, report(assigned[worker], 0))
-    dispatch, _ = handle(dispatch, report(assigned[2], 0))
-    chosen = commands[0].closures
-    dispatch, commands = handle(dispatch, Decided(closures=chosen, commit=True))
-    dispatch, commands = all_answer(dispatch, told(commands), Done(version=1))
-    drop = told(commands)
-    assert (type(drop), drop.closures) == (Drop, assigned[2].closures)
-    dispatch, commands = all_answer(dispatch, drop, Done(version=1))
-    again = [c for c in commands if isinstance(c, Assign)]
-    assert sorted(c for a in again for c in a.closures) == sorted({0, 1, 2, 3} - set(chosen))
-    # Staged from old parameters, and reported after the commit: forgotten, too.
-    dispatch, commands = handle(dispatch, report(again[0], 0))
-    assert isinstance(told(commands), Drop)

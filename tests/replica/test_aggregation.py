@@ -67,17 +67,18 @@ class TestAggregate:
         for how, expected in {"mean": 6.5, "sum": 8, "first": 6}.items():
             assert strategy.run(lambda how=how: five_and_more(how)).value.tolist() == [expected, expected]
 
-    def test_what_is_refused(self):
-        with pytest.raises(
-            StepError, match="the aggregation is 'average'; allowed are 'mean', 'sum', 'first', 'per_re"
-        ):
-            jdist.aggregate(1.0, "average")
-        with pytest.raises(StepError, match=r"needs `old=`"):
-            jdist.aggregate(1.0, "sum")
-        with pytest.raises(StepError, match=r"'mean'\) takes no `old`"):
-            jdist.aggregate(1.0, "mean", old=1.0)
-        with pytest.raises(StepError, match=r"\['n'\] is int32, whose mean"):
-            jdist.aggregate({"n": jnp.int32(1)}, "mean")
+    @pytest.mark.parametrize(
+        ("new", "how", "options", "message"),
+        [
+            (1.0, "average", {}, "`how` is 'average'; it must be one of 'mean', 'sum', 'first', 'per_re"),
+            (1.0, "sum", {}, "needs `old=`"),
+            (1.0, "mean", {"old": 1.0}, r"'mean'\) takes no `old`"),
+            ({"n": jnp.int32(1)}, "mean", {}, r"\['n'\] is int32, and its mean"),
+        ],
+    )
+    def test_what_is_refused(self, new, how, options, message):
+        with pytest.raises(StepError, match=message):
+            jdist.aggregate(new, how, **options)
 
     @pytest.mark.parametrize("inside", [False, True])
     @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ class TestAggregate:
             (
                 {"a": 1.0},
                 {"b": 1.0},
-                r"`new` has the tree PyTreeDef.*'a'.*, `old` has PyTreeDef.*'b'.*; they must be alike",
+                "`new` has the tree PyTreeDef.*'a'.*, `old` has PyTreeDef.*'b'.*; they must be alike",
             ),
             (
                 {"a": np.ones(3)},
@@ -127,16 +128,12 @@ class TestInAStep:
     X = np.arange(8, dtype=np.float32)
 
     @pytest.mark.parametrize("strategy", [*TRANSFORMS.values(), *SINGLE.values()], ids=[*TRANSFORMS, *SINGLE])
-    def test_plain_pytrees(self, strategy):
-        step = jdist.distribute(counting_step, strategy)
-        state, _ = step(start(), self.X)
-        state = strategy.fetch(step(state, self.X)[0])
-        assert (int(state["rows"]), float(state["sum"]), int(state["step"])) == (3 + 16, 3 + 56, 2)
-        assert float(state["mean"]) == 0.25 + 0.25 * 3.5 + 0.5 * 3.5
-
-    @pytest.mark.parametrize("strategy", [*TRANSFORMS.values(), *SINGLE.values()], ids=[*TRANSFORMS, *SINGLE])
-    def test_several_steps_a_call(self, strategy):
-        state, _ = jdist.distribute(counting_step, strategy, steps_per_call=2)(start(), np.stack([self.X, self.X]))
+    @pytest.mark.parametrize("steps_per_call", [1, 2])
+    def test_plain_pytrees(self, strategy, steps_per_call):
+        step = jdist.distribute(counting_step, strategy, steps_per_call=steps_per_call)
+        state = start()
+        for batch in [self.X, self.X] if steps_per_call == 1 else [np.stack([self.X, self.X])]:
+            state, _ = step(state, batch)
         state = strategy.fetch(state)
         assert (int(state["rows"]), float(state["sum"]), int(state["step"])) == (3 + 16, 3 + 56, 2)
         assert float(state["mean"]) == 0.25 + 0.25 * 3.5 + 0.5 * 3.5
@@ -207,6 +204,10 @@ class TestTrainStates:
         state = FlaxState.create(apply_fn=Normed().apply, tx=optax.sgd(0.1), **self.variables())
         self.check(two.fetch(jdist.distribute(step, two)(state, self.X)[0]).batch_stats)
 
+    def create(self, **options):
+        own = {**self.variables(), "seen": np.int32(0), "own": np.zeros(2, np.float32)}
+        return jdist.TrainState.create(apply_fn=Normed().apply, tx=optax.sgd(0.1), **own, **options)
+
     def declared_step(self, state, x):
         loss_fn = batch_statistics_loss(state.apply_fn, state.extra["batch_stats"], x)
         (loss, stats), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -214,14 +215,7 @@ class TestTrainStates:
         return state.apply_gradients(grads=grads, batch_stats=stats, seen=seen, own=own), {"loss": loss}
 
     def test_of_jdist_by_declaration(self, two):
-        state = jdist.TrainState.create(
-            apply_fn=Normed().apply,
-            tx=optax.sgd(0.1),
-            **self.variables(),
-            seen=np.int32(0),
-            own=np.zeros(2, np.float32),
-            aggregation={"batch_stats": "mean", "seen": "sum", "own": "per_replica"},
-        )
+        state = self.create(aggregation={"batch_stats": "mean", "seen": "sum", "own": "per_replica"})
         state = two.fetch(jdist.distribute(self.declared_step, two)(state, self.X)[0])
         self.check(state.extra["batch_stats"])
         assert int(state.extra["seen"]) == 8
@@ -229,27 +223,18 @@ class TestTrainStates:
         assert state.replace(seen=3).extra["seen"] == 3  # nothing is aggregated outside of `apply_gradients`
 
     def test_undeclared_they_differ_and_are_found(self, two):
-        state = jdist.TrainState.create(
-            apply_fn=Normed().apply,
-            tx=optax.sgd(0.1),
-            **self.variables(),
-            seen=np.int32(0),
-            own=np.zeros(2, np.float32),
-        )
-        state = state.replace(own=np.float32(0)[None])
-
         def step(state, x):
             loss_fn = batch_statistics_loss(state.apply_fn, state.extra["batch_stats"], x)
             (loss, stats), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
             return state.apply_gradients(grads=grads, batch_stats=stats), {"loss": loss}
 
         with pytest.raises(jdist.errors.ReplicaDivergenceError, match="batch_stats"):
-            jdist.distribute(step, two)(state, self.X)
+            jdist.distribute(step, two)(self.create(), self.X)
 
     @pytest.mark.parametrize(
         ("aggregation", "message"),
         [
-            ({"sen": "sum"}, r"`aggregation` names 'sen', which is no collection; there are \['seen'\]"),
+            ({"sen": "sum"}, r"`aggregation` names 'sen', which is not a collection; the collections are \['seen'\]"),
             ({"seen": "total"}, "'total'"),
         ],
     )

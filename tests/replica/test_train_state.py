@@ -49,7 +49,7 @@ def test_replace_takes_fields_and_collections():
 
 @pytest.mark.parametrize("call", [lambda s: s.replace(emma=1), lambda s: s.apply_gradients(grads={"w": 1.0}, emma=1)])
 def test_an_undeclared_collection_is_refused_by_name(call):
-    with pytest.raises(StepError, match=r"`emma` is no collection.*it has \['ema'\].*create\(\.\.\., emma=\.\.\.\)"):
+    with pytest.raises(StepError, match=r"`emma` is not a collection.*it has \['ema'\].*create\(\.\.\., emma=\.\.\.\)"):
         call(state(ema=1))
     with pytest.raises(StepError, match=r"it has none"):
         call(state())
@@ -114,18 +114,31 @@ class TestOptimizer:
 class TestArgumentsOfTheOptimiser:
     plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
 
-    def test_other_names_reach_an_update_that_takes_more(self):
+    @pytest.mark.parametrize(
+        ("tx", "names"),
+        [
+            (plateau, ["value"]),
+            (optax.contrib.momo(), ["value"]),
+            (optax.polyak_sgd(), ["value"]),
+            (optax.chain(optax.clip(1.0), optax.contrib.momo_adam()), ["value"]),
+            (optax.contrib.prodigy(), []),
+            (optax.contrib.schedule_free_adamw(), []),
+        ],
+    )
+    def test_other_names_reach_an_update_that_takes_more(self, tx, names):
         params = {"w": jnp.ones(2)}
-        state = jdist.TrainState.create(params=params, tx=self.plateau, seen=jnp.zeros(()))
-        opt_state = self.plateau.init(params)
+        state = jdist.TrainState.create(params=params, tx=tx, seen=jnp.zeros(()))
+        expected, opt_state = params, tx.init(params)
         for loss in (1.0, 1.0, 1.0):
-            state = state.apply_gradients(grads=params, value=jnp.float32(loss), seen=state.extra["seen"] + 1)
-            _, opt_state = self.plateau.update(params, opt_state, params, value=jnp.float32(loss))
-        jax.tree.map(np.testing.assert_array_equal, state.opt_state, opt_state)
+            arguments = dict.fromkeys(names, jnp.float32(loss))
+            state = state.apply_gradients(grads=params, seen=state.extra["seen"] + 1, **arguments)
+            updates, opt_state = tx.update(params, opt_state, expected, **arguments)
+            expected = optax.apply_updates(expected, updates)
+        jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (expected, opt_state))
         assert state.extra["seen"] == 3
 
     @pytest.mark.parametrize(("tx", "name"), [(plateau, "sean"), (optax.sgd(0.1), "value")])
     def test_a_name_that_nothing_reads_is_told(self, tx, name):
         state = jdist.TrainState.create(params={"w": jnp.ones(2)}, tx=tx, seen=jnp.zeros(()))
-        with pytest.raises(StepError, match=rf"`{name}` is no collection of this state.*`update` if that reads it"):
+        with pytest.raises(StepError, match=rf"`{name}` is not a collection of this state.*`update` does not read it"):
             state.apply_gradients(grads={"w": jnp.ones(2)}, **{"value": jnp.zeros(()), name: jnp.zeros(())})

@@ -17,7 +17,7 @@ from jdist.checkpoint.checkpointer import Checkpointer  # noqa: E402
 from jdist.errors import DeviceError  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from jdist.support import gloo  # noqa: E402
+from jdist.support import xla  # noqa: E402
 from tests.sharded_state import toy  # noqa: E402
 
 folder = Path(sys.argv[1])
@@ -37,7 +37,7 @@ found["run"] = [[float(x) for x in jax.tree.leaves(each)] for each in strategy.l
 pairs = jdist.multi_worker(shard={"of": "state", "within": 2})
 explained = jdist.explain(jdist.distribute(toy.step, strategy), state, {"x": toy.DATA["x"], "mask": np.ones(40, bool)})
 found["kinds"] = sorted({each.kind for each in explained.collectives})
-found["taken for wrong"] = gloo.scatters_wrongly()
+found["taken for wrong"] = xla.gloo_scatters_wrongly()
 found["wrong of large parts"] = toy.num_wrong_of_large_parts(pairs)
 try:
     np.asarray(state.params["odd"])

@@ -14,6 +14,7 @@ import jdist
 from jdist.errors import ReplicaDivergenceError
 from jdist.step import mesh_program as step_module
 from jdist.step.divergence import compare, hash_leaf
+from tests.toys import TWO
 
 FOUR = jdist.mirrored(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
 hash_one = jax.jit(hash_leaf)
@@ -227,21 +228,19 @@ class TestInAStep:
             strategy.fetch(train_step.last_state)
 
     def test_zero_turns_it_off_but_not_that_before_a_save(self):
-        strategy = jdist.mirrored(["cpu:0", "cpu:1"])
-        train_step = jdist.distribute(self.step, strategy, check_replicas=0)
+        train_step = jdist.distribute(self.step, TWO, check_replicas=0)
         state = {"good": jnp.ones(3), "bad": jnp.ones(3)}
         for _ in range(3):
             state, _ = train_step(state, self.batch)
         with pytest.raises(ReplicaDivergenceError):
-            strategy.check(state)
+            TWO.check(state)
 
     @pytest.mark.parametrize(
         ("every", "per_call", "expected"), [(3, 1, [0, 3, 6]), (1, 1, [*range(8)]), (4, 2, [0, 2, 4, 6])]
     )
     def test_it_is_made_after_the_first_step_and_every_so_many(self, every, per_call, expected, monkeypatch):
-        strategy = jdist.mirrored(["cpu:0", "cpu:1"])
-        train_step = jdist.distribute(lambda w, b: (w + 1, {}), strategy, check_replicas=every, steps_per_call=per_call)
-        calls, checked, state = [], [], strategy.init(lambda: jnp.float32(0))
+        train_step = jdist.distribute(lambda w, b: (w + 1, {}), TWO, check_replicas=every, steps_per_call=per_call)
+        calls, checked, state = [], [], TWO.init(lambda: jnp.float32(0))
         monkeypatch.setattr(step_module, "compare_replicas", lambda strategy, state: checked.append(len(calls)))
         batch = {"x": np.ones(2)} if per_call == 1 else {"x": np.ones((per_call, 2))}
         while len(calls) < 8:
@@ -250,18 +249,21 @@ class TestInAStep:
         assert checked == expected
 
     def test_a_shorter_last_call_counts_its_own_steps(self, monkeypatch):
-        strategy = jdist.mirrored(["cpu:0", "cpu:1"])
-        train_step = jdist.distribute(lambda w, b: (w + 1, {}), strategy, check_replicas=4, steps_per_call=3)
-        checked, state = [], strategy.init(lambda: jnp.float32(0))
+        train_step = jdist.distribute(lambda w, b: (w + 1, {}), TWO, check_replicas=4, steps_per_call=3)
+        checked, state = [], TWO.init(lambda: jnp.float32(0))
         monkeypatch.setattr(step_module, "compare_replicas", lambda strategy, state: checked.append(int(state)))
         for steps in [3, 1, 1, 1, 1]:
             state, _ = train_step(state, {"x": np.ones((steps, 2))})
         assert checked == [3, 7]
 
     def test_one_replica_is_never_checked(self, monkeypatch):
-        strategy = jdist.one_device()
         monkeypatch.setattr(step_module, "compare_replicas", lambda strategy, state: pytest.fail("checked"))
-        jdist.distribute(lambda w, b: (w + 1, {}), strategy, check_replicas=1)(0.0, {"x": np.ones(2)})
+        jdist.distribute(lambda w, b: (w + 1, {}), jdist.one_device(), check_replicas=1)(0.0, {"x": np.ones(2)})
+
+
+def round_a_ring(x):
+    """A mean by hand: that it is one over all replicas cannot be seen."""
+    return sum(jax.lax.ppermute(x, "replica", [(i, (i + n) % 4) for i in range(4)]) for n in range(4)) / 4
 
 
 class TestMovingAverages:
@@ -333,13 +335,7 @@ class TestMovingAverages:
             ({"aggregation": {"batch_stats": "mean"}}, lambda x: x),
             ({}, lambda x: jdist.all_reduce(x, "mean")),
             ({}, lambda x: jax.lax.pmean(x, jdist.replica_axes())),
-            # By hand, round a ring: that this is a sum over all cannot be seen.
-            (
-                {},
-                lambda x: (
-                    sum(jax.lax.ppermute(x, "replica", [(i, (i + n) % 4) for i in range(4)]) for n in range(4)) / 4
-                ),
-            ),
+            ({}, round_a_ring),
         ],
         ids=["declared", "jdist", "jax", "by hand"],
     )

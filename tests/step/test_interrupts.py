@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist.core.context import own_settings, plain_jax, run_under_mesh
 from tests.toys import ON_ALL_DEVICES
 
 
@@ -43,6 +44,7 @@ def test_last_state_outlives_an_interrupt_at_any_moment(strategy):
             calls = int(state["n"])
             with pytest.raises(Interrupted):
                 train_until_interrupted(state, 0.002 + 0.0005 * i)
+            assert jax.sharding.get_mesh().empty
             newest = train_step.last_state
             assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(newest))
             assert int(newest["n"]) >= calls
@@ -52,6 +54,58 @@ def test_last_state_outlives_an_interrupt_at_any_moment(strategy):
         signal.signal(signal.SIGALRM, before)
     state, _ = train_step(state, batch)
     assert np.isfinite(strategy.fetch(state)["w"]).all()
+
+
+def enter(settings):
+    with settings:
+        pass
+
+
+@pytest.mark.parametrize("outside", [None, "data"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda strategy: run_under_mesh(strategy, lambda: None),
+        lambda strategy: enter(own_settings(strategy)),
+        lambda strategy: enter(plain_jax()),
+    ],
+    ids=["run_under_mesh", "own_settings", "plain_jax"],
+)
+def test_an_interrupt_at_any_moment_leaves_the_mesh_in_context(run, outside):
+    strategy = jdist.mirrored(transform="jit")
+    mesh = outside and jax.make_mesh((2,), (outside,), devices=jax.devices()[:2])
+    place = 0
+
+    def interrupt(frame, event, arg):
+        """Raises at the instruction number `place` of what sets and restores meshes."""
+        nonlocal passed
+        code = frame.f_code
+        if "jdist/core" not in code.co_filename and code.co_name not in ("__init__", "__enter__", "__exit__"):
+            return interrupt
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            passed += 1
+            if passed > place:
+                sys.settrace(None)
+                raise Interrupted
+        return interrupt
+
+    with jax.set_mesh(mesh):
+        found = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+        ends = False
+        while not ends:
+            passed, place = 0, place + 1
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                run(strategy)
+                ends = passed > 0  # Python 3.12 traces no instructions the first time
+            except Interrupted:
+                pass
+            finally:
+                sys.settrace(before)
+            assert (jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()) == found, place
+    assert place > 100
 
 
 def test_an_interrupt_arrives():

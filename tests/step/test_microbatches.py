@@ -146,13 +146,23 @@ def test_sum_and_half_precision_and_rows():
 
         (loss, rows), grads = jdist.value_and_grad(loss_fn, has_aux=True, op="sum")(state.params)
         assert grads["w"].dtype == jnp.bfloat16
-        return state.apply_gradients(grads=grads), {"loss": loss, "norm": norm(grads)}, {"rows": rows, "y": batch["y"]}
+        return (
+            state.apply_gradients(grads=grads),
+            {"loss": loss, "norm": norm(grads)},
+            {
+                "rows": rows,
+                "y": batch["y"],
+                "above": batch["y"] > 1,
+            },
+        )
 
     run = jdist.distribute(step, TWO, accumulate=4, returns=("state", "metrics", "examples"))
     batch = {"x": BATCH["x"], "y": BATCH["y"]}
     state, metrics, rows = run(create(jnp.bfloat16), batch)
     assert state.params["w"].dtype == jnp.bfloat16
     assert rows["y"].tolist() == BATCH["y"].tolist()  # in input order
+    assert rows["above"].dtype == bool
+    assert rows["above"].tolist() == (BATCH["y"] > 1).tolist()
     np.testing.assert_allclose(rows["rows"], BATCH["x"][:, 0], rtol=1e-2)
     full = jax.value_and_grad(lambda p: losses_of(p, batch).mean())(create().params)
     np.testing.assert_allclose(metrics["loss"], full[0], rtol=2e-2)
@@ -219,8 +229,13 @@ def test_what_microbatches_hold_apart_is_reduced_and_gathered():
 
 
 def test_a_step_without_a_state_accumulates_as_well():
-    run = jdist.distribute(lambda batch: gradient_of_a_product(2.0, batch), TWO, args=("batch",), accumulate=4)
-    loss, grad = run(BATCH)
+    def step(batch):
+        return *gradient_of_a_product(2.0, batch), batch["y"].sum()
+
+    loss, grad, mean_of_sums = jdist.distribute(step, TWO, args=("batch",), returns=("metrics",) * 3, accumulate=4)(
+        BATCH
+    )
+    np.testing.assert_allclose(mean_of_sums, BATCH["y"].sum() / 8, rtol=1e-5)
     np.testing.assert_allclose(loss, 4 * (BATCH["y"] ** 2).mean(), rtol=1e-5)
     np.testing.assert_allclose(grad, 4 * (BATCH["y"] ** 2).mean(), rtol=1e-5)
 
@@ -403,69 +418,18 @@ class TestStateThatMicrobatchesWrite:
         np.testing.assert_allclose(own, BATCH["y"].max())
 
 
-class TestMetricsThatAreNoMeans:
-    batch = {"x": np.arange(16, dtype=np.float32)}  # noqa: RUF012 - never changed
-
-    def run(self, op, accumulate):
-        def step(w, batch):
-            loss, grad = jdist.value_and_grad(lambda w: jnp.mean(batch["x"] * w))(w)
-            return w - 0.0 * grad, {"it": jdist.all_reduce(getattr(jnp, op)(batch["x"]), op), "loss": loss}
-
-        strategy = jdist.mirrored(jax.local_devices()[:2])
-        _, metrics = jdist.distribute(step, strategy, accumulate=accumulate)(1.0, self.batch)
-        return float(metrics["it"])
-
-    def test_sums_add_up(self):
-        assert self.run("sum", 1) == self.run("sum", 4) == 120
-
-    def test_extremes_are_of_all_rows(self):
-        assert self.run("max", 1) == self.run("max", 2) == 15
-
-
-def test_gradients_that_the_step_combines_itself_are_right_as_well():
-    def step(state, batch):
-        def loss(params):
-            return jdist.mean((batch["x"] * params["w"] - 1) ** 2)
-
-        value, grads = jdist.value_and_grad(loss)(state["a"].params)
-        other = jdist.all_reduce(jax.grad(loss)(state["b"].params), "mean")
-        return {
-            "a": state["a"].apply_gradients(grads=grads),
-            "b": state["b"].apply_gradients(grads=other),
-        }, {"loss": value}
-
-    def create():
-        make = jdist.TrainState.create
-        return {name: make(params={"w": jnp.ones(())}, tx=optax.sgd(0.1)) for name in ("a", "b")}
-
-    strategy = jdist.mirrored(jax.local_devices()[:2])
-    batch = {"x": np.arange(8, dtype=np.float32)}
-    for accumulate in (1, 2):
-        state, _ = jdist.distribute(step, strategy, accumulate=accumulate)(strategy.init(create), batch)
-        assert float(state["a"].params["w"]) == pytest.approx(float(state["b"].params["w"]))
-
-
-def test_a_print_before_the_gradient_shows_each_microbatch_and_one_after_it_the_whole(capfd):
+def test_a_print_shows_each_microbatch_unless_all_it_shows_is_combined(capfd):
     def step(w, batch):
         jax.debug.print("rows {}", batch["x"].shape[0] * 10 + batch["x"][0].astype(int))
         grad = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
         jax.debug.print("gradient {}", grad)
-        return w - grad, {}
-
-    jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
-    jax.effects_barrier()
-    assert sorted(capfd.readouterr().out.split("\n")) == ["", "gradient 1.5", "rows 20", "rows 22"]
-
-
-def test_a_print_of_one_microbatch_with_the_combined_gradient_shows_each_of_them(capfd):
-    def step(w, batch):
-        grad = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
         jax.debug.print("{} {}", grad, batch["x"].max())
         return w - grad, {}
 
     jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
     jax.effects_barrier()
-    assert sorted(capfd.readouterr().out.split("\n")) == ["", "1.5 1.0", "1.5 3.0"]
+    printed = sorted(capfd.readouterr().out.splitlines())
+    assert printed == ["1.5 1.0", "1.5 3.0", "gradient 1.5", "rows 20", "rows 22"]
 
 
 def test_the_replicas_number_counts_microbatches():
@@ -481,17 +445,6 @@ def test_the_replicas_number_counts_microbatches():
     state, metrics = run({"w": np.float32(1), "total": np.float32(5)}, np.arange(4, dtype=np.float32))
     assert float(state["total"]) == 5 + 1 + 2 + 3 + 4
     assert [float(x) for x in metrics["with the loss"].local_results()] == [1.5, 3.0, 4.5, 6.0]
-
-
-def test_rows_of_bools_stay_bools():
-    def step(w, batch):
-        loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["x"]))(w)
-        return w - grad, {"loss": loss}, batch["x"] > 1
-
-    run = jdist.distribute(step, jdist.default(), accumulate=2, returns=("state", "metrics", "examples"))
-    _, _, rows = run(0.0, {"x": np.arange(4, dtype=np.float32)})
-    assert rows.dtype == bool
-    assert rows.tolist() == [False, False, True, True]
 
 
 def test_a_callback_whose_result_nobody_reads_is_called_once_a_microbatch():
@@ -518,7 +471,7 @@ def test_what_would_be_called_twice_or_lost_is_refused():
         rate = io_callback(lambda: np.float32(0.1), jax.ShapeDtypeStruct((), jnp.float32))
         return w - rate * jdist.grad(lambda w: jdist.mean(w * rate * batch["x"]))(w), {}
 
-    with pytest.raises(BoundaryError, match="what a callback of the step returned"):
+    with pytest.raises(BoundaryError, match="the result of a callback is needed"):
         jdist.distribute(rate_from_the_host, jdist.default(), accumulate=2)(0.0, batch)
 
     def by_reference(w, batch):

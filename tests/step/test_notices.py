@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax import lax
 
 import jdist
@@ -160,7 +161,7 @@ def adversarial(delta_of):
 def test_a_gradient_of_rows_by_what_all_replicas_have_alike(delta_of, is_own):
     for strategy in (TWO, IN_PARTS):
         found = noticed(step_of(adversarial(delta_of)), strategy)
-        assert ["takes a gradient by float32[8,8], which all replicas have alike" in text for text in found] == (
+        assert ["takes a gradient by float32[8,8], which is equal on all replicas" in text for text in found] == (
             [] if is_own else [True]
         )
     assert not noticed(step_of(adversarial(delta_of)), TRANSFORMS["jit"])
@@ -206,3 +207,11 @@ def test_filled_rows_that_come_back_one_by_one_need_no_mask():
     predict = jdist.distribute(lambda w, batch: batch["x"] * w, TWO, returns=("examples",))
     for batch in TWO.distribute_dataset(jdist.data.from_arrays({"x": np.arange(7, dtype=np.float32)}, global_batch=4)):
         assert predict(1.0, batch).shape in ((4,), (3,))
+
+
+def test_filled_rows_of_an_nnx_model_that_come_back_one_by_one_need_no_mask():
+    model = nnx.BatchNorm(1, use_running_average=True, rngs=nnx.Rngs(0))
+    predict = jdist.nnx.distribute(TWO, returns=("examples",))(lambda model, batch: model(batch["x"]))
+    x = np.arange(7, dtype=np.float32)[:, None]
+    for batch in TWO.distribute_dataset(jdist.data.from_arrays({"x": x}, global_batch=4)):
+        assert predict(model, batch).shape in ((4, 1), (3, 1))

@@ -64,9 +64,9 @@ class TestInit:
         assert (state["f"] >= 0).all()
 
     def test_a_leaf_that_is_no_array_is_refused_by_name(self, strategy):
-        for leaf, kind in (("mlp", "str"), (object(), "object")):
+        for leaf, kind in (("mlp", "str"), (object(), "object"), (np.array(["text"]), "ndarray of <U4")):
             with pytest.raises(
-                StepError, match=rf"the state has a leaf that is no array of numbers: \['a'\]\['b'\] is a {kind}"
+                StepError, match=rf"the state has a leaf that is not an array of numbers: \['a'\]\['b'\] is a {kind}"
             ):
                 strategy.init(lambda leaf=leaf: {"a": {"b": leaf}, "c": jnp.zeros(2)})
 
@@ -150,11 +150,6 @@ def test_init_computes_each_leaf_in_its_sharding_in_one_program():
     assert state["w"].sum() == 512 * 64
 
 
-def test_an_array_of_objects_is_refused_by_name():
-    with pytest.raises(StepError, match=r"\['a'\]"):
-        TWO.init(lambda: {"a": np.array(["text"])})
-
-
 class TestAdopt:
     def test_python_numbers_numpy_and_other_devices_become_the_strategys(self):
         state = adopt_state(TWO, {"n": 1, "x": 0.5, "np": np.arange(3), "there": jax.device_put(1.0, jax.devices()[3])})
@@ -185,22 +180,15 @@ class TestAdopt:
         assert (mine["numpy"] == 0).all()
         assert (strategy.fetch(state)["numpy"] == 3).all()
 
-    @pytest.mark.parametrize("strategy", ALL[:3], ids=lambda s: f"{s.name}-{s.transform}")
-    def test_one_array_in_two_places_of_a_state(self, strategy):
-        x = strategy.init(lambda: jnp.ones(2))
-        step = jdist.distribute(lambda s, b: ({"a": s["a"] + 1, "b": s["b"] + 2}, {}), strategy)
-        state, _ = step({"a": x, "b": x}, {"x": np.ones(2)})
-        state, _ = step(state, {"x": np.ones(2)})
-        assert (state["a"].tolist(), state["b"].tolist()) == ([3, 3], [5, 5])
-
     @pytest.mark.parametrize("strategy", ALL, ids=lambda s: f"{s.name}-{s.transform}")
-    def test_one_array_of_the_callers_in_two_places_of_a_state(self, strategy):
-        x = jnp.ones(2)
+    @pytest.mark.parametrize("is_callers", [True, False])
+    def test_one_array_in_two_places_of_a_state(self, strategy, is_callers):
+        x = jnp.ones(2) if is_callers else strategy.init(lambda: jnp.ones(2))
         step = jdist.distribute(lambda s, b: ({"a": s["a"] + 1, "b": s["b"] + 2}, {}), strategy)
         state, _ = step({"a": x, "b": x}, {"x": np.ones(2)})
         state, _ = step(state, {"x": np.ones(2)})
         assert (state["a"].tolist(), state["b"].tolist()) == ([3, 3], [5, 5])
-        if strategy.mesh is not None:  # under default the array lies right already and is donated as it is
+        if is_callers and strategy.mesh is not None:  # under default it lies right already and is donated as it is
             assert x.tolist() == [1, 1]
 
     def test_a_donated_leaf_is_named(self):
@@ -267,15 +255,6 @@ def test_the_element_spec_is_that_of_the_batches(steps):
     dataset = TWO.distribute_dataset([{"x": np.ones((3, 2))}] * 3, steps_per_call=steps)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), next(iter(dataset)))
     assert dataset.element_spec == shapes
-
-
-def test_distribute_dataset_pads_and_refuses():
-    data = jdist.data.from_arrays({"x": np.arange(5.0)}, global_batch=3)
-    batches = list(TWO.distribute_dataset(data))
-    assert [b["x"].shape for b in batches] == [(4,), (4,)]
-    assert [b["mask"].tolist() for b in batches] == [[1, 1, 1, 0], [1, 1, 0, 0]]
-    with pytest.raises(BatchError, match="3"):
-        TWO.distribute_dataset(data, partial="error")
 
 
 CRASHES = """

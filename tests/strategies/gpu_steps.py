@@ -10,12 +10,13 @@ import pytest
 import jdist
 from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
-from jdist.strategies import cuda
-from tests.strategies.tpu_steps import batch_of
+from jdist.strategies import absent_plugins
+from tests.strategies.tpu_steps import batch_of, stacked
 from tests.toys import step_of
 
 needs_compiler = pytest.mark.skipif(
-    cuda.installed_plugin() is None, reason="the GPU compiler is not installed here: pip install 'jdist[plan-gpu]'"
+    absent_plugins.installed_plugin() is None,
+    reason="the GPU compiler is not installed here: pip install 'jdist[plan-gpu]'",
 )
 LAYERS, WIDTH = 10, 1024
 
@@ -42,10 +43,8 @@ class Compiled:
     """A step compiled for a strategy whose devices are not here."""
 
     def __init__(self, strategy, rows=16, **options):
-        steps = options.get("steps_per_call", 1)
         batch = batch_of(rows * strategy.num_replicas, x=((WIDTH,), jnp.float32))
-        if steps > 1:
-            batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype), batch)
+        batch = stacked(batch, options.get("steps_per_call", 1))
         self.program = jdist.distribute(step, strategy, **options).lower(STATE, batch).compile()
         self.text = self.program.as_text()
         self.module = parse(self.text)

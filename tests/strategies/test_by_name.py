@@ -55,10 +55,10 @@ def test_mirrored_takes_all_devices_or_those_named_in_that_order():
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (["cpu:8"], r"there is no cpu:8; JAX sees 8 device\(s\).*cpu:7.*device_count=9"),
-        (["tpu:0"], r"there is no 'tpu' here \(asked for 'tpu:0'\)\. There are: cpu:0, "),
-        (["gpu"], r"there is no 'gpu' here"),
-        (["cpu:-1"], r"'cpu:-1' names no device.*\"gpu:0\" or \"cpu:3\".*There are: cpu:0, "),
+        (["cpu:8"], r"cpu:8 does not exist; JAX sees 8 device\(s\).*cpu:7.*device_count=9"),
+        (["tpu:0"], r"JAX has no platform 'tpu' \(asked for 'tpu:0'\)\. It sees: cpu:0, "),
+        (["gpu"], r"JAX has no platform 'gpu'"),
+        (["cpu:-1"], r"'cpu:-1' names no device.*\"gpu:0\" or \"cpu:3\".*JAX sees: cpu:0, "),
         (["cpu:one"], r"'cpu:one' names no device"),
         ([""], r"'' names no device"),
         ([3], r"3 names no device"),
@@ -79,7 +79,7 @@ def test_a_number_of_devices_is_refused_with_what_to_write():
 
 
 def test_one_device_refuses_as_well():
-    with pytest.raises(DeviceError, match="there is no cpu:99"):
+    with pytest.raises(DeviceError, match="cpu:99 does not exist"):
         jdist.one_device("cpu:99")
     with pytest.raises(DeviceError, match="names no device"):
         jdist.one_device(["cpu:0"])
@@ -127,12 +127,12 @@ class TestByName:
         [
             (
                 "miror",
-                rf"no strategy 'miror'\. Did you mean 'mirrored'\? Known: {', '.join(STRATEGIES)}\.",
+                rf"unknown strategy 'miror'\. Did you mean 'mirrored'\? Known: {', '.join(STRATEGIES)}\.",
             ),
             ("onedevice", r"Did you mean 'one_device'\?"),
-            ("zzz", rf"no strategy 'zzz'\. Known: {', '.join(STRATEGIES)}\."),
-            (None, r"no strategy None\."),
-            (["mirrored"], r"no strategy \['mirrored'\]\. Did you mean 'mirrored'\?"),
+            ("zzz", rf"unknown strategy 'zzz'\. Known: {', '.join(STRATEGIES)}\."),
+            (None, r"unknown strategy None\."),
+            (["mirrored"], r"unknown strategy \['mirrored'\]\. Did you mean 'mirrored'\?"),
         ],
     )
     def test_an_unknown_name_lists_the_known_and_the_nearest(self, name, message):

@@ -1,37 +1,20 @@
 """What the TPU compiler makes of central_storage, on a topology of TPUs that are not here."""
 
-import os
 import re
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU machine to ask
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
-from jdist.core.context import mesh_of_program
-from jdist.core.division import shapes
-from jdist.core.operations import Parts
-from jdist.sharded_state.operations import BACKEND
-from jdist.step.mesh_program import REPLICATED
-from jdist.step.options import make_options
-from jdist.step.outputs import Traced
-from jdist.step.program_spec import ProgramSpec
-from jdist.step.signature import Call, Others
-from jdist.strategies.central_storage import CENTRAL
-from jdist.strategies.local import LOCAL, strategy_over
-from tests.strategies.tpu_steps import COLLECTIVE, host_computations
+from tests.strategies.tpu_steps import COLLECTIVE, batch_of, host_computations, size_bytes, stacked
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share what is compiled
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install libtpu")
 
+TOPOLOGY = "v5e:2x4"
 N = 3635  # 5 * 727, so neither rows nor elements divide by 8; 159 MB of state under Adam
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -50,33 +33,10 @@ def step(state, batch):
     return state.apply_gradients(grads=grads), {"loss": loss, "norm": optax.tree.norm(grads)}
 
 
-def size_bytes(tree):
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def compiled(name, operations, backend, state, **options):
-    devices = tuple(topologies.get_topology_desc("v5e:2x4", "tpu").devices)
-    strategy = strategy_over(
-        devices,
-        name=name,
-        axis="replica",
-        transform="shard_map",
-        reduction=jdist.reduction.psum(),
-        operations=operations,
-        parts=Parts(of="state", memory="host", axes=("replica",)) if operations is CENTRAL else None,
-    )
-    checked = make_options(**options)
-    lead = (checked.steps_per_call,) if checked.steps_per_call > 1 else ()
-    by_rows = NamedSharding(strategy.mesh, PartitionSpec(*[None] * len(lead), "replica"))
-    batch = {
-        name: jax.ShapeDtypeStruct((*lead, 64, *shape), dtype, sharding=by_rows)
-        for name, shape, dtype in (("x", (N,), jnp.float32), ("y", (13,), jnp.float32), ("mask", (), jnp.bool_))
-    }
-    token = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=strategy.replicated_sharding)
-    program = backend.make_program(ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), [], "step"))
-    traced = program.trace(token, shapes(strategy, state), (batch,), Others((), {}))
-    with mesh_of_program(strategy):
-        return traced.lower().compile()
+def compiled(strategy, state, **options):
+    batch = batch_of(64, x=((N,), jnp.float32), y=((13,), jnp.float32))
+    batch = stacked(batch, options.get("steps_per_call", 1))
+    return jdist.distribute(step, strategy, **options).lower(state, batch).compile()
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +46,12 @@ def state():
 
 @pytest.fixture(scope="module")
 def mirrored(state):
-    return compiled("mirrored", LOCAL, REPLICATED, state)
+    return compiled(jdist.mirrored(topology=TOPOLOGY), state)
 
 
 @pytest.fixture(scope="module")
 def central(state):
-    return compiled("central_storage", CENTRAL, BACKEND, state)
+    return compiled(jdist.central_storage(topology=TOPOLOGY), state)
 
 
 def test_host_memory_holds_the_state_once(central, state):
@@ -136,7 +96,7 @@ def test_the_hosts_update_and_the_devices_communicate(central, mirrored):
 
 @pytest.mark.full
 def test_several_steps_a_call_keep_the_state_in_host_memory(mirrored, state):
-    looped = compiled("central_storage", CENTRAL, BACKEND, state, steps_per_call=3)
+    looped = compiled(jdist.central_storage(topology=TOPOLOGY), state, steps_per_call=3)
     memory = looped.memory_analysis()
     assert 8 * memory.host_argument_size_in_bytes < 1.05 * size_bytes(state)
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 0.5 * (

@@ -19,7 +19,7 @@ from jdist.errors import ReplicaDivergenceError, StepError, StrategyError
 from tests.by_default import some
 from tests.conformance.families import FAMILIES
 from tests.conformance.matrix import OPTIMIZERS, OPTIONS
-from tests.toys import step_of
+from tests.toys import assert_close, step_of
 
 RULES = {
     "cnn_synced_batchnorm": [("Conv_0/kernel", (None, None, None, "model")), ("Dense_0/kernel", ("model",))],
@@ -79,8 +79,7 @@ def test_conformance(way, family, option):
         want = one_device(family, options.get("accumulate", 1))
     # As in tests/conformance: sums over replicas are made in another order.
     np.testing.assert_allclose(got.losses, want.losses, rtol=0, atol=1e-5)
-    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+    assert_close(got.params, want.params, atol=2e-5)
     assert got.compilations_after_first_call == 0
     assert got.shardings_kept
 
@@ -147,9 +146,8 @@ def test_stacked_layers_under_a_clipped_optimiser(way, model):
     got, metrics, _ = run(with_model_axis(STACKED, model, **{**WAYS[way], **within}))
     want, expected_metrics, _ = expected()
     np.testing.assert_allclose(metrics, expected_metrics, rtol=2e-6)
-    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
-        # AdamW divides by the size of the gradient: in these steps by up to 1e-2 of a parameter's own change.
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+    # AdamW divides by the size of the gradient: in these steps by up to 1e-2 of a parameter's own change.
+    assert_close(got.params, want.params, atol=1e-4)
 
 
 def collectives(step, state, batch):
@@ -218,8 +216,7 @@ def test_other_optimisers(name):
     got, metrics, _ = run(with_model_axis(STACKED, 2), make, 3)
     want, expected_metrics, _ = run(jdist.one_device(), make, 3)
     np.testing.assert_allclose(metrics, expected_metrics, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+    assert_close(got.params, want.params, atol=1e-4)
 
 
 class Block(nn.Module):
@@ -293,7 +290,9 @@ class TestMetadata:
         def step(params, batch):
             return params, {"y": model.apply(params, batch["x"]).mean()}
 
-        with pytest.raises(StepError, match="mirrored has no mesh axis 'model', over which flax's metadata"):
+        found = "mirrored has no mesh axis 'model', over which flax's metadata"
+        remedies = r"Add the axis, `jdist\.sharded\(mesh=.*\)`, remove the metadata, .*, or .* by flax's axis rules"
+        with pytest.raises(StepError, match=f"{found}.*{remedies}"):
             jdist.distribute(step, strategy)(params, BATCHES[0])
 
     def test_a_rule_that_says_the_same_is_no_second_one(self):
@@ -306,7 +305,9 @@ class TestMetadata:
     def test_an_axis_that_the_mesh_has_not(self):
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "experts"))
         model = nn.Dense(8, kernel_init=init)
-        with pytest.raises(StepError, match="the leaf params/kernel name the axis 'experts', which the mesh has not"):
+        with pytest.raises(
+            StepError, match="the leaf params/kernel name the axis 'experts', which the mesh does not have"
+        ):
             with_model_axis().init(lambda: model.init(jax.random.key(0), jnp.ones((1, 4))))
 
 
@@ -321,8 +322,7 @@ def test_checkpoints_go_to_other_meshes_and_strategies(way, tmp_path):
     for other in others:
         with Checkpointer(tmp_path) as checkpointer:
             restored = checkpointer.restore(other.init(create))
-        for a, b in zip(jax.tree.leaves(other.fetch(restored.state)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_close(other.fetch(restored.state), want)
 
 
 def test_a_state_of_another_strategy_is_laid_out():
@@ -377,9 +377,8 @@ def test_gradients_of_states_whose_leaves_of_one_shape_have_different_rules():
     results = []
     for strategy in (with_model_axis(rules, devices=jax.devices()[:4]), jdist.one_device()):
         state, metrics = jdist.distribute(step, strategy)(strategy.init(create), BATCHES[0])
-        results.append(jax.tree.leaves((strategy.fetch(state), metrics)))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+        results.append((strategy.fetch(state), metrics))
+    assert_close(*results, rtol=1e-5)
 
 
 def test_gradients_by_several_leaves_of_one_shape_with_different_rules():
@@ -396,9 +395,8 @@ def test_gradients_by_several_leaves_of_one_shape_with_different_rules():
     for strategy in (with_model_axis(STACKED, 2), jdist.one_device()):
         make = functools.partial(create, optax.sgd(0.1))
         state, metrics = jdist.distribute(step, strategy)(strategy.init(make), BATCHES[0])
-        results.append(jax.tree.leaves((strategy.fetch(state), metrics)))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+        results.append((strategy.fetch(state), metrics))
+    assert_close(*results, atol=1e-6)
 
 
 def test_a_parameter_called_value():
@@ -427,7 +425,7 @@ class TestWhatIsRefused:
     def test_a_leaf_of_which_no_other_axis_divides_well(self):
         state = {"w": jnp.zeros((3, 200_000))}
         strategy = jdist.sharded(mesh={"replica": -1, "model": 2}, rules=[("w", (None, "model"))])
-        with pytest.raises(StepError, match=r"50.0% of .*Of a leaf that a rule divides .*`most_whole=") as caught:
+        with pytest.raises(StepError, match=r"50.0% of .*A leaf that a rule divides .*`most_whole=") as caught:
             strategy.init(lambda: state)
         assert "whole_below" not in str(caught.value)
 
@@ -455,20 +453,23 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mesh": {"replica": -1, "model": 3}}, "does not multiply up to the number of devices, 8"),
-            ({"mesh": {"replica": -1, "model": -1}}, "one of them may be -1"),
+            ({"mesh": {"replica": -1, "model": 3}}, "its sizes must multiply to the number of devices, 8"),
+            ({"mesh": {"replica": -1, "model": -1}}, "one may be -1"),
             ({"mesh": {"model": 2}}, "`mesh` has no axis 'replica'"),
             ({"mesh": [2, 4]}, "must be the sizes of the mesh's axes by name"),
             ({"mesh": {"replica": -1, "model": 0}}, "sizes are 1 or more"),
-            ({"rules": [("w", (None, "model"))]}, "there are none, see `mesh`"),
+            ({"rules": [("w", (None, "model"))]}, "it has none, see `mesh`"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": [("w", ("replica",))]}, "the state is cut anyway"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": [("w", (None,))]}, "names no axis"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": [("w", ("model", "model"))]}, "each once"),
-            ({"mesh": {"replica": -1, "model": 2}, "rules": [("(", ("model",))]}, "is no regular expression"),
+            ({"mesh": {"replica": -1, "model": 2}, "rules": [("(", ("model",))]}, "is not a regular expression"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": ["w"]}, "must be pairs of a pattern and axes"),
-            ({"mesh": {"replica": -1, "model": 2}, "rules": [("(?i)W", ("model",))]}, "is no regular expression"),
+            ({"mesh": {"replica": -1, "model": 2}, "rules": [("(?i)W", ("model",))]}, "is not a regular expression"),
             ({"mesh": {"replica": -1, "model": 2}, "rules": [("w", (1, "model"))]}, "neither None nor a name"),
-            ({"mesh": {"replica": -1, "replica_group": 2}, "within": 2}, "has an axis 'replica_group', as `within`"),
+            (
+                {"mesh": {"replica": -1, "replica_group": 2}, "within": 2},
+                "has an axis 'replica_group', a name that `within`",
+            ),
             ({"mesh": {"replica": -1, "model": 4}, "within": 4}, "divide the number of replicas, 2"),
         ],
     )

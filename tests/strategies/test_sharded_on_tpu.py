@@ -89,7 +89,7 @@ def test_groups_as_large_as_a_slice_gather_within_it_and_send_sums_of_parts_betw
 
 
 def test_steps_on_devices_in_place_of_chips(monkeypatch):
-    monkeypatch.setattr("jdist.strategies.tpu.attached_tpu_devices", lambda num_processes: jax.devices()[:4])
+    monkeypatch.setattr("jdist.strategies.over_devices.attached_tpu_devices", lambda num_processes: jax.devices()[:4])
     x = np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32)
 
     def trained(strategy):

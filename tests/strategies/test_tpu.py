@@ -16,7 +16,7 @@ from jdist.cluster import runtime
 from jdist.errors import DeviceError, StrategyError
 from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
-from jdist.strategies import libtpu, topology
+from jdist.strategies import absent_plugins, topology
 from jdist.strategies.topology import by_host, parse_topology, topology_devices
 from tests.by_default import some
 from tests.strategies.tpu_steps import (
@@ -25,6 +25,7 @@ from tests.strategies.tpu_steps import (
     digits_batch,
     digits_step,
     size_bytes,
+    stacked,
     the_all_reduce,
     transformer_batch,
     transformer_step,
@@ -37,7 +38,9 @@ needs_libtpu = pytest.mark.skipif(
 
 class TestWhereThereIsNoTpu:
     def test_the_error_says_what_jax_sees_and_how_to_get_one(self):
-        with pytest.raises(DeviceError, match=r"no TPU here; JAX sees cpu:0, .*In Colab: .*jdist\[tpu\].*topology="):
+        with pytest.raises(
+            DeviceError, match=r"JAX found no TPU; it sees cpu:0, .*In Colab: .*jdist\[tpu\].*topology="
+        ):
             jdist.tpu()
 
     def test_a_name_is_compared_with_that_of_this_tpu(self, monkeypatch):
@@ -45,7 +48,7 @@ class TestWhereThereIsNoTpu:
             jdist.tpu(name="my-tpu")
         monkeypatch.setenv("TPU_NAME", "my-tpu")
         for name in ("my-tpu", "local", "", None):
-            with pytest.raises(DeviceError, match="no TPU here"):  # the name is right, and that is all
+            with pytest.raises(DeviceError, match="JAX found no TPU"):  # the name is right, and that is all
                 jdist.tpu(name=name)
 
     def test_several_hosts_come_together_first(self, monkeypatch):
@@ -54,18 +57,18 @@ class TestWhereThereIsNoTpu:
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
         started = []
         monkeypatch.setattr(runtime, "start", lambda spec, **waits: started.append((spec.process_index, *waits)))
-        with pytest.raises(DeviceError, match="no TPU here"):
+        with pytest.raises(DeviceError, match="JAX found no TPU"):
             jdist.tpu()
         assert started == [(1, "timeout_s", "start_timeout_s", "progress_timeout_s")]
 
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p:2x4'\? Chips: v2, v3, v4, v5e"),
+            ("v5q:2x4", r"unknown TPU 'v5q'\. Did you mean 'v5p:2x4'\? Chips: v2, v3, v4, v5e"),
             ("v5p", r"'v5p' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5p:8x8x8'\?"),
-            ("V5E:2x4", r"there is no TPU 'V5E'\. Did you mean 'v5e:2x4'\? Chips"),
+            ("V5E:2x4", r"unknown TPU 'V5E'\. Did you mean 'v5e:2x4'\? Chips"),
             ("v3", r"'v3' names no topology; .*Did you mean 'v3:2x2'\?"),
-            ("nothing:2x2", r"there is no TPU 'nothing'\. Chips"),
+            ("nothing:2x2", r"unknown TPU 'nothing'\. Chips"),
             ("v5e:8", r"'v5e:8' names no topology"),
             ("v5e:0x4", r"names no topology"),
             ("v5e:2x4,slices=0", r"names no topology"),
@@ -99,7 +102,7 @@ class TestWhereThereIsNoTpu:
         assert str(parse_topology(name)) == shape
 
     def test_without_libtpu_one_sentence_says_what_to_install(self, monkeypatch):
-        monkeypatch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(absent_plugins.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(DeviceError, match=r"^compiling for 'v5e:2x4'.* pip install 'jdist\[plan-tpu\]'\.$"):
             jdist.tpu(topology="v5e:2x4")
 
@@ -112,7 +115,7 @@ class TestWhereThereIsNoTpu:
     )
     def test_options_that_are_not_allowed(self, option):
         (name,) = option
-        if name != "transform" and not libtpu.is_installed():
+        if name != "transform" and not absent_plugins.has_libtpu():
             pytest.skip("it is looked at once the devices are there")
         with pytest.raises(StrategyError, match=f"`{name}` is '{option[name]}'"):
             jdist.tpu(topology="v5e:2x4", **option)
@@ -225,8 +228,7 @@ class TestTheDigitsStep:
 
     def test_the_trips_of_a_loop_are_counted(self):
         step, state = digits_step(jdist.tpu(topology="v5e:2x4"), steps_per_call=5)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), digits_batch(32))
-        found = the_all_reduce(step, state, batch)
+        found = the_all_reduce(step, state, stacked(digits_batch(32), 5))
         assert found.certain
         assert found.bytes == 5 * (size_bytes(state.params) + 4 * 3)
 
@@ -286,3 +288,29 @@ def test_slices_reduce_within_and_between():
     axes = {c.axes for c in found}
     assert axes == {"replica within a slice", "between slices"}
     assert all(c.group_size == 8 for c in found if c.axes != "between slices")
+
+
+# ---- the environment of libtpu, with a TPU and without
+
+
+def test_a_compiler_takes_no_lock_and_asks_no_server(tmp_path):
+    wanted = absent_plugins.compiler_environment({}, dev=tmp_path)
+    assert wanted["ALLOW_MULTIPLE_LIBTPU_LOAD"] == wanted["TPU_SKIP_MDS_QUERY"] == "1"
+    assert "TPU_SKIP_MDS_QUERY" not in absent_plugins.compiler_environment({"TPU_SKIP_MDS_QUERY": "0"}, dev=tmp_path)
+
+
+def test_a_machine_with_a_tpu_is_left_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(absent_plugins, "has_libtpu", lambda: True)
+    assert set(absent_plugins.quiet_environment({}, dev=tmp_path)) == {
+        "TPU_SKIP_MDS_QUERY",
+        "TPU_ACCELERATOR_TYPE",
+        "TPU_WORKER_HOSTNAMES",
+    }
+    (tmp_path / "accel0").touch()
+    assert absent_plugins.quiet_environment({}, dev=tmp_path) == {}
+    assert set(absent_plugins.compiler_environment({}, dev=tmp_path)) == {"ALLOW_MULTIPLE_LIBTPU_LOAD"}
+
+
+def test_without_libtpu_there_is_nothing_to_quieten(tmp_path, monkeypatch):
+    monkeypatch.setattr(absent_plugins, "has_libtpu", lambda: False)
+    assert absent_plugins.quiet_environment({}, dev=tmp_path) == {}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist.support import gloo
+from jdist.support import xla
 
 PART = (8 << 20) // 4  # elements; with parts of 4 MiB wrong sums are rare
 
@@ -31,7 +31,7 @@ step = jax.jit(
         num_wrong, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
     )
 )
-taken = gloo.scatters_wrongly()
+taken = xla.gloo_scatters_wrongly()
 tries = 200 if taken else 12  # a loaded machine can sum rightly a dozen times
 found = any(np.asarray(step(jnp.int32(i))).any() for i in range(tries))
 print(f"wrong: {found}, taken for wrong: {taken}")

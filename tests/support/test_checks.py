@@ -14,6 +14,7 @@ from jdist.errors import JDistError, StepError
 from jdist.strategies.parameter_server import check_parameter_server
 from jdist.support import checks
 from jdist.support.signature import show
+from jdist.support.words import did_you_mean
 from jdist.tasks.options import Count, checked
 
 
@@ -169,3 +170,14 @@ def test_a_config_is_checked_before_jax_is_imported():
         "import sys, jdist.cli.configs, jdist.launcher.launch, jdist.experiment.config; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# ---- the name that was probably meant
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("wroker", " Did you mean 'worker'?"), ("WORKER", " Did you mean 'worker'?"), ("zebra", ""), (None, ""), (3, "")],
+)
+def test_the_nearest_is_named_and_nothing_where_none_is_near(name, sentence):
+    assert did_you_mean(name, ["chief", "worker"]) == sentence

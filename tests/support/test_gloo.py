@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from jdist.support import gloo
+from jdist.support import xla
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +25,12 @@ def test_sums_are_wrong_where_they_are_taken_for_wrong():
 
 
 def test_some_jaxlib_that_jdist_supports_needs_it():
-    """Fails once pyproject.toml asks for a jaxlib that sums rightly: jdist/support/gloo.py and what asks it can go."""
+    """Fails once pyproject.toml asks for a jaxlib that sums rightly: `gloo_scatters_wrongly` and what asks it can go."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (allowed,) = [each.specifier for each in map(Requirement, project["dependencies"]) if each.name == "jaxlib"]
     oldest = min(each.version for each in allowed if each.operator == ">=")
-    assert tuple(map(int, oldest.split("."))) < gloo._RIGHT_SINCE
+    assert tuple(map(int, oldest.split("."))) < xla._GLOO_RIGHT_SINCE
 
 
 def test_without_other_processes_nothing_is_avoided():
-    assert not gloo.scatters_wrongly()
+    assert not xla.gloo_scatters_wrongly()

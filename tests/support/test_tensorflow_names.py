@@ -10,7 +10,7 @@ import pytest
 import jdist
 from jdist.support.tensorflow_names import NAMES
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "from_tf_distribute.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "tf_symbols.md").read_text()
 STRATEGY = jdist.mirrored(["cpu:0", "cpu:1"])
 BATCHES = iter(STRATEGY.distribute_dataset([np.arange(4)], partial="error", prefetch=0))
 CONTEXT = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)
@@ -27,7 +27,7 @@ CONTEXT = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_rep
         (
             STRATEGY,
             "experimental_distribute_dataset",
-            "is `strategy.distribute_dataset(dataset)`. docs/from_tf_distribute.md",
+            "is `strategy.distribute_dataset(dataset)`. docs/tf_symbols.md",
         ),
         (STRATEGY, "extended", "is not needed: `strategy.devices`"),
         (STRATEGY, "batch_reduce", "is `jdist.all_reduce(tree)` in a step"),
@@ -38,6 +38,12 @@ CONTEXT = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_rep
         (BATCHES, "get_next_as_optional", "is `next(iterator, None)`"),
         (STRATEGY, "num_replicas_in_sync", "is `num_replicas`"),
         (CONTEXT, "get_per_replica_batch_size", "is `context.per_replica_batch(global_batch)`"),
+        (jdist, "get_replica_context", "is not needed: `jdist.all_reduce`"),
+        (jdist.callbacks, "ModelCheckpoint", "TensorFlow's ModelCheckpoint is `jdist.callbacks.checkpoint("),
+        (jdist.callbacks, "EarlyStopping", "is `jdist.callbacks.early_stopping("),
+        (jdist.callbacks, "early_stoping", "Did you mean 'early_stopping'?"),
+        (jdist.ps.RemoteValue([], list), "fetch", "TensorFlow's fetch is `value.result()`"),
+        (jdist.ps.RemoteValue([], list), "get", "TensorFlow's get is `value.result()`"),
         (jdist, "mirorred", "Did you mean 'mirrored'?"),
         (STRATEGY, "num_replica", "Did you mean 'num_replicas'?"),
     ],
@@ -59,8 +65,19 @@ def test_keyword_arguments():
         jdist.data.from_arrays(x, global_batch_size=2)
     with pytest.raises(TypeError, match=r"mirrored has no argument 'cross_device_ops': .* is `all_reduce`"):
         jdist.mirrored(cross_device_ops=None)
+    for call, name, ours in [
+        (jdist.compute_average_loss, "global_batch_size", "global_batch"),
+        (jdist.callbacks.early_stopping, "monitor", "metric"),
+    ]:
+        with pytest.raises(TypeError, match=rf"{call.__name__} has no argument '{name}': .* is `{ours}`"):
+            call(**{name: 2})
     with pytest.raises(TypeError, match="unexpected keyword argument 'batch_sizes'"):
         jdist.data.from_arrays(x, batch_sizes=2)
+
+
+def test_a_coordinator_is_refused_a_strategy():
+    with pytest.raises(jdist.errors.StrategyError, match=r"take `strategy\.coordinator`"):
+        jdist.ps.ClusterCoordinator(STRATEGY)
 
 
 def test_a_strategy_is_copied_as_before():

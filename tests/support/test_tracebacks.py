@@ -129,7 +129,7 @@ def frames_of(exc: BaseException) -> list[traceback.FrameSummary]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:.* returns the state as it was given")
+@pytest.mark.filterwarnings("ignore:.* returns the state unchanged")
 def test_a_mistake_is_shown_by_the_users_frames_alone(way):
     with pytest.raises(KeyError, match="labels") as raised:
         way()

@@ -8,6 +8,7 @@ import pytest
 from jdist.errors import ConfigError
 from jdist.tasks import arrays
 from jdist.tasks.options import OptionError
+from tests.toys import state_of
 
 
 def save(tmp_path, **values):
@@ -21,11 +22,6 @@ def load(path, **changes):
     return arrays.load(path, **(options | changes))
 
 
-def create(task, tx):
-    """A state, compiled as one program: far quicker than one operation at a time."""
-    return jax.jit(lambda key: task.create_state(key, tx))(jax.random.key(0))
-
-
 def example(rows=50):
     rng = np.random.default_rng(0)
     x = rng.normal(3.0, 5.0, (rows, 4))
@@ -34,7 +30,7 @@ def example(rows=50):
 
 def train(task, *, rows, steps):
     source = task.train_data(rows, 0, None)
-    state, step = create(task, optax.adam(5e-2)), jax.jit(task.train_step)
+    state, step = state_of(task, optax.adam(5e-2)), jax.jit(task.train_step)
     for i in range(steps):
         batch = source.batch_at(i)
         state, _ = step(state, {**batch, "mask": np.ones(len(batch["x"]), bool)})
@@ -131,7 +127,7 @@ NAN[4, 2] = np.nan
         ({"x": np.ones((30, 1)), "y": np.arange(30)}, "30 different whole numbers in 30 rows"),
         ({"x": np.ones((4, 1)), "y": np.zeros(4, int)}, "one class only"),
         ({"x": np.ones((4, 1)), "y": np.zeros((4, 2), int)}, r"y has shape \(4, 2\)"),
-        ({"x": np.array([{}, {}]), "y": np.arange(2.0)}, "no sound .npz file of plain arrays"),
+        ({"x": np.array([{}, {}]), "y": np.arange(2.0)}, "not an intact .npz file of plain arrays"),
     ],
 )
 def test_arrays_that_do_not_serve_are_named(tmp_path, values, message):
@@ -154,7 +150,7 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content):
 
 
 def test_a_missing_file_and_a_single_array_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=rf"there is no file {tmp_path}/absent\.npz\.$"):
+    with pytest.raises(ConfigError, match=rf"the file {tmp_path}/absent\.npz does not exist\.$"):
         load(str(tmp_path / "absent.npz"))
     np.save(tmp_path / "single.npy", np.ones(3))
     with pytest.raises(ConfigError, match=r"single\.npy holds a single array"):
@@ -164,9 +160,10 @@ def test_a_missing_file_and_a_single_array_are_named(tmp_path):
 def test_only_a_file_with_a_near_name_is_suggested(tmp_path):
     for name in ("diabetes.npz", "cancer.npz", "diabets.csv"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"diabets\.npz\. Did you mean {tmp_path}/diabetes\.npz\?$"):
+    with pytest.raises(ConfigError, match=rf"diabets\.npz does not exist\. Did you mean {tmp_path}/diabetes\.npz\?$"):
         load(str(tmp_path / "diabets.npz"))
-    with pytest.raises(ConfigError, match=r"digits\.npz\.$"):  # the ending, which all names share, does not count
+    # The ending, which all names share, does not count.
+    with pytest.raises(ConfigError, match=r"digits\.npz does not exist\.$"):
         load(str(tmp_path / "digits.npz"))
 
 
@@ -179,7 +176,7 @@ def test_only_a_file_with_a_near_name_is_suggested(tmp_path):
         ({"held_out": 1.0}, r"held_out: 1\.0 is not < 1"),
         ({"standardise": "yes"}, 'standardise: "yes" is not true or false'),
         ({"path": ""}, 'path: "" is not at least 1 visible character'),
-        ({"path": __file__}, r"path: .* is no sound \.npz file"),
+        ({"path": __file__}, r"path: .* is not an intact \.npz file"),
     ],
 )
 def test_wrong_options_are_named(tmp_path, options, message):

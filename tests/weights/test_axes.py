@@ -111,7 +111,7 @@ def test_axes_that_are_none(text):
         ((1, "path"), "a rule is"),
         (("tensor", "path", "a -> a", {"a": -1}), "a rule is"),
         (("tensor", "path", "a -> a", {"a": True}), "a rule is"),
-        (("tensor", "path", "a -> a", {"b": 1}), "'b' has a number and is no axis"),
+        (("tensor", "path", "a -> a", {"b": 1}), "'b' has a number but is not an axis"),
         (("w.{i", "path"), "'{' in 'w.{i' belongs to no {field} and no"),
         (("w.{1}", "path"), r"'{' in 'w.\{1}' belongs to no {field} and no"),
         (("[model.w", "path"), "'\\[' in '\\[model.w' belongs to no"),

@@ -109,9 +109,9 @@ def test_what_is_no_safetensors(tmp_path, content):
 
 
 def test_files_that_are_not_there(tmp_path):
-    assert f"{tmp_path}/no.safetensors: there is no such file" in refusal(tmp_path / "no.safetensors")
+    assert f"{tmp_path}/no.safetensors: the file does not exist" in refusal(tmp_path / "no.safetensors")
     assert f"{tmp_path}: has no *.safetensors" in refusal(tmp_path)
-    assert f"{tmp_path}/no: there is no such file" in refusal(tmp_path / "no")
+    assert f"{tmp_path}/no: the file does not exist" in refusal(tmp_path / "no")
     assert "`files` is empty" in refusal([])
     for name in ("a", "b"):
         save_file(tensors(), tmp_path / f"{name}.safetensors")
@@ -159,7 +159,7 @@ def test_what_is_no_index(index, content):
 
 def test_an_index_names_files_beside_it_alone(index):
     index.write_text('{"weight_map": {"head": "../model.safetensors"}}')
-    assert "the file '../model.safetensors' is not one beside the index" in refusal(index)
+    assert "the file '../model.safetensors' is not in the folder of the index" in refusal(index)
 
 
 def test_a_mismatch_is_passed_over_when_asked_for(file):
@@ -208,7 +208,9 @@ def test_rules_by_which_nothing_can_be_saved(tmp_path, rules, says):
 
 def test_a_leaf_that_is_called_as_the_header_of_the_file(tmp_path):
     tree = {"__metadata__": jnp.ones(3), "w": jnp.ones(2)}
-    with pytest.raises(CheckpointError, match="leaf __metadata__: no tensor can be called __metadata__"):
+    with pytest.raises(
+        CheckpointError, match="leaf __metadata__: the file format reserves the tensor name __metadata__"
+    ):
         jdist.weights.save(tree, tmp_path / "a")
     rules = [("about", "__metadata__"), ("w", "w")]
     jdist.weights.save(tree, tmp_path / "b", rules)
@@ -234,7 +236,7 @@ def test_one_file_and_several_do_not_stand_beside_each_other(tmp_path, first):
 
 
 @pytest.mark.parametrize(
-    ("path", "says"), [("s3://bucket/model.safetensors", "is a URL, and safetensors files"), (5, "5 is no path")]
+    ("path", "says"), [("s3://bucket/model.safetensors", "is a URL, and safetensors files"), (5, "5 is not a path")]
 )
 def test_what_is_no_path_on_a_disk(tmp_path, monkeypatch, path, says):
     monkeypatch.chdir(tmp_path)
@@ -332,7 +334,7 @@ def test_a_file_of_several_is_not_taken_for_the_whole(index):
     index.unlink()
     (first, *others) = sorted(index.parent.glob("model-*"))
     says = (
-        f"{index.parent}: {first.name} is one of several files, and their index, *.safetensors.index.json, is not there"
+        f"{index.parent}: {first.name} is one of several files, and their index, *.safetensors.index.json, is missing"
     )
     assert says in refusal(index.parent)
     for other in others:

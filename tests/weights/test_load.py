@@ -19,26 +19,15 @@ from jdist.train import CheckpointWarning
 from jdist.weights import files as tensor_files
 from jdist.weights.files import Reader
 from tests.by_default import some
-from tests.toys import step_of
+from tests.children import run_in_two
+from tests.toys import LAYOUTS, step_of
 from tests.weights import load_in_processes as program
-
-STRATEGIES = {
-    "default": jdist.default,
-    "one_device": jdist.one_device,
-    "mirrored": jdist.mirrored,
-    "sharded 5": lambda: jdist.sharded(jax.devices()[:5], whole_below=8),
-    "sharded within": lambda: jdist.sharded(jax.devices()[:6], within=3, whole_below=8),
-    "model axis": lambda: jdist.sharded(
-        mesh={"replica": 2, "model": 4}, rules=[("up/kernel", (None, "model"))], whole_below=8
-    ),
-    "central_storage": jdist.central_storage,
-}
 
 
 def create():
     rng = np.random.default_rng(0)
     return {
-        "up": {"kernel": jnp.asarray(rng.normal(size=(6, 40)), jnp.float32), "bias": jnp.ones(7, jnp.bfloat16)},
+        "dense": {"kernel": jnp.asarray(rng.normal(size=(6, 40)), jnp.float32), "bias": jnp.ones(7, jnp.bfloat16)},
         "stack": jnp.asarray(rng.normal(size=(3, 5, 7)), jnp.float16),
         "nan": jnp.asarray([np.nan, np.inf, -0.0, 1e-45] * 3, jnp.float32),
         "ids": jnp.arange(33, dtype=jnp.int32),
@@ -49,8 +38,8 @@ def create():
 
 
 RULES = [
-    ("w.up.weight", "up/kernel", "out in -> in out"),
-    ("w.up.bias", "up/bias"),
+    ("w.dense.weight", "dense/kernel", "out in -> in out"),
+    ("w.dense.bias", "dense/bias"),
     ("w.{layer}.weight", "stack", "out in -> layer in out"),
     *((f"w.{name}", name) for name in ("nan", "ids", "flags", "empty", "scalar")),
 ]
@@ -65,15 +54,15 @@ def assert_bits(got, want):
 
 
 @pytest.mark.parametrize("rules", [None, RULES], ids=["no rules", "rules"])
-@pytest.mark.parametrize("source", some(STRATEGIES, ["sharded 5", "model axis"]))
+@pytest.mark.parametrize("source", some(LAYOUTS, ["sharded 5", "model axis"]))
 def test_what_is_saved_is_loaded_again_to_the_bit(source, rules, tmp_path):
     """By any strategy and into any, and into arrays on the host; in one file or in several."""
-    strategy = STRATEGIES[source]()
+    strategy = LAYOUTS[source]()
     state = strategy.init(create)
     for folder, size in (("one", 10**9), ("many", 300)):
         files = jdist.weights.save(state, tmp_path / folder, rules, max_file_bytes=size)
         assert (len(files) > 1) == (folder == "many")
-        for name, make in STRATEGIES.items():
+        for name, make in LAYOUTS.items():
             into = make()
             like = into.shapes(jax.eval_shape(create))
             loaded = jdist.weights.load(files[-1] if name == "mirrored" else tmp_path / folder, like, rules)
@@ -198,10 +187,7 @@ def test_the_host_holds_one_leaf_at_a_time(tmp_path, monkeypatch):
 def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     save_file({name: np.asarray(x) for name, x in program.tensors().items()}, folder / "model.safetensors")
-    launched = jdist.launch(
-        [program.__file__, str(folder)], processes=2, devices_per_process=2, log_dir=folder / "logs"
-    )
-    assert launched.exit_code == 0, launched
+    run_in_two(program.__file__, folder)
     return folder
 
 

@@ -41,16 +41,26 @@ def assert_logits(got, want):
     assert np.abs(want).max() > 0.5  # else all would pass
 
 
+def saved_again(variables, tmp_path, rules):
+    (file,) = jdist.weights.save(variables, tmp_path / "again", rules)
+    return load_file(file)
+
+
+def there_and_back(tmp_path, weights, model, example, rules, **more):
+    """Says what a model computes with weights, which it is given with `more`, and gives back alone."""
+    variables = load(saved(tmp_path, weights | more), model, example, rules)
+    jax.tree.map(np.testing.assert_array_equal, saved_again(variables, tmp_path, rules), weights)
+    return model.apply(variables, example)
+
+
+@pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_gpt2(tmp_path, stacked):
-    weights = gpt2_weights()
-    model = GPT2(**GPT, heads=3, stacked=stacked)
-    variables = load(saved(tmp_path, weights), model, TOKENS, jdist.weights.gpt2())
-    assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
-    (file,) = jdist.weights.save(variables, tmp_path / "again", jdist.weights.gpt2())
-    again = load_file(file)
-    assert again.keys() == weights.keys()
-    jax.tree.map(np.testing.assert_array_equal, again, weights)
+def test_gpt2(tmp_path, stacked, heads):
+    weights, model = gpt2_weights(), GPT2(**GPT, heads=3, stacked=stacked)
+    if heads:
+        (tmp_path / "config.json").write_text('{"n_head": 3}')
+    got = there_and_back(tmp_path, weights, model, TOKENS, jdist.weights.gpt2(heads=heads))
+    assert_logits(got, reference.gpt2(weights, TOKENS, heads=3))
 
 
 def test_gpt2_as_older_files_have_it(tmp_path):
@@ -92,29 +102,15 @@ def test_a_fused_projection_goes_into_three(tmp_path, stacked):
     kernel = key["kernel"][1] if stacked else key["kernel"]
     want = np.split(weights["transformer.h.1.attn.c_attn.weight"], 3, axis=1)[1]
     np.testing.assert_array_equal(kernel.reshape(24, 24), want)
-    (file,) = jdist.weights.save(loaded, tmp_path / "again", jdist.weights.gpt2())
-    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_gpt2_with_its_heads_is_the_same(tmp_path, stacked):
-    weights = gpt2_weights()
-    model = GPT2(**GPT, heads=3, stacked=stacked)
-    (tmp_path / "config.json").write_text('{"n_head": 3}')
-    rules = jdist.weights.gpt2(heads=model.heads)
-    variables = load(saved(tmp_path, weights), model, TOKENS, rules)
-    assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
-    (file,) = jdist.weights.save(variables, tmp_path / "again", rules)
-    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
+    again = saved_again(loaded, tmp_path, jdist.weights.gpt2())
+    jax.tree.map(np.testing.assert_array_equal, again, weights)
 
 
 def test_another_number_of_heads_is_refused_where_the_config_beside_the_file_says_it(tmp_path):
     file, model = saved(tmp_path, gpt2_weights()), GPT2(**GPT, heads=4)
     load(file, model, TOKENS, jdist.weights.gpt2(heads=4))  # nothing tells
     (tmp_path / "config.json").write_text('{"n_head": 3}')
-    says = (
-        r"config.json beside it says that its model has 3 attention heads, and leaf .*kernel of shape \[24, 72\] has 4"
-    )
+    says = r"the config.json next to it says that its model has 3 attention heads, and leaf .*kernel of shape \[24, 72\] has 4"
     with pytest.raises(CheckpointError, match=says):
         load(file, model, TOKENS, jdist.weights.gpt2(heads=4))
     with pytest.raises(CheckpointError, match=r"its shape .* does not fit the axes of the rule"):
@@ -134,10 +130,8 @@ def test_vit(tmp_path):
     shapes = reference.vit_shapes(**VIT, num_patches=16)
     weights = reference.random_weights(shapes)
     model = ViT(num_classes=7, patch=4, layers=2, width=24, heads=3, hidden=40)
-    variables = load(saved(tmp_path, weights), model, IMAGES, jdist.weights.vit())
-    assert_logits(model.apply(variables, IMAGES), reference.vit(weights, IMAGES, heads=3))
-    (file,) = jdist.weights.save(variables, tmp_path / "again", jdist.weights.vit())
-    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
+    got = there_and_back(tmp_path, weights, model, IMAGES, jdist.weights.vit())
+    assert_logits(got, reference.vit(weights, IMAGES, heads=3))
 
 
 @pytest.mark.parametrize("bottleneck", [True, False])
@@ -146,11 +140,8 @@ def test_resnet(tmp_path, bottleneck):
     weights = reference.random_weights(reference.resnet_shapes(classes=5, **size))
     counters = {"resnet.embedder.embedder.normalization.num_batches_tracked": np.zeros((), np.int64)}
     model = ResNet(num_classes=5, **size)
-    variables = load(saved(tmp_path, weights | counters), model, IMAGES, jdist.weights.resnet())
-    got = model.apply(variables, IMAGES)
+    got = there_and_back(tmp_path, weights, model, IMAGES, jdist.weights.resnet(), **counters)
     assert_logits(got, reference.resnet(weights, IMAGES, depths=size["depths"], bottleneck=bottleneck))
-    (file,) = jdist.weights.save(variables, tmp_path / "again", jdist.weights.resnet())
-    jax.tree.map(np.testing.assert_array_equal, load_file(file), weights)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -162,8 +153,7 @@ def test_16_bits_go_into_float32_exactly_and_back_when_asked(tmp_path, dtype):
     assert_logits(model.apply(variables, TOKENS), reference.gpt2(weights, TOKENS, heads=3))
 
     narrow = jax.tree.map(lambda x: x.astype(dtype), variables)
-    (file,) = jdist.weights.save(narrow, tmp_path / "again", jdist.weights.gpt2())
-    again = load_file(file)
+    again = saved_again(narrow, tmp_path, jdist.weights.gpt2())
     jax.tree.map(np.testing.assert_array_equal, again, weights)
     assert {x.dtype for x in again.values()} == {jnp.dtype(dtype)}
 

@@ -20,8 +20,8 @@ import optax
 
 import jdist
 from jdist.cli.main import main
-from jdist.runs.timeline import read_timeline
-from jdist.runs.timeline_picture import draw
+from jdist.cli.runs.timeline import read_timeline
+from jdist.cli.runs.timeline_picture import draw
 
 HERE = Path(__file__).parent
 PLAN = ("plan", "configs/text_7b.yaml", "--topology", "v5e:8x8", "--svg", "docs/drawings/pictures/plan.svg")

@@ -32,8 +32,9 @@ _LSF_MEND = "LSF sets it; start the tasks by blaunch."
 def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads SM_HOSTS, a JSON list of all hosts, and SM_CURRENT_HOST: one process on each host, with all its GPUs.
 
-    The hosts are sorted, algo-2 before algo-10. Where SageMaker starts several processes on a host, by mpirun or torchrun,
-    `open_mpi` and `torchrun` come first.
+    Args:
+        environ: the environment, with both variables. The hosts are sorted, algo-2 before algo-10. Where SageMaker starts
+            several processes on a host, by mpirun or torchrun, `open_mpi` and `torchrun` come first.
 
     Example:
         >>> sagemaker({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"})
@@ -60,7 +61,8 @@ def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
 def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads SKYPILOT_NODE_IPS, an address a line, and SKYPILOT_NODE_RANK: one process on each node, with all its GPUs.
 
-    It does not apply to one node.
+    Args:
+        environ: the environment, with both variables. The resolver does not apply to one node.
 
     Example:
         >>> skypilot({"SKYPILOT_NODE_IPS": "10.0.0.4\\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"})
@@ -86,8 +88,10 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
 def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads the hosts of this LSF job, "hostA 1 hostB 1", and the number of this task of blaunch's, from 1 on.
 
-    It needs one slot on each host (`bsub -n 4 -R "span[ptile=1]" blaunch ...`), as LSF does not say how many tasks blaunch
-    has started in several. It does not apply to a task alone; jsrun's ranks are those of `mpi`.
+    Args:
+        environ: the environment, with LSB_JOBID, LSB_MCPU_HOSTS and LSF_PM_TASKID. The job needs one slot on each host
+            (`bsub -n 4 -R "span[ptile=1]" blaunch ...`), as LSF does not say how many tasks blaunch has started in several.
+            The resolver does not apply to a task alone; jsrun's ranks are those of `mpi`.
 
     Example:
         >>> lsf({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 1 hostB 1", "LSF_PM_TASKID": "2"})
@@ -113,12 +117,7 @@ def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def lsf_slots(listed: str) -> dict[str, int]:
-    """Parses LSF's list of hosts with their numbers of slots.
-
-    Example:
-        >>> lsf_slots("hostA 2 hostB 1")
-        {'hostA': 2, 'hostB': 1}
-    """
+    """Parses LSF's list of hosts with their numbers of slots, "hostA 2 hostB 1"."""
     parts = listed.split()
     slots = [environment.whole_number(part) for part in parts[1::2]]
     if len(parts) % 2 or not all(slots) or any(host_problem(host) for host in parts[::2]):

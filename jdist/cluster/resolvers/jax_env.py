@@ -23,8 +23,9 @@ Gpus = tuple[tuple[int, ...] | None, str | None]  # those that a process takes (
 def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads JAX's three variables: the address of process 0, the number of processes, this one's index.
 
-    It applies where JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must be. JAX_COORDINATOR_ADDRESS alone
-    only replaces the address of process 0 that another resolver finds.
+    Args:
+        environ: the environment. The resolver applies where JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must
+            be. JAX_COORDINATOR_ADDRESS alone only replaces the address of process 0 that another resolver finds.
 
     Example:
         >>> jax_env({"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"})

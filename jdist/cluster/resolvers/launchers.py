@@ -49,7 +49,7 @@ class Launcher:
     shows_all: bool = False  # whether its ranks all see the same GPUs, also where a variable says which
 
     def has_started(self, environ: Mapping[str, str]) -> bool:
-        """Whether it has started this process; False if srun has, whose variables also tell where process 0 is."""
+        """Returns whether it has started this process; False if srun has: srun's variables also tell where process 0 is."""
         count, rank = (environment.text(environ, name) for name in (self.sets.number, self.sets.rank))
         return bool(count or rank) and not is_task(environ, count, rank)
 
@@ -67,7 +67,7 @@ FLUX = Launcher(
     jobs=("FLUX_JOB_ID",),
     command="flux run --env=JAX_COORDINATOR_ADDRESS=HOST:PORT",
 )
-# The first whose variable of the rank is set counts. MVAPICH2, PALS and Flux set some of hydra's.
+# The first with its variable of the rank set counts. MVAPICH2, PALS and Flux set some of hydra's.
 MPI = (
     FLUX,
     Launcher(
@@ -127,9 +127,11 @@ SUBMITIT = Launcher(
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
 
-    None of them tells where rank 0 runs. Where all ranks are on one host, that is localhost; else set
-    JAX_COORDINATOR_ADDRESS. Several ranks of a host share its GPUs as under Open MPI. It does not apply to one rank, nor
-    where Slurm's srun started it and the variables agree with its own.
+    Args:
+        environ: the environment, with the variables of one of these launchers. None of them tells where rank 0 runs. Where
+            all ranks are on one host, that is localhost; else set JAX_COORDINATOR_ADDRESS. The resolver does not apply to one
+            rank, nor where Slurm's srun started it and the variables agree with its own. Several ranks of a host share its
+            GPUs as under Open MPI.
 
     Example:
         >>> mpi({
@@ -155,7 +157,7 @@ def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 _OPEN_MPI_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
-_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, whose path mpirun passes to all ranks
+_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts; mpirun passes its path to all ranks
 # In a pod mpirun may run in one of its own, without a rank: the operator sets the last two, also with another list of hosts.
 _PODS = ("KUBERNETES_SERVICE_HOST", "K_MPI_JOB_ROLE", "OMPI_MCA_orte_keep_fqdn_hostnames")
 _URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
@@ -164,8 +166,11 @@ _URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*",
 def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads this process's rank, the number of ranks, and where mpirun runs.
 
+    Args:
+        environ: the environment, with the OMPI_ variables of mpirun.
+
     Where all ranks are on one host, rank 0 is at localhost. Else it is taken to be on mpirun's own host, which mpirun tells
-    up to version 4; on SageMaker on the host whose SM_CURRENT_HOST mpirun passes on. With version 5, in a Kubeflow MPIJob
+    up to version 4; on SageMaker on the host of the SM_CURRENT_HOST that mpirun passes on. With version 5, in a Kubeflow MPIJob
     (where mpirun has a pod of its own), or if rank 0 is elsewhere, say where:
     `mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT ...`.
 
@@ -188,12 +193,10 @@ def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 def _mpirun_address(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Finds the address of process 0 on mpirun's host, and its variables; None where process 0 is elsewhere."""
-    current = environment.text(environ, SM_CURRENT)
-    if environment.text(environ, SM_HOSTS) is not None and current is not None:
+    current = None if environment.text(environ, SM_HOSTS) is None else environment.host(environ, SM_CURRENT)
+    if current is not None:
         # mpirun runs on rank 0's host, and passes that host's SM_CURRENT_HOST to all ranks.
         host, port, variable = current, SM_PORT, SM_CURRENT
-        if (wrong := host_problem(host)) is not None:
-            raise refused(SM_CURRENT, host, "the name of a host", wrong)
     else:
         uri = environment.text(environ, _OPEN_MPI_URI)
         hostfile = environment.text(environ, _OPEN_MPI_HOSTFILE) or ""
@@ -218,8 +221,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    torchrun sets them for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's launcher with LOCAL_RANK and
-    LOCAL_SIZE; Azure ML with LOCAL_RANK alone; PyTorchJob for each pod. Process 0 has MASTER_PORT, or under torchrun, which
+    Args:
+        environ: the environment. torchrun sets these variables for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE;
+            DeepSpeed's launcher with LOCAL_RANK and LOCAL_SIZE; Azure ML with LOCAL_RANK alone; PyTorchJob for each pod.
+
+    Process 0 has MASTER_PORT, or under torchrun, which
     listens there itself, a port that follows from it. Several ranks of a host take one GPU each, in order. It does not
     apply to one process; one that srun has started with others is refused.
 
@@ -240,7 +246,7 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     if text(local_rank_from) is None and text(_PET_RANK) is not None:  # RANK is then a node's as well
         coordinator = environment.address(environ, ADDRESS) or _torch_address(environ, _PET_HOST, _PET_PORT)
         return counted(environ, "torchrun", coordinator, (_PET_HOST, _PET_NODES, _PET_RANK))
-    # Scripts set all but the rank for a whole job, whose tasks something else starts.
+    # Scripts set all but the rank for a whole job, and something else starts its tasks.
     if any(environment.first_set(environ, *each) is None for each in ((rank_from, _AGENT), (count_from, _HOST))):
         return None
     if text(count_from) == "1":
@@ -273,11 +279,9 @@ def _torch_rank_0(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 def _torch_address(environ: Mapping[str, str], host_variable: str, port_variable: str) -> str | None:
     """Reads the address of process 0; None if its host is not set."""
-    host = environment.text(environ, host_variable)
+    host = environment.host(environ, host_variable)
     if host is None:
         return None
-    if (wrong := host_problem(host)) is not None:
-        raise refused(host_variable, host, "the name or address of rank 0's host", wrong)
     port = environment.port(environ, port_variable) or _TORCH_PORT
     torchrun_listens = environment.text(environ, _AGENT) is not None
     own_port, _ = chosen_port(environ, derived_port(port) if torchrun_listens else port, port_variable)
@@ -287,7 +291,8 @@ def _torch_address(environ: Mapping[str, str], host_variable: str, port_variable
 def submitit(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads the variables of submitit's local executor: all tasks are on this host, and each of several takes one GPU.
 
-    Under submitit's Slurm executor srun starts the tasks, whose variables count.
+    Args:
+        environ: the environment, with the SUBMITIT_LOCAL_ variables. Under submitit's Slurm executor srun's count.
 
     Example:
         >>> submitit({

@@ -12,11 +12,10 @@ from jdist.cluster import environment
 from jdist.cluster.address import refused
 from jdist.cluster.resolvers.host_lists import LSF_HOSTS, lsf, lsf_slots, sagemaker, skypilot
 from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX, jax_env
-from jdist.cluster.resolvers.kubernetes import COMPLETION_INDEX, POD, kubernetes, leader_worker_set
 from jdist.cluster.resolvers.launchers import mpi, open_mpi, submitit, torchrun
-from jdist.cluster.resolvers.slurm import HET_SIZE, NODES, slurm
+from jdist.cluster.resolvers.pods import COMPLETION_INDEX, POD, kubernetes, leader_worker_set, tpu
+from jdist.cluster.resolvers.slurm import HET_SIZE, NODES, RANK, slurm
 from jdist.cluster.resolvers.tf_config import tf_config, vertex
-from jdist.cluster.resolvers.tpu import tpu
 from jdist.cluster.spec import ClusterSpec
 
 Resolver = Callable[[Mapping[str, str]], ClusterSpec | None]
@@ -31,7 +30,10 @@ _ALL = f"{ADDRESS}, {COUNT} and {INDEX}"
 _MPIJOB = (
     "In an MPIJob the launcher's pod starts it: run mpirun -x JAX_COORDINATOR_ADDRESS=JOB-worker-0.JOB:PORT there."
 )
-_SRUN = f"Start every process by srun, which also sets {NODES}."
+_SRUN = (
+    f"srun did not start this process, as {RANK} or {NODES} is not set: start every process by `srun jdist run ...` or "
+    "`srun python ...`."
+)
 _SLICE = f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does."
 # A variable, its value for a single process (None: unset), the remedy. The first that is set counts.
 _OF_SEVERAL = (

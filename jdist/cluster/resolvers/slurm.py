@@ -92,7 +92,7 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
 
 
 def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> bool:
-    """Whether srun itself has started this process as `rank` (None: any) of `count`."""
+    """Returns whether srun itself has started this process as `rank` (None: any) of `count`."""
     # Some scripts and MPI plug-ins set another launcher's variables in srun's tasks. If these agree
     # with Slurm's own, Slurm's lists count: they give the place of each task. They do not agree if
     # a launcher has started its helpers by srun.
@@ -103,7 +103,7 @@ def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> 
 
 
 def _is_in_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of a step, or one has started it."""
+    """Returns whether this process is a task of a step, or one has started it."""
     step = environment.number(environ, STEP, _MEND)
     return environment.text(environ, RANK) is not None and (step is None or step < _NO_TASKS)
 
@@ -159,14 +159,9 @@ def _assigned(
 
 
 def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> Gpus:
-    """Shares this node's GPUs among its `tasks`; returns number `local`'s, and their variables.
-
-    Example:
-        >>> own_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, tasks=2, local=1)
-        ((2, 3), 'SLURM_GPUS_ON_NODE, SLURM_LOCALID')
-    """
+    """Shares this node's GPUs among its `tasks`; returns number `local`'s, and their variables."""
     # The GPUs are numbered among those that the task sees. None for all: the task is alone, sees
-    # only its own, or there are none.
+    # only its own, or sees none.
     visible = environment.first_set(environ, *VISIBLE)
     on_node = environment.number(environ, ON_NODE, "Slurm sets it.")
     if tasks == 1 or visible is None or not on_node or environment.text(environ, PLATFORMS) == "cpu":
@@ -211,7 +206,7 @@ def _numbers(ranges: str, listed: str, variable: str) -> list[str]:
             raise _no_nodes(variable, listed)
         first, last = bounds[1], bounds[2] or bounds[1]
         if int(last) < int(first):
-            raise refused(variable, listed, f"a list whose ranges count up, unlike {part}", "Write the smaller first.")
+            raise refused(variable, listed, f"a list of ascending ranges, unlike {part}", "Write the smaller first.")
         if len(numbers) + int(last) - int(first) >= MOST:
             raise refused(variable, listed, f"a list of at most {MOST} nodes", _SETS)
         numbers += [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]

@@ -26,9 +26,10 @@ _refused = functools.partial(refused, VARIABLE)
 def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads TF_CONFIG.
 
-    `cluster` maps each job to a list of addresses, or to an object from index to address; `task` has this process's `type`
-    and `index`. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An index may
-    be a number or its text. An address may be null: not known.
+    Args:
+        environ: the environment, with TF_CONFIG in JSON. `cluster` maps each job to a list of addresses, or to an object
+            from index to address; an address may be null: not known. `task` has this process's `type` and `index`, a number
+            or its text. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief.
 
     Example:
         >>> config = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": "1"}}'
@@ -87,7 +88,7 @@ def _parse(source: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a JSON object whose keys are there once: Python itself would take the last of two values."""
+    """Makes a JSON object with each key once: Python itself would take the last of two values."""
     entries: dict[str, Any] = {}
     for key, value in pairs:
         if key in entries:
@@ -97,7 +98,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
-    raise _refused(name, "a JSON object", "NaN and Infinity are no JSON.")
+    raise _refused(name, "a JSON object", "JSON has no NaN or Infinity.")
 
 
 def _tasks(job: str, tasks: Any) -> Any:
@@ -125,9 +126,10 @@ def _index(value: Any, field: str) -> int:
 
 
 def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads CLUSTER_SPEC, whose first worker pool is the chief, and the others workers, ps and evaluator.
+    """Reads CLUSTER_SPEC: its first worker pool is the chief, the others are workers, ps and evaluator.
 
-    Where Vertex AI sets TF_CONFIG as well, that comes first and tells the same.
+    Args:
+        environ: the environment. Where Vertex AI sets TF_CONFIG as well, that comes first and tells the same.
 
     Example:
         >>> vertex({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a-0:2222"], "workerpool1": ["b-0:2222", "b-1:2222"]}, '

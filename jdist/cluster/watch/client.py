@@ -30,13 +30,16 @@ _QUIET_S = 5.0  # a longer wait for the others is reported on standard error
 _PART_BITS = 32  # of the number of a place to stop at: which part after a step
 _TRY_S, _RETRY_S = 2.0, 0.2
 _SET_S = 2.0  # a wall clock that differs by more from the one that only goes on was set
-_IF_LATE = " Look at their logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
+_IF_LATE = (
+    " Look at their logs; if they only start late, raise `CommunicationOptions(start_timeout_s=...)`, in a config "
+    "`strategy.communication.start_timeout_s`."
+)
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who this process is, and where it finds process 0."""
+    """This process's identity, and the address of process 0."""
 
     process: int  # its index
     addresses: tuple[str | None, ...]  # "host:port" of all, by index; None: process 0 sees where it comes from
@@ -113,7 +116,7 @@ class Watch:
         self._send({"type": "wish", "reason": reason})
 
     def stops_after(self, step: int, part: int = 0) -> bool:
-        """Whether all stop now, after `step` steps and `part` of the next work; all must ask."""
+        """Returns whether all stop now, after `step` steps and `part` of the next work; all must ask."""
         # All must ask at the same places. Once one process wishes to stop, each sends the last step
         # that it has passed, and passes no other until it knows where all stop. No process waits
         # here for another's program, which may be blocked in a step that needs this one.
@@ -129,7 +132,7 @@ class Watch:
         return place >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
-        """Waits for the loss of a process, which may be why a collective failed; None if there is none in time."""
+        """Waits for the loss of a process, which may be why a collective failed; None after `timeout_s`."""
         self._wait_for(lambda: False, timeout_s)
         return self.lost
 
@@ -199,7 +202,7 @@ class Watch:
             elif isinstance(exc, BadMessage) and not self.addresses:
                 where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterError(
-                    f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?",
+                    f"the program at {where} is not jdist's process 0 ({exc}). Is the address right?",
                     at_fault=f"the program at {where}",
                 )
             else:
@@ -239,7 +242,7 @@ class Watch:
             if now_s - before_s > self._silence_s:  # looked at first: after a standstill all others seem silent
                 still_s = now_s - before_s
                 return self._loss(
-                    self.identity.process, f"it stood still for {still_s:.0f} s, and the others went without it"
+                    self.identity.process, f"it stood still for {still_s:.0f} s, and the others have ended without it"
                 )
             self._wakeup.clear()
             if any(
@@ -252,14 +255,17 @@ class Watch:
             if now_s - heard_s > self._silence_s and not answered:
                 where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterTimeoutError(
-                    f"what listens at {where} has not answered for {self._silence_s:g} s: another program has the port of "
-                    "jdist's process 0, or process 0 stands still. Look which program it is there; for another port set "
-                    "JDIST_WATCH_PORT on all processes.",
+                    f"{where} accepts connections, but has not answered for {self._silence_s:g} s: another program has "
+                    "the port of jdist's process 0, or process 0 stands still. Check which program listens there; for "
+                    "another port set JDIST_WATCH_PORT on all processes.",
                     at_fault=f"the program at {where}",
                 )
                 return None
             if now_s - heard_s > self._silence_s:
-                return self._loss(0, f"nothing was heard of it for {self._silence_s:g} s: it stands still")
+                still = (
+                    "stands still" if self.identity.process else "stood still"
+                )  # process 0 sees its own silence after it
+                return self._loss(0, f"nothing was heard of it for {self._silence_s:g} s: it {still}")
             left = self._left - {self.identity.process}
             if not left or not self._is_waiting():
                 active_s = now_s

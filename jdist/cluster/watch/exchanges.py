@@ -34,7 +34,7 @@ class Exchanges:
         if values is None:
             with self._changed:
                 del self._answers[key]
-            raise ClusterTimeoutError(f"the other processes did not come to {key!r} within {timeout_s:g} s. {_SAME}")
+            raise ClusterTimeoutError(f"the other processes did not reach {key!r} within {timeout_s:g} s. {_SAME}")
         return values
 
     def say(self, key: str, value: Any) -> None:
@@ -63,11 +63,11 @@ class Exchanges:
         if answer["type"] == "values":
             return answer["values"]
         raise ClusterError(
-            f"process {answer['process']} does not come to {key!r}: it has left that loop, or its program has ended. {_SAME}"
+            f"process {answer['process']} will not reach {key!r}: it left that loop, or its program has ended. {_SAME}"
         )
 
     def forget(self, prefix: str) -> None:
-        """Leaves all exchanges whose keys begin with `prefix`; none may be used after that."""
+        """Leaves all exchanges with keys that begin with `prefix`; none may be used after that."""
         # It takes no lock and sends nothing, so the garbage collector may call it.
         self._forgotten.append(prefix)
 

@@ -1,4 +1,4 @@
-"""What process 0 knows of all processes, and what it sends them: pure functions of a state and an event.
+"""Process 0's knowledge of all processes, and its messages to them: pure functions of a state and an event.
 
 No clock, socket or lock: `server` has these.
 
@@ -11,8 +11,8 @@ A process sends                             It receives
                                                 slow        to process 0 alone: who keeps the others waiting
     value   its part of an exchange             values      everyone's, once all have sent theirs
                                                 void        one of them takes no part any more
-    forget  leaves all exchanges whose keys
-            begin with this
+    forget  leaves all exchanges with keys
+            that begin with this
     wish    all shall stop                      stopping    someone wishes it: send the last step you passed
     passed  the last step it went on after      stop_at     the step after which all stop
     bye     its program has come to its end     left        that of another has; once all have, they part
@@ -121,7 +121,7 @@ def note_refused(state: Membership, peer: str, why: str, *, lasts: bool = False)
 
 
 def join(state: Membership, process: int, address: str, now_s: float) -> Transition:
-    """Takes in a process whose hello is not refused."""
+    """Takes in a process after its hello was accepted."""
     members = {**state.members, process: Member(address=address, heard_s=now_s)}
     state = replace(state, members=members)
     if state.absent:
@@ -185,7 +185,8 @@ def tick(state: Membership, now_s: float) -> Transition:
     """Takes in the time, after all messages that have come by then."""
     for process, member in state.members.items():
         if not member.gone and now_s - member.heard_s > state.silence_s:
-            return _lose(state, process, f"nothing was heard of it for {state.silence_s:g} s: it stands still")
+            still = "stands still" if process else "stood still"  # process 0 sees its own silence after it
+            return _lose(state, process, f"nothing was heard of it for {state.silence_s:g} s: it {still}")
     if state.absent and now_s > state.start_by_s and not state.given_up:
         return give_up(state)
     outgoing = [Outgoing(None, {"type": "beat"})]
@@ -215,7 +216,7 @@ def _judge(state: Membership) -> Transition:
     where = f"{places[guilty]['phase']}, {places[guilty]['where']}"
     cause = f"the others have waited for it for {waited_s:.0f} s, and it is in {where}"
     if not behind:
-        cause = f"all wait for each other since {waited_s:.0f} s, at a collective that does not end; it is at {where}"
+        cause = f"all have waited for each other for {waited_s:.0f} s in a collective without end; it is at {where}"
     if not any(member.waits_s > member.patience_s for member in members.values()):
         if state.told == (guilty, members[guilty].step):
             return state, []

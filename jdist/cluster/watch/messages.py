@@ -13,7 +13,7 @@ _CHUNK = 1 << 16
 
 
 class BadMessage(ValueError):
-    """The bytes from the other end are no message."""
+    """The bytes from the other end are not a message."""
 
 
 def encode(message: Message) -> bytes:
@@ -31,9 +31,9 @@ def decode(data: bytes, most_bytes: int = MOST_BYTES) -> tuple[list[Message], by
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as exc:
-            raise BadMessage("a line is no JSON") from exc
+            raise BadMessage("a line is not JSON") from exc
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-            raise BadMessage('a line is no object with a "type"')
+            raise BadMessage('a line is not an object with a "type"')
         messages.append(message)
     return messages, rest
 
@@ -56,7 +56,7 @@ class Connection:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes are kept for the other end."""
+        """Returns whether bytes are kept for the other end."""
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
@@ -64,7 +64,7 @@ class Connection:
         self._unsent += encode(message)
         self.flush()
         if len(self._unsent) > self._most_unsent_bytes:
-            raise ConnectionError("it does not take in what it is sent")
+            raise ConnectionError("it does not read its messages")
 
     def flush(self) -> None:
         """Sends what can be sent now; `receive` reports a broken connection, after its last words."""

@@ -55,7 +55,7 @@ def exchanging() -> Iterator[None]:
 
 
 def is_exchanging(thread: int) -> bool:
-    """Whether a thread, or the one that it waits for, waits for values of other processes."""
+    """Returns whether a thread, or the one that it waits for, waits for values of other processes."""
     return _acting(thread) in _exchanging
 
 

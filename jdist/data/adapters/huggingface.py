@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jdist.data.adapters.recognize import refuse_rows
-from jdist.data.adapters.state_dict import StateDictSource
+from jdist.data.adapters.torch import StateDictSource
 from jdist.data.sources.elements import Elements
 from jdist.data.sources.rows import BatchSource, RowSource
 from jdist.data.sources.sequential import PlainSource
 from jdist.errors import BatchError, DatasetError
 from jdist.typing import PyTree
 
-_TABLES = (None, "pandas", "polars", "arrow")  # formats whose rows are no arrays
+_TABLES = (None, "pandas", "polars", "arrow")  # formats with rows that are not arrays
 
 
 class HuggingFaceElements(Elements):
@@ -68,7 +68,7 @@ class HuggingFaceElements(Elements):
 
 
 def _columns_of_integers(dataset: Any) -> list[str]:
-    """Lists the columns of integers, or of lists of them, as far as it is known what the columns hold."""
+    """Lists the columns of integers, or of lists of them, as far as the types of columns are known."""
 
     def is_integer(feature: Any) -> bool:
         while hasattr(feature, "feature"):
@@ -79,14 +79,14 @@ def _columns_of_integers(dataset: Any) -> list[str]:
 
 
 def _refuse_nulls(batch: Mapping[str, Any], integers: list[str], name_row: Callable[[int], str]) -> None:
-    """Raises a `BatchError` for integers that are missing, of which the library makes NaN, and floats of the others."""
+    """Raises a `BatchError` for missing integers: the library would make them NaN, and floats of the others."""
     for name in filter(batch.__contains__, integers):
         values = batch[name]
         if "float" in str(getattr(values, "dtype", "")) and (missing := np.isnan(np.atleast_1d(values))).any():
             row = name_row(int(np.argwhere(missing)[0][0]))
             raise BatchError(
-                f"the integers of column {name!r} have a null in {row}, which would become NaN, and all others of its batch "
-                "floats. Fill nulls in, as by `dataset.with_format(None).map(lambda row: "
+                f"the integers of column {name!r} have a null in {row}, which would become NaN and turn the rest of "
+                "its batch into floats. Fill in nulls, such as by `dataset.with_format(None).map(lambda row: "
                 f"{{{name!r}: -1 if row[{name!r}] is None else row[{name!r}]}})`, or leave their rows out by `filter`"
             )
 
@@ -107,7 +107,7 @@ def dataset(dataset: Any, global_batch: int | None) -> RowSource | BatchSource:
 
 
 class HuggingFaceSource(StateDictSource):
-    """Batches of a `datasets.IterableDataset`, which shuffles each pass anew by its number."""
+    """Batches of a `datasets.IterableDataset`, which shuffles each pass by its number."""
 
     how_to_share = "`datasets.distributed.split_dataset_by_node(dataset, rank=process_index, world_size=num_processes)`"
 
@@ -159,7 +159,7 @@ def _batches(dataset: Any) -> Iterator[PyTree]:
 
 
 def _is_batched(examples: Any) -> bool:
-    """Whether the elements are batches, as far as the steps that made them tell: a function of `map` may do anything."""
+    """Returns whether the elements are batches, as far as known: a function of `map` may do anything."""
     while examples is not None:
         if getattr(examples, "batched", False):  # its function, or a partial of it
             function = getattr(examples.function, "func", examples.function)
@@ -174,7 +174,7 @@ def _own_part(dataset: Any) -> tuple[int, int] | None:
 
 
 def _has_buffer(examples: Any) -> bool:
-    """Whether a chain of iterables has a shuffle buffer, whose rows no state holds."""
+    """Returns whether a chain of iterables has a shuffle buffer; no state holds the rows in it."""
     if type(examples).__name__ == "BufferShuffledExamplesIterable":
         return True
     parents = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or [])]

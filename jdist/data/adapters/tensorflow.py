@@ -18,7 +18,7 @@ def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
     return PlainSource(
         kind="tf.data.Dataset",
         begin=lambda _: iter(dataset.as_numpy_iterator()),
-        advice="the iterator of a `tf.data.Dataset` is saved by TensorFlow's own checkpoints alone. A grain MapDataset, or "
+        advice="only TensorFlow's own checkpoints can save the iterator of a `tf.data.Dataset`. A grain MapDataset, or "
         "`jdist.data.from_rows(...)`, has a position",
         how_to_share="`dataset.shard(num_processes, process_index)`",
         num_steps=count if count >= 0 else None,  # below: without end, or not known
@@ -26,7 +26,7 @@ def dataset(dataset: Any, global_batch: int | None) -> PlainSource:
 
 
 def _is_batched(dataset: Any) -> bool:
-    """Whether the elements are batches, as far as the steps that made them tell: a function of `map` may do anything."""
+    """Returns whether the elements are batches, as far as known: a function of `map` may do anything."""
     made_by = type(dataset).__name__
     if "Batch" in made_by and "Unbatch" not in made_by:
         return True

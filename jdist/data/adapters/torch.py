@@ -1,4 +1,7 @@
-"""PyTorch's loaders: torchdata's `StatefulDataLoader` has a state, `DataLoader` has none."""
+"""PyTorch's loaders, and those of its convention, `state_dict` and `load_state_dict`: the state is the loader's.
+
+torchdata's `StatefulDataLoader` has a state, `DataLoader` has none.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,45 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from jdist.data.adapters.recognize import refuse_rows
-from jdist.data.adapters.state_dict import StateDictSource
 from jdist.data.sources.elements import unlike_row
-from jdist.data.sources.sequential import Batches, PlainSource
+from jdist.data.sources.sequential import Batches, PlainSource, SequentialSource
 from jdist.errors import DatasetError
 from jdist.typing import PyTree
 
 _HOW_TO_SHARE = "`sampler=DistributedSampler(dataset, num_replicas=num_processes, rank=process_index)`"
+
+
+class StateDictSource(SequentialSource):
+    """Batches of a loader with `state_dict` and `load_state_dict`, for one consumer at a time."""
+
+    how_to_share = "a part of the data for each `strategy.cluster.process_index`"
+
+    def __init__(self, loader: Any, kind: str | None = None):
+        self.loader = loader
+        self.kind = kind or type(loader).__name__
+        try:
+            self.num_steps = len(loader)
+        except (TypeError, NotImplementedError, AttributeError):
+            self.num_steps = None
+        self._initial = copy.deepcopy(loader.state_dict())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the loader the number of the pass that begins, where it draws a new order for each."""
+        if callable(set_epoch := getattr(self.loader, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def open(self, epoch: int, state: Any) -> Batches:
+        self.set_epoch(epoch)
+        self.loader.load_state_dict(copy.deepcopy(self._initial if state is None else state))
+        return ((batch, copy.deepcopy(self.loader.state_dict())) for batch in self.iterate())
+
+    def iterate(self) -> Iterator[PyTree]:
+        """Begins a pass where the loader's state is."""
+        return iter(self.loader)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"kind={self.kind.replace(' ', '_')} batches={self.num_steps}"
 
 
 class StatefulLoaderSource(StateDictSource):
@@ -33,7 +68,7 @@ class StatefulLoaderSource(StateDictSource):
         self.own_part = _own_part(loader)
         sampler_generator = getattr(loader.sampler, "generator", None)
         self._generator = sampler_generator or loader.generator
-        # PyTorch's own samplers have no state: they draw a pass's order anew, from the generator as it was at its beginning.
+        # PyTorch's own samplers have no state: they draw a pass's order again, from the generator's state at its beginning.
         is_stateful = type(loader.sampler).__module__.startswith("torchdata.")
         self._draws_anew = sampler_generator is not None and not is_stateful
         # Whether the next pass needs more than the generator: a dataset of its own mind goes on where the last one ended.
@@ -86,6 +121,12 @@ class StatefulLoaderSource(StateDictSource):
             self._generator.set_state(state)
 
 
+def state_dict_source(loader: Any, global_batch: int | None) -> StateDictSource:
+    """Adapts a loader of batches."""
+    refuse_rows(type(loader).__name__, global_batch)
+    return StateDictSource(loader)
+
+
 def stateful_data_loader(loader: Any, global_batch: int | None) -> StatefulLoaderSource:
     """Adapts a `StatefulDataLoader`."""
     refuse_rows("StatefulDataLoader", global_batch)
@@ -116,9 +157,8 @@ def dataset(dataset: Any, global_batch: int | None) -> NoReturn:
     """Refuses a dataset of PyTorch, which has rows."""
     name = type(dataset).__name__
     raise DatasetError(
-        f"a {name} is a dataset of PyTorch, which has rows and no batches. Give a loader of it, "
-        f"`StatefulDataLoader({name}(...), batch_size=...)`, or if it has random access "
-        "`jdist.data.from_rows(dataset, global_batch=...)`"
+        f"a {name} is a dataset of PyTorch, which has rows and no batches. Use `StatefulDataLoader({name}(...), "
+        "batch_size=...)`, or with random access `jdist.data.from_rows(dataset, global_batch=...)`"
     )
 
 

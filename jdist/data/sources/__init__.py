@@ -2,5 +2,5 @@
 
 Start at `protocol.RandomAccessSource`, and `protocol.check_source` for what else is a source.
 
-May import: support, errors, and of `jdist.data` what is beside this folder but for its dataset and readers.
+May import: support, errors, and the files next to this folder but for its dataset and readers.
 """

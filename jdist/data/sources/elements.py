@@ -39,7 +39,7 @@ class Elements(abc.ABC):
     def _identify(self) -> dict[str, str]: ...
 
     def element(self, number: int, epoch: int) -> PyTree:
-        """Reads one element as it is; names it in the library's errors."""
+        """Reads one element unchanged; names it in the library's errors."""
         try:
             return self._read(int(number), epoch)
         except Exception as error:
@@ -98,7 +98,7 @@ def content_hash(sources: Sequence[Any]) -> str:
 
 
 def element_bytes(element: Any) -> bytes:
-    """Makes bytes of an element: of each leaf its path, and its value or, of what is no value, its type."""
+    """Makes bytes of an element: of each leaf its path, and its value, or else its type."""
     parts = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(element)[0]:
         parts += [jax.tree_util.keystr(path).encode(), _leaf_bytes(leaf)]

@@ -1,23 +1,22 @@
-"""Batches from files, of which a window is in memory at a time."""
+"""Batches from files, with a window of them in memory at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdist.data.leaves import count_rows, join, to_numpy
+from jdist.data.leaves import TreeSpec, count_rows, differences, join, to_numpy, tree_spec
 from jdist.data.prefetch import ordered_map
-from jdist.data.sources.file_window import FileCheck, FilePosition, FileWindow, LoadedFile, check_counts, file_position
-from jdist.data.sources.rows import rows_options
+from jdist.data.sources.rows import permutation, rows_options
 from jdist.data.sources.sequential import Batches, SequentialSource
-from jdist.errors import DatasetError
+from jdist.errors import BatchError, DatasetError
 from jdist.support import checks
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 from jdist.typing import PyTree
@@ -60,7 +59,7 @@ def from_files(
         A source for `strategy.distribute_dataset` and `jdist.data.shard`.
 
     Raises:
-        DatasetError: there are no paths, or an option is out of range.
+        DatasetError: no paths were given, or an option is out of range.
 
     Example:
         >>> import numpy as np
@@ -92,12 +91,11 @@ def from_files(
             f"`shuffle_window` is {shuffle_window!r}, but nothing is shuffled without a `shuffle_seed`; give one, or leave "
             "the window out"
         )
+    shuffle_window = SHUFFLE_WINDOW if shuffle_window is None else shuffle_window
     return FileSource(
         paths=paths,
         read=read,
-        shuffle_window=SHUFFLE_WINDOW
-        if shuffle_window is None
-        else checks.whole_number("shuffle_window", shuffle_window, DatasetError),
+        shuffle_window=checks.whole_number("shuffle_window", shuffle_window, DatasetError),
         workers=checks.whole_number("workers", workers, DatasetError),
         **rows_options(global_batch, shuffle_seed, epochs),
     )
@@ -146,7 +144,7 @@ class FileSource(SequentialSource):
                 f"the saved position is in epoch {start.epoch}, but pass {epoch} of a source of {self.epochs} epochs goes from "
                 f"{begin} to {end}. Give as many `epochs` as when it was saved, or in the first pass more"
             )
-        return self.batches(start, end)
+        return self._batches(start, end)
 
     def to_plain(self, state: FilePosition) -> dict[str, Any]:
         return state._asdict() | {"counts": list(state.counts)}
@@ -161,12 +159,12 @@ class FileSource(SequentialSource):
 
     @property
     def window(self) -> int:
-        """How many files are in memory together, without those that are read ahead."""
+        """Counts the files in memory together, without those that are read ahead."""
         return 1 if self.shuffle_seed is None else min(self.shuffle_window, len(self.paths))
 
     @property
     def fingerprint(self) -> str:
-        """Which files in which order, by their names without folders; see `RandomAccessSource`."""
+        """Identifies the files and their order, by their names without folders; see `RandomAccessSource`."""
         names = "\n".join(os.path.basename(os.fspath(path)) for path in self.paths)
         parts = {
             "files": len(self.paths),
@@ -180,18 +178,8 @@ class FileSource(SequentialSource):
             parts["shard"] = f"{self.first}/{self.every}"
         return " ".join(f"{key}={value}" for key, value in parts.items())
 
-    def batches(self, start: FilePosition, end: int | None) -> Batches:
-        """Reads the batches from a position on; yields each with the position behind it.
-
-        Args:
-            start: the next row.
-            end: the epoch before which to end; None: never.
-
-        Raises:
-            DatasetError: an epoch has no rows, or a file of the position has not as many as then.
-            BatchError: a file's rows do not look like those of the first one.
-            Exception: what `read` raises, with a note that names the file, and after which row its rows would come.
-        """
+    def _batches(self, start: FilePosition, end: int | None) -> Batches:
+        """Reads the batches from a position up to an epoch, None: without end; yields each with the position behind it."""
         ahead = -(-self.window // self.workers)
         loaded = ordered_map(self._read, lambda: self._indices(start, end), workers=self.workers, ahead=ahead)
         check = FileCheck()
@@ -202,8 +190,7 @@ class FileSource(SequentialSource):
         """Draws the order of an epoch's files, as numbers of `paths`."""
         if self.shuffle_seed is None:
             return np.arange(len(self.paths))
-        bits = np.random.PCG64(np.random.SeedSequence([self.shuffle_seed, epoch]))
-        return np.random.Generator(bits).permutation(len(self.paths))
+        return permutation(len(self.paths), self.shuffle_seed, epoch)
 
     def _indices(self, start: FilePosition, end: int | None) -> Iterator[int]:
         """Lists the files in the order in which they are read, over all epochs."""
@@ -294,3 +281,108 @@ class FileSource(SequentialSource):
 
 def _epochs(first: int, end: int | None) -> Iterable[int]:
     return itertools.count(first) if end is None else range(first, end)
+
+
+class FilePosition(NamedTuple):
+    """The next row of a source of files."""
+
+    epoch: int = 0
+    file: int = 0  # number of the first file of the window, in the epoch's order
+    row: int = 0  # rows of the window that were handed out
+    rows: int = 0  # rows of the epoch before the window
+    seen: int = 0  # the same, including other shards' rows
+    counts: tuple[int, ...] = ()  # rows of each file of the window; empty if it was not read
+
+
+def file_position(saved: Any) -> FilePosition:
+    """Reads a position of a JSON dict of its fields."""
+    fields = dict(saved) if isinstance(saved, Mapping) else {}
+    counts = fields.pop("counts", None)
+    numbers = [*fields.values(), *(counts if isinstance(counts, list | tuple) else [None])]
+    are_numbers = all(checks.as_int(number, least=0) is not None for number in numbers)
+    if set(fields) | {"counts"} != set(FilePosition._fields) or not are_numbers:
+        raise DatasetError(f"not a saved position in files: {saved!r}")
+    return FilePosition(**fields, counts=tuple(counts))
+
+
+class LoadedFile(NamedTuple):
+    """The rows of a file that are kept; `num_rows` is how many the file has."""
+
+    path: str
+    rows: PyTree
+    num_rows: int
+
+
+class FileWindow:
+    """Rows of files that are in memory together."""
+
+    # `seed` words draw the rows' order; None: the order of the files, and there is one file.
+
+    def __init__(self, files: Sequence[LoadedFile], seed: Sequence[int] | None):
+        self.counts = tuple(file.num_rows for file in files)
+        kept = [count_rows(file.rows) for file in files]
+        self.num_rows = sum(kept)
+        self._files = [file.rows for file in files]
+        self._ends = np.cumsum(kept)
+        self._order = None if seed is None else permutation(self.num_rows, *seed)
+
+    def rows(self, start: int, stop: int) -> PyTree:
+        """Takes rows by their places in the order; without a seed they share the file's memory."""
+        if self._order is None:
+            (rows,) = self._files
+            return jax.tree.map(lambda leaf: leaf[start:stop], rows)
+        chosen = self._order[start:stop]
+        file_of = np.searchsorted(self._ends, chosen, side="right")
+        parts = []  # the file, its rows, and where these go
+        for number in np.unique(file_of):
+            places = np.flatnonzero(file_of == number)
+            first = self._ends[number] - count_rows(self._files[number])
+            parts.append((self._files[number], chosen[places] - first, places))
+        taken = [jax.tree.map(lambda leaf, inside=inside: leaf[inside], rows) for rows, inside, _ in parts]
+        back = np.argsort(np.concatenate([places for _, _, places in parts]))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *taken)
+
+
+class FileCheck:
+    """Checks that files look alike and have memory of their own."""
+
+    def __init__(self):
+        self._first: tuple[str, TreeSpec] | None = None
+
+    def check_alike(self, file: LoadedFile) -> None:
+        """Refuses a file with rows unlike the first one's; a file without rows passes."""
+        if file.num_rows == 0:
+            return
+        spec = tree_spec(file.rows)
+        path, first = self._first = self._first or (file.path, spec)
+        if spec != first:
+            raise BatchError(
+                f"the rows of {file.path!r} differ from those of {path!r}: {differences(first, spec)}. All files need "
+                "one structure, one dtype a leaf and one shape a row: convert, pad or crop in `read`"
+            )
+
+    def check_memory(self, file: LoadedFile, held: Sequence[LoadedFile]) -> None:
+        """Refuses a file with rows that share memory with a file still in use."""
+        addresses = _addresses(file.rows)
+        for other in held:
+            if other.path != file.path and addresses & _addresses(other.rows):
+                raise BatchError(
+                    f"`read` returned the same memory for {other.path!r} and {file.path!r}, but several files are in memory "
+                    "at once under `shuffle_seed` and with several `workers`. Return new arrays, or read-only ones "
+                    "(`array.flags.writeable = False`) where files share a constant"
+                )
+
+
+def check_counts(files: Sequence[LoadedFile], counts: tuple[int, ...]) -> None:
+    """Compares files that are read again with their content when the position was saved."""
+    for file, count in zip(files, counts, strict=False):
+        if file.num_rows != count:
+            raise DatasetError(
+                f"the saved position is in {file.path!r}, which had {count:,} rows then and has {file.num_rows:,} now, so its "
+                "rows cannot be told apart. Put the file back, or start at step 0"
+            )
+
+
+def _addresses(rows: PyTree) -> set[int]:
+    leaves = [leaf for leaf in jax.tree.leaves(rows) if leaf.size and leaf.flags.writeable]
+    return {leaf.__array_interface__["data"][0] for leaf in leaves}

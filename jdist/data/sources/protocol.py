@@ -81,7 +81,7 @@ def check_source(source: Any) -> None:
     if not isinstance(source, Iterable):
         raise DatasetError(
             f"a {type(source).__name__} is not a source of batches; pass `jdist.data.from_arrays(...)`, or "
-            "any iterable whose elements are numpy pytrees, one global batch each"
+            "any iterable of numpy pytrees, one global batch each"
         )
 
 
@@ -94,9 +94,8 @@ def refuse_a_row(element: PyTree, kind: str) -> None:
                 name += " (if that is a list of one number a row, make it an array: `np.asarray`)"
             raise DatasetError(
                 f"the elements of a {kind} are taken as batches, but one has a single number at {name}, so it is a row. Batch "
-                "them by the library, `dataset.batch(...)` or a loader's batch size, or say how many rows a step takes: "
-                "`jdist.data.from_rows(dataset, global_batch=...)` if it has random access, or the `global_batch` of "
-                "`jdist.fit`"
+                "them by the library, `dataset.batch(...)` or a loader's batch size, or give the rows a step takes: "
+                "`jdist.data.from_rows(dataset, global_batch=...)`, or the `global_batch` of `jdist.fit`"
             )
 
 

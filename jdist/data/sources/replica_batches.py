@@ -61,7 +61,7 @@ def check_turns(source: Any, batch_axis: BatchAxis) -> None:
 
 
 class RandomAccessReplicaBatches:
-    """Global batches of random-access pipelines, each of which feeds `turns` replicas; see `RandomAccessSource`."""
+    """Global batches of random-access pipelines; each feeds `turns` replicas. See `RandomAccessSource`."""
 
     is_fresh = True
 
@@ -100,7 +100,7 @@ class RandomAccessReplicaBatches:
 
 
 class ReplicaBatches(SequentialSource):
-    """Global batches of pipelines that only go forward, each of which feeds `turns` replicas."""
+    """Global batches of pipelines that only go forward; each feeds `turns` replicas."""
 
     kind = "ReplicaBatches"
     advice = (

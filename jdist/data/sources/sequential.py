@@ -39,7 +39,7 @@ class SequentialSource(Iterable[PyTree], abc.ABC):
     @abc.abstractmethod
     def open(self, epoch: int, state: Any) -> Batches:
         """Begins pass number `epoch`, from 0, or goes on at a state of it; None: from the beginning."""
-        # A state comes with each batch, so it has to be cheap. An error of `open` itself is one of the state.
+        # A state comes with each batch, so it must be cheap. An error of `open` itself is one of the state.
 
     @property
     def full_batch(self) -> int | None:
@@ -48,7 +48,7 @@ class SequentialSource(Iterable[PyTree], abc.ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Which data; a saved place only fits the same. Written as that of a `RandomAccessSource`."""
+        """Identifies the data; a saved place only fits the same. Written as that of a `RandomAccessSource`."""
         return ""
 
     def describe_batch(self, number: int, error: Exception) -> str | None:
@@ -105,7 +105,7 @@ class IterableSource(SequentialSource):
         self.is_stream = isinstance(batches, Iterator)
 
     @property
-    def num_steps(self) -> int | None:  # type: ignore[override]  # asked anew: it may grow
+    def num_steps(self) -> int | None:  # type: ignore[override]  # asked each time: it may grow
         try:
             return len(self._batches)  # type: ignore[arg-type]  # refused in the next line
         except (TypeError, NotImplementedError):  # also of a loader that does not know it
@@ -116,7 +116,7 @@ class IterableSource(SequentialSource):
 
 
 def resumable(source: Any) -> RandomAccessSource | SequentialSource:
-    """Returns a source whose position can be saved; raises a `DatasetError` for any other."""
+    """Returns a source with a position that can be saved; raises a `DatasetError` for any other."""
     if isinstance(source, RandomAccessSource):
         return source
     source = source if isinstance(source, SequentialSource) else IterableSource(source)

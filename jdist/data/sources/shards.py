@@ -12,14 +12,13 @@ import jax
 
 from jdist.data.adapters.recognize import adapted
 from jdist.data.options import Policy
-from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import (
     RandomAccessSource,
     check_source,
     steps_from,
 )
-from jdist.data.sources.rows import check_step
+from jdist.data.sources.rows import ArraySource, check_step
 from jdist.errors import DatasetError
 from jdist.support import checks
 from jdist.typing import PyTree
@@ -29,7 +28,7 @@ def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> 
     """Takes the part of a source that one of several input pipelines reads; all parts together are the whole.
 
     What is shared out are the rows of `from_arrays` and `from_files`, and the elements (batches) of any other source.
-    The size of batches stays as it is: a source that is sharded makes batches for its pipeline alone. Shards may
+    The size of batches is unchanged: a source that is sharded makes batches for its pipeline alone. Shards may
     differ by one row or element.
 
     Args:
@@ -67,7 +66,7 @@ def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> 
 
 
 def has_files_for(source: Any, num_shards: int) -> bool:
-    """Whether a source can be shared by file."""
+    """Returns whether a source can be shared by file."""
     return isinstance(source, FileSource) and source.every == 1 and len(source.paths) >= num_shards
 
 
@@ -85,9 +84,8 @@ def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy")
         )
     if len(source.paths) < num_shards:
         raise DatasetError(
-            f"too few files: {len(source.paths)} cannot be shared by {num_shards} pipelines file by file, some would "
-            f'have none. Use {option}="data" (each reads all files and keeps 1 row in {num_shards}), or split the data '
-            f"into at least {num_shards} files"
+            f"too few files: {len(source.paths)} cannot be shared by {num_shards} pipelines file by file. Use "
+            f'{option}="data" (each reads all files and keeps 1 row in {num_shards}), or at least {num_shards} files'
         )
     return dataclasses.replace(source, paths=source.paths[index::num_shards])
 

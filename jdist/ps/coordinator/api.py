@@ -9,7 +9,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist.errors import StepError
+from jdist.core.context import plain_jax
+from jdist.core.strategy import Strategy
+from jdist.errors import StepError, StrategyError
 from jdist.ps.coordinator.datasets import WorkerDataset, flatten
 from jdist.ps.coordinator.remote_value import RemoteValue, leaf
 from jdist.ps.coordinator.session import Session
@@ -43,7 +45,7 @@ def worker_index() -> jax.Array:
 
 
 class ClusterCoordinator:
-    """Schedules pure functions on the workers, beside the steps or without any.
+    """Schedules pure functions on the workers, with or without steps.
 
     Each function runs on one worker, whichever is free; one that was lost with its worker runs again on another, so it may
     run more than once, and its result is there once.
@@ -52,6 +54,8 @@ class ClusterCoordinator:
     """
 
     def __init__(self, job: Session):
+        if isinstance(job, Strategy):
+            raise StrategyError("`jdist.ps.ClusterCoordinator` is made with its strategy: take `strategy.coordinator`.")
         self._job = job
         self._traced: dict[Any, _TracedFunction] = {}
 
@@ -63,7 +67,7 @@ class ClusterCoordinator:
         Args:
             fn: a pure function of trees of arrays, returning one. It is traced here, once for each form of its arguments, and
                 compiled once on each worker; pass the same function object again rather than a new lambda.
-            args: its arguments; in the place of an array there may be a `RemoteValue`, also one that is still to come, and in
+            args: its arguments; in place of an array there may be a `RemoteValue`, also one that is still to come, and in
                 the place of a tree one batch of a `create_per_worker_dataset`, which the worker then reads.
             kwargs: its keyword arguments.
 
@@ -72,15 +76,16 @@ class ClusterCoordinator:
 
         Raises:
             ClosureError: a function that was scheduled before has failed. What was in the queue is cancelled, nothing is left
-                running, and the next call begins anew.
-            StepError: an argument or a result is no array.
+                running, and the next call starts over.
+            StepError: an argument or a result is not an array.
             ArtifactError: the function calls the host (a print, a callback), which cannot be sent to workers.
         """
         arguments = flatten(without_keys((tuple(args), dict(kwargs or {}))))
         check_arrays([x for x in arguments.sent if not isinstance(x, RemoteValue)], "the arguments")
-        key = fn, arguments.treedef, arguments.shapes, arguments.place
+        key = fn, arguments.treedef, arguments.forms, arguments.place
         if key not in self._traced:
-            self._traced[key] = _TracedFunction(*key)
+            with plain_jax():
+                self._traced[key] = _TracedFunction(fn, arguments.treedef, arguments.shapes, arguments.place)
         traced = self._traced[key]
         pending = self._job.schedule_function(traced, traced.plan, arguments.sent, arguments.reads)
         values = [RemoteValue([pending], leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
@@ -94,7 +99,7 @@ class ClusterCoordinator:
         with_mask: bool = False,
         prefetch: int = 2,
     ) -> WorkerDataset:
-        """Makes a dataset of which each worker reads its own share.
+        """Makes a dataset; each worker reads its own share.
 
         Args:
             fn: from a `jdist.InputContext` to a source of batches; called on each worker, which has to find it: a function at
@@ -105,7 +110,7 @@ class ClusterCoordinator:
             prefetch: batches that a worker makes ahead.
 
         Returns:
-            An iterable of batches, each of which goes into a call of `schedule` or of a step.
+            An iterable of batches, each for one call of `schedule` or of a step.
 
         Raises:
             DatasetError: workers cannot find `fn`, or it failed there.
@@ -126,12 +131,12 @@ class ClusterCoordinator:
 
     @property
     def done(self) -> bool:
-        """Whether everything that was scheduled is done."""
+        """Returns whether everything that was scheduled is done."""
         return self._job.done
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Returns the number of workers."""
         return len(self._job.servers.workers)
 
     @property
@@ -144,7 +149,7 @@ class ClusterCoordinator:
         return self._job.describe()
 
     def fetch(self, tree: PyTree) -> PyTree:
-        """Replaces each `RemoteValue` in a tree by its array; waits for them.
+        """Replaces each `RemoteValue` in `tree` by its array; waits for them.
 
         Raises:
             ClosureError: one of them failed, or was cancelled.
@@ -176,7 +181,8 @@ class _TracedFunction:
             batch=self._place,
             takes_index=True,
         )
-        return plan, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
+        with plain_jax():
+            return plan, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
 
     def _checked(self, values: list[Any]) -> PyTree:
         outputs = self._call(values)

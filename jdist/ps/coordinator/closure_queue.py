@@ -54,17 +54,15 @@ class ClosureQueue:
         *,
         depth: int = 1,
         rounds: Rounds | None = None,
-        copies: Sequence[Copies] = (),
+        copies: Sequence[Copies],
     ):
         self.shards, self.copies, self.times = ShardClients(shards), copies, times
         self.newest = ClusterSnapshot(settled=0, kept=())  # all shards go back to this one if one loses its memory
         self.mutex = threading.RLock()
-        # Held to read or change anything here. Notified at the end, when idle, and of awaited
-        # events.
+        # Held for anything here; notified at the end, when idle, and of awaited events.
         self.lock = threading.Condition(self.mutex)
         self._is_awaited = False
-        # Set at the end. Threads that act at intervals wait for this: every event would wake
-        # `lock`.
+        # Set at the end. Threads that act at intervals wait for this: events would wake `lock`.
         self.closed = threading.Event()
         self.dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self.closures = Closures(have_a_state=bool(shards))
@@ -81,7 +79,7 @@ class ClosureQueue:
         self._numbers = itertools.count()  # of functions
         self._to_come = 0  # closures that wait for arguments
         self._error: JDistError | None = None
-        self._lost: dict[int, ShardLostError] = {}  # given up, until they answer
+        self.lost: dict[int, ShardLostError] = {}  # shards that were given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of the update in progress
         self._rounds_skipped = 0
 
@@ -91,8 +89,8 @@ class ClosureQueue:
         self.dispatch = dataclasses.replace(self.dispatch, scheduled=newest.settled, next=newest.settled)
 
     def routes(self) -> Header:
-        """Returns where the leader of each shard is, as workers are told; nothing where shards have one copy."""
-        return {"routes": [to_plain(copies.channel.route) for copies in self.copies]} if self.copies else {}
+        """Returns where the leader of each shard is, as workers are told."""
+        return {"routes": [to_plain(copies.channel.route) for copies in self.copies]}
 
     @property
     def generation(self) -> int:
@@ -101,12 +99,12 @@ class ClosureQueue:
 
     @property
     def num_skipped(self) -> int:
-        """How many updates were left out, as a gradient was not finite."""
+        """Counts the updates that were left out, as a gradient was not finite."""
         return self._rounds_skipped + self.closures.num_skipped
 
     @property
     def done(self) -> bool:
-        """Whether every closure that was scheduled is done."""
+        """Returns whether every closure that was scheduled is done."""
         with self.lock:
             return self.dispatch.is_idle and not self._to_come
 
@@ -149,11 +147,10 @@ class ClosureQueue:
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until every closure is done; raises the error of a failed one."""
         with self.lock:
-            if not self.lock.wait_for(lambda: self.done or self.closed.is_set() or self.is_a_shard_lost, timeout_s):
+            if not self.lock.wait_for(lambda: self.done or self.closed.is_set() or bool(self.lost), timeout_s):
                 left = self.dispatch.scheduled - self.dispatch.settled + self._to_come
                 raise TimeoutError(
-                    f"up to {left:,} closures are not done after {timeout_s:g} s; they go on. Wait longer, or without "
-                    "`timeout_s`."
+                    f"up to {left:,} closures are not done after {timeout_s:g} s; they go on. Wait longer."
                 )
             self.raise_error()
 
@@ -184,7 +181,7 @@ class ClosureQueue:
             raise self.no_workers
 
     def _put(self, function: Function, arguments: list[Any], pending: Pending, reads: RemoteBatch | None) -> None:
-        """Puts a closure whose arguments are there into the queue."""
+        """Puts a closure with complete arguments into the queue."""
         failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
         error: ClosureError | None = None
         cast: list[np.ndarray] = []
@@ -194,7 +191,7 @@ class ClosureQueue:
             try:
                 cast = function.cast(arguments)
             except Exception as exc:  # noqa: BLE001  # it is this closure's
-                error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
+                error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be used: {exc!r}")
         with self.lock:
             if pending.done:
                 return  # it was cancelled, and is not waited for any more
@@ -245,12 +242,12 @@ class ClosureQueue:
             self.lock.notify_all()
 
     def raise_error(self) -> None:
-        """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
+        """Raises the user's error, once nothing is under way any more; called with the lock held."""
         if self.replaced_by is not None:
             raise self.replaced_by
         if self._error is not None:
-            self.lock.wait_for(lambda: self.done or self.closed.is_set() or self.is_a_shard_lost)
-        for lost in self._lost.values():
+            self.lock.wait_for(lambda: self.done or self.closed.is_set() or bool(self.lost))
+        for lost in self.lost.values():
             raise ShardLostError(str(lost))
         if self._error is not None:
             error, self._error = self._error, None
@@ -274,8 +271,7 @@ class ClosureQueue:
         self, assigned: events.Assign, numbers: Sequence[int]
     ) -> tuple[int, list[tuple[Closure, BatchName | None]]]:
         """Chooses closures for a worker; returns `(settled, [(closure, batch name), ...])`."""
-        # All closures below `settled` are done. The scheduler hears of those that the worker cannot
-        # compute.
+        # The scheduler hears of those that the worker cannot compute.
         sender = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
         taken = list[tuple[Closure, BatchName | None]]()
         # All at once: what is another worker's to read may be this one's in a moment, if that is lost.
@@ -319,7 +315,7 @@ class ClosureQueue:
                 self.fail(error)
 
     def is_present(self, worker: int, epoch: int, generation: int) -> bool:
-        """Whether a report is of a worker's present epoch and of the present history; called with the lock held."""
+        """Returns whether a report is of a worker's present epoch and of the present history; called with the lock held."""
         return (epoch, generation) == (self.epoch_of(worker), self.generation)
 
     def epoch_of(self, worker: int) -> int:
@@ -330,11 +326,15 @@ class ClosureQueue:
     def decide(self, numbers: tuple[int, ...]) -> None:
         """Decides whether staged closures become an update, and keeps what that needs besides the mean (synchronous mode)."""
         with self.lock:
-            closures = self.closures.of(numbers)
-            if len(closures) < len(numbers):
+            closures, generation = self.closures.of(numbers), self.generation
+            if len(closures) < len(numbers) or not all(closure.pending.done for closure in closures):
                 return  # a rollback came between
-        commit, scalars, error = closures[0].function.decide(closures)
+            failed = next((c.pending.error for c in closures if c.pending.error is not None), None)
+            results = [closure.pending.wait(0) for closure in closures] if failed is None else []
+        commit, scalars, error = closures[0].function.decide(numbers, results, failed=failed)
         with self.lock:
+            if self.generation != generation:
+                return  # these are not the results of the present history
             self._scalars = {numbers: scalars}
             self._rounds_skipped += not commit and error is None
             if error is not None:
@@ -367,7 +367,7 @@ class ClosureQueue:
                 return
             error = self.replaced_by = JobReplacedError(
                 f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
-                f"{generation}, and this process's was {self.generation}. What is on them is not this job's any more. "
+                f"{generation}, and this process's was {self.generation}. Their state no longer belongs to this job. "
                 "Start one coordinator for them, or give each job servers of its own."
             )
             self.end(error)
@@ -379,7 +379,7 @@ class ClosureQueue:
         with self.lock:
             if self.closed.is_set():
                 return
-            self._lost[shard] = error
+            self.lost[shard] = error
             self._cancel_waiting()
             for pending in self.closures.pending:
                 pending.give_up(error)
@@ -388,11 +388,6 @@ class ClosureQueue:
     def shard_found(self, shard: int) -> None:
         """Waits again for a shard that was given up: what was with a worker when it went will be done after all."""
         with self.lock:
-            self._lost.pop(shard, None)
-            for pending in self.closures.pending if not self._lost else ():
+            self.lost.pop(shard, None)
+            for pending in self.closures.pending if not self.lost else ():
                 pending.give_up(None)
-
-    @property
-    def is_a_shard_lost(self) -> bool:
-        """Whether a shard has been given up."""
-        return bool(self._lost)

@@ -1,7 +1,7 @@
-"""The closures that a coordinator keeps: what they compute, from what, and who waits for their results.
+"""The coordinator's record of its closures: their functions, arguments and results.
 
-A closure is kept until it is in a snapshot: if a parameter server loses its memory, those that are in none run again.
-Nothing is locked here: the caller holds the queue's lock.
+A closure is kept until a snapshot contains it. After a parameter server lost its memory, the closures that no snapshot
+contains run again. The queue calls this and holds the lock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jdist.ps.protocol.scheduler_events import Finish
 from jdist.ps.protocol.wire import Spec
 
 MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
-SNAPSHOT_EVERY = 1000  # closures, whose arguments are kept until then
-MOST_LOGGED_BYTES = 256 << 20  # of arguments that are kept; beyond, a snapshot is due earlier
+SNAPSHOT_EVERY = 1000  # closures; their arguments are kept until then
+MOST_LOGGED_BYTES = 256 << 20  # of kept arguments; beyond, a snapshot is due earlier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,7 @@ class Function:
         """Casts a closure's arguments to the dtypes that the function is compiled for."""
         specs = self.plan.arguments
         if len(arguments) != len(specs):
-            raise ClosureError(
-                f"the function was traced for {len(specs)} arrays and is given {len(arguments)}. Pass arguments "
-                "of the same structure in every call."
-            )
+            raise ClosureError(f"the function was traced for {len(specs)} arrays, not {len(arguments)}; pass as many.")
         arrays = list[np.ndarray]()
         for i, (x, spec) in enumerate(zip(arguments, specs, strict=True)):
             try:
@@ -60,20 +57,22 @@ class Function:
                 raise ClosureError(f"argument {i} cannot be taken for {spec.dtype}: {exc}") from exc
             if arrays[i].shape != spec.shape:
                 raise ClosureError(
-                    f"argument {i} has the shape {arrays[i].shape}; its function was traced for {spec.shape}. Pass "
-                    "the same shapes in every call: fill up to one size."
+                    f"argument {i} has the shape {arrays[i].shape}; its function was traced for {spec.shape}. Pad to one shape."
                 )
         return arrays
 
-    def decide(self, closures: Sequence[Closure]) -> tuple[bool, list[np.ndarray], ClosureError | None]:
+    def decide(
+        self, numbers: Sequence[int], results: Sequence[list[Any]], *, failed: BaseException | None = None
+    ) -> tuple[bool, list[np.ndarray], ClosureError | None]:
         """Combines the results of an update's closures: `(commit, scalars, error for the user)`."""
-        # Closures that do not commit and have no error are left out of the update.
-        numbers = tuple(closure.number for closure in closures)
+        # Closures that do not commit and have no error are left out of the update. `failed` is the error of one of them.
         try:
+            if failed is not None:
+                raise failed
             assert self.combine is not None  # only functions that have it are staged
-            scalars, is_finite, _ = self.combine([closure.pending.wait(0) for closure in closures])
+            scalars, is_finite, _ = self.combine(results)
         except Exception as exc:  # noqa: BLE001  # the round must not wait for ever
-            return False, [], ClosureError(f"closures {numbers}: what they gave cannot be put together: {exc}")
+            return False, [], ClosureError(f"the results of closures {numbers} cannot be combined: {exc}")
         if is_finite or self.plan.non_finite == "apply":
             return True, scalars, None
         return False, [], NonFiniteClosureError(numbers[0]) if self.plan.non_finite == "raise" else None
@@ -96,7 +95,7 @@ class Closure:
 
 
 class Closures:
-    """All closures that may have to be computed, or computed again."""
+    """All closures that may need computing, or computing again."""
 
     def __init__(self, *, have_a_state: bool) -> None:
         self.next_number = 0
@@ -120,7 +119,7 @@ class Closures:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether their arguments are so many bytes that no further ones are taken in."""
+        """Returns whether their arguments are so many bytes that no further ones are taken in."""
         return self._queued_bytes > MOST_QUEUED_BYTES or self._logged_bytes > 2 * MOST_LOGGED_BYTES
 
     def of(self, numbers: Iterable[int]) -> list[Closure]:
@@ -134,7 +133,7 @@ class Closures:
 
     @property
     def num_skipped(self) -> int:
-        """How many updates were left out, as a gradient was not finite."""
+        """Counts the updates that were left out, as a gradient was not finite."""
         return self._skipped_before + len(self.skipped)
 
     def finish(self, command: Finish, error: Exception | None = None) -> bool:

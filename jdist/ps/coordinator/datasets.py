@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 
 class WorkerDataset:
-    """A dataset of which each worker reads its own share, made by a function that runs there."""
+    """A dataset made by a function that runs on each worker, which reads its own share."""
 
     # Iterating gives one `RemoteBatch` for each batch of any worker, and ends when every share is
     # read. It stands for a batch of a step, or for an argument of a scheduled function. Source:
@@ -131,7 +131,7 @@ class DatasetPass:
                 time.sleep(_POLL_S)
 
     def _to_be_read(self) -> dict[int, int]:
-        """Returns of shares without a known end how far each is to be read; of none while enough is read ahead."""
+        """Returns how far to read each share without a known end; empty while enough is read ahead."""
         wanted = self._ahead_of(self._taken)
         if wanted or any(batch.is_wanted for batch in list(self._unnamed)):
             return wanted
@@ -156,7 +156,7 @@ class DatasetPass:
             if before is not None and not (before.done and isinstance(before.error, ClosureCancelledError)):
                 raise DatasetError(
                     f"a batch of {self.header['name']} was given to a second call; a batch that a worker reads is for one. "
-                    "Do all that is to be done with it in one function, or take the next batch."
+                    "Do all the work on it in one function, or take the next batch."
                 )
             batch.pending = pending
 
@@ -164,19 +164,22 @@ class DatasetPass:
         """Names a worker's batch: the one named before, or the next of its own share."""
         # None if another worker must read it. Other workers read the shares of `lost` ones.
         with self._lock:
-            if batch.name is not None and self._may_be_there(batch.name):
-                return batch.name if batch.name[2] in (worker, *lost) else None
+            if batch.name is not None:
+                *_, owner, number = batch.name
+                if not self._ended[owner] or number < self._known[owner]:
+                    return batch.name if owner in (worker, *lost) else None
             batch.name = None
             self._unnamed.add(batch)
             shares = [worker, *sorted(lost, key=self._left, reverse=True)]
             pipeline = next((p for p in shares if self._left(p) > 0), None)
             if pipeline is not None:
                 self._unnamed.discard(batch)
-                batch.name = self._next_of(pipeline)
+                batch.name = self.header["dataset"], self._number, pipeline, self._taken[pipeline]
+                self._taken[pipeline] += 1
             elif not any(self._left(p) > 0 for p in range(len(self._known))):
                 raise DatasetError(
-                    f"{self.header['name']} has {sum(self._known):,} batches on all workers together, which is fewer than were "
-                    "found at first: it has to give the same batches each time that it is made and read"
+                    f"{self.header['name']} has {sum(self._known):,} batches on all workers together, fewer than at "
+                    "first: it must give the same batches each time that it is made and read"
                 )
             return batch.name
 
@@ -193,31 +196,19 @@ class DatasetPass:
         """Counts the batches of a share that nobody has taken, as far as is known."""
         return self._known[pipeline] - self._taken[pipeline] if self._ended[pipeline] else math.inf
 
-    def _may_be_there(self, name: BatchName) -> bool:
-        return not self._ended[name[2]] or name[3] < self._known[name[2]]
-
-    def _next_of(self, pipeline: int) -> BatchName:
-        self._taken[pipeline] += 1
-        return self.header["dataset"], self._number, pipeline, self._taken[pipeline] - 1
-
 
 class RemoteBatch:
     """A batch that a worker will read; stands for its full tree."""
 
     def __init__(self, of_pass: DatasetPass):
-        self.of_pass = of_pass
+        self.of_pass, self.spec = of_pass, of_pass.spec  # a tree of `jax.ShapeDtypeStruct`
         # Set once a worker had it; stays the same if another worker computes it again.
         self.name: BatchName | None = None
         self.pending: Pending | None = None
 
     @property
-    def spec(self) -> PyTree:
-        """Shapes and dtypes, as a tree of `jax.ShapeDtypeStruct`."""
-        return self.of_pass.spec
-
-    @property
     def is_wanted(self) -> bool:
-        """Whether a worker is to take it: it was given to a call that was not cancelled, and none has it."""
+        """Returns whether a worker is to take it: it was given to a call that was not cancelled, and none has it."""
         return self.name is None and self.pending is not None and not self.pending.done
 
     def __repr__(self) -> str:
@@ -226,9 +217,7 @@ class RemoteBatch:
 
 def name_of_function(fn: Any) -> str:
     """Returns the "module:function" by which a worker finds a function."""
-    if isinstance(fn, str):
-        if not all(fn.partition(":")):
-            raise DatasetError(f"the dataset function is {fn!r}; a name is 'package.module:function'")
+    if isinstance(fn, str) and all(fn.partition(":")):
         return fn
     if not callable(fn):
         raise DatasetError(
@@ -236,19 +225,19 @@ def name_of_function(fn: Any) -> str:
             "'package.module:function'."
         )
     module, path = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "<lambda>")
-    how = "Define it at the top of a module that the workers can import, and pass it or its name 'package.module:function'."
+    why, more = "", ""
     if module is None or "<" in path:
+        why = "it is a lambda, or defined inside of another function"
+    elif module == SCRIPT and not getattr(sys.modules.get(SCRIPT), "__file__", None):
+        why = "it is defined in a notebook or an interactive session, which no worker has"
+        more = " In a notebook, `%%writefile my_data.py` makes one."
+    elif inspect.ismethod(fn):
+        why = "it is a method"
+    if why:
         raise DatasetError(
-            f"the dataset function {path} cannot be found by workers: it is a lambda, or defined inside of another function. "
-            f"{how}"
+            f"the dataset function {path} cannot be found by workers: {why}. Define it at the top of a module that the workers "
+            f"can import, and pass it or its name 'package.module:function'.{more}"
         )
-    if module == SCRIPT and not getattr(sys.modules.get(SCRIPT), "__file__", None):
-        raise DatasetError(
-            f"the dataset function {path} is defined in a notebook or an interactive session, which no worker has. {how} In a "
-            "notebook, `%%writefile my_data.py` makes one."
-        )
-    if inspect.ismethod(fn):
-        raise DatasetError(f"the dataset function {path} is a method. {how}")
     return f"{module}:{path}"
 
 
@@ -262,10 +251,14 @@ class Arguments:
     reads: RemoteBatch | None  # the batch that these are
 
     @property
-    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each."""
+    def forms(self) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+        """Shape and dtype of each: a key of every call, as a `ShapeDtypeStruct` is slow to hash."""
         given = (x.struct if isinstance(x, RemoteValue) else x for x in self.leaves)
-        return tuple(jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in given)
+        return tuple((np.shape(x), jax.dtypes.result_type(x)) for x in given)
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(*form) for form in self.forms]
 
     @property
     def sent(self) -> list[Any]:
@@ -281,7 +274,7 @@ def flatten(tree: PyTree) -> Arguments:
     if not batches:
         return Arguments(nodes, outer, None, None)
     if len(batches) > 1:
-        raise DatasetError("a call has two batches that workers are to read; zip the two datasets in their function.")
+        raise DatasetError("a call has two batches for workers to read; zip the two datasets in their function.")
     ((i, batch),) = batches
     nodes[i] = batch.spec
     leaves, treedef = jax.tree.flatten(jax.tree.unflatten(outer, nodes))

@@ -20,7 +20,7 @@ from jdist.typing import PyTree
 
 
 class Job(Protocol):
-    """What knows where a state is: `session.Session`."""
+    """The keeper of a state's whereabouts: `session.Session`."""
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
 
@@ -39,7 +39,7 @@ class OnServers(RemoteTree):
             raise AttributeError(name)
         raise AttributeError(
             f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}` to "
-            'read it; to change it, as a learning rate set by hand, pass the new value to a step as a "replicated" argument.'
+            'read it; to change a value in it, such as a learning rate, pass the new one to a step as a "replicated" argument.'
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -64,14 +64,13 @@ class RemoteState(OnServers):
         self.job = job
         self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
         self._shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in map(_with_dtype, leaves)]
-        # The arrays that no server keeps, None in the place of the others; PRNG keys as their data.
+        # The arrays that no server keeps, None in place of the others; PRNG keys as their data.
         self.leaves: list[np.ndarray | None] = [
             np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(_with_dtype, leaves)
         ]
 
     @property
     def shapes(self) -> PyTree:
-        """See `RemoteTree`."""
         return jax.tree.unflatten(self.treedef, self._shapes)
 
     @property
@@ -86,7 +85,6 @@ class RemoteState(OnServers):
         return unpack(jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self))))
 
     def show(self) -> StateReport:
-        """See `RemoteTree`."""
         return self.joined.show() if self.joined is not None else self.job.show(self)
 
     def _typed(self, leaves: Sequence[np.ndarray]) -> list[Any]:
@@ -103,8 +101,8 @@ class RemoteState(OnServers):
         """Handles of the states that a tuple is made of; raises TypeError for any other state."""
         if type(self.shapes) is not tuple:
             raise TypeError(
-                f"this state lives on parameter servers and is a {type(self.shapes).__name__}, no tuple of states to take "
-                "apart. Make it by `strategy.init(lambda: (params, opt_state))`; to read it, `strategy.fetch(state)`."
+                f"this state lives on parameter servers and is a {type(self.shapes).__name__}, not a tuple of states. "
+                "Make it by `strategy.init(lambda: (params, opt_state))`; to read it, `strategy.fetch(state)`."
             )
         return tuple(RemotePart(self, i) for i in range(len(self.shapes)))
 
@@ -120,7 +118,6 @@ class RemotePart(OnServers):
 
     @property
     def shapes(self) -> PyTree:
-        """See `RemoteTree`."""
         return self.whole.shapes[self.index]
 
     def fetch(self) -> PyTree:

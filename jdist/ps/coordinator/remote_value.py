@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
-
-from jdist.errors import ClosureCancelledError
 
 Read = Callable[[list[list[Any]]], Any]
 _CALLS = threading.local()
@@ -23,21 +21,21 @@ class Pending:
         # None while the closure waits for its arguments.
         self.number: int | None = None
         self._cancel = cancel
-        # `was_there` stays true after a rollback discards the results.
-        self._is_there = self.was_there = False
-        self._woken = threading.Event()  # those who wait; also in vain
+        # Whether the results, or the error, have arrived; `was_there` stays true after a rollback discards them.
+        self.done = self.was_there = False
+        self._woken = threading.Event()  # wakes those who wait, with or without a result
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
         self._leaves: list[Any] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._given_up: BaseException | None = None
 
     def arrive(self, leaves: list[Any], error: BaseException | None = None) -> None:
         """Sets the results, or the error; only the first time counts, and the first after `take_back`."""
         with self._lock:
-            if self._is_there:
+            if self.done:
                 return
-            self._leaves, self._error, self._is_there, self.was_there = leaves, error, True, True
+            self._leaves, self.error, self.done, self.was_there = leaves, error, True, True
             self._cancel = None
             self._woken.set()
             then, self._then = self._then, []
@@ -46,8 +44,8 @@ class Pending:
     def take_back(self) -> None:
         """Forgets the results, as the closure is computed again; whoever has read them read those of another history."""
         with self._lock:
-            if self._is_there and self._error is None:
-                self._is_there, self._leaves = False, []
+            if self.done and self.error is None:
+                self.done, self._leaves = False, []
                 if self._given_up is None:
                     self._woken.clear()
 
@@ -57,13 +55,13 @@ class Pending:
             self._given_up = error
             if error is not None:
                 self._woken.set()
-            elif not self._is_there:
+            elif not self.done:
                 self._woken.clear()
 
     def then(self, call: Callable[[], None]) -> None:
         """Calls something once the results are there, or at once."""
         with self._lock:
-            if not self._is_there:
+            if not self.done:
                 self._then.append(call)
                 return
         call()
@@ -75,21 +73,10 @@ class Pending:
                 f"closure {self.number} is not done after {timeout_s:g} s; it goes on. Wait longer, or without `timeout_s`."
             )
         with self._lock:
-            error = self._error if self._is_there else self._given_up
-            is_there = self._is_there
+            is_there, error = self.done, self.error if self.done else self._given_up
         if error is not None:
             raise error
         return self._leaves if is_there else self.wait(timeout_s)  # it is not given up any more
-
-    @property
-    def done(self) -> bool:
-        """Whether they have arrived, or the closure has failed."""
-        return self._is_there
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it did not, or not yet."""
-        return self._error
 
 
 def _call_in_turn(calls: Sequence[Callable[[], None]]) -> None:
@@ -128,6 +115,14 @@ class RemoteValue(NDArrayOperatorsMixin):
         """Stands for the array that `read` makes of the closures' results; `struct` is its form, if that is known before."""
         self.pending, self._read, self.struct = tuple(pending), read, struct
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from jdist.support.tensorflow_names import VALUE_NAMES, unknown
+
+            known = [each for each in dir(type(self)) if each[0] != "_"]
+            raise unknown("a jdist.ps.RemoteValue", name, known, VALUE_NAMES)
+
     def result(self, timeout_s: float | None = None) -> np.ndarray:
         """Waits for the array, and returns it.
 
@@ -143,7 +138,7 @@ class RemoteValue(NDArrayOperatorsMixin):
         return self._read([p.wait(timeout_s) for p in self.pending])
 
     def cancel(self) -> bool:
-        """Cancels the whole call whose result it is, with its other results, if no worker has had it yet.
+        """Cancels the call that it results from, with its other results, if no worker has had it yet.
 
         A step that is cancelled takes no effect. `join` does not wait for it, and other calls go on; those that take it as an
         argument are cancelled with it.
@@ -155,23 +150,18 @@ class RemoteValue(NDArrayOperatorsMixin):
         return cancel is not None and cancel(self.pending)
 
     def map(self, function: Callable[[np.ndarray], Any]) -> RemoteValue:
-        """Applies a function to the array, on the host, once it is there."""
+        """Applies `function` to the array, on the host, once it is there."""
         return RemoteValue(self.pending, lambda results: function(self._read(results)))
 
     @property
     def done(self) -> bool:
-        """Whether it is there, or will never be."""
+        """Returns whether it is there, or will never be."""
         return all(p.done for p in self.pending)
 
     @property
     def error(self) -> BaseException | None:
         """Why it will never be there; None if it is, or is still to come."""
         return next((p.error for p in self.pending if p.error is not None), None)
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether a closure of it was cancelled before a worker had it."""
-        return isinstance(self.error, ClosureCancelledError)
 
     def __float__(self) -> float:
         return float(self.result())

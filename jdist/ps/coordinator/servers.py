@@ -1,4 +1,4 @@
-"""The servers of a cluster: found, protected, waited for, and told when all is over."""
+"""Connects to the servers of a cluster: finds and authenticates them, waits until they answer, and ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from jdist.cluster import exit_status
 from jdist.cluster.address import split
@@ -20,7 +19,7 @@ from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.diagnose import Diagnosis, reach_all
 from jdist.ps.transport.grpc_transport import RpcChannel
-from jdist.ps.transport.interface import CallFailed, Channel, ask_once
+from jdist.ps.transport.interface import CallFailed, Channel, ask_once, ask_until_one_answers
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _CALL_S = 5.0
@@ -39,7 +38,7 @@ class Servers:
     close: Callable[[], None]  # ends everything that was started for the job
     # makes `close` spare the other processes: they belong to another job
     leave: Callable[[], None] = lambda: None
-    # process ids of the started servers, then workers, as they are now: one that has ended is started again
+    # present process ids of the started servers, then workers: one that has ended is started again
     processes: Callable[[], tuple[int, ...]] = tuple
     # process ids of the started workers that have not ended
     running_workers: Callable[[], tuple[int, ...]] = tuple
@@ -63,22 +62,18 @@ def check_place(spec: ClusterSpec) -> None:
             )
     if spec.task_type in ("worker", "ps"):
         raise StrategyError(
-            f"this process is {spec.task_type} {spec.task_index} of the cluster (from {spec.resolver}), which runs no "
-            "program of yours: run `jdist serve` here, and the program as the chief."
+            f"this process is {spec.task_type} {spec.task_index} of the cluster (from {spec.resolver}), which does not "
+            "run your program: run `jdist serve` here, and the program as the chief."
         )
     unknown = [i for i, address in enumerate(spec.jobs["worker"]) if address is None]
     if unknown:
-        raise StrategyError(
-            f"the address of worker {unknown[0]} is not known, and the coordinator must find every worker. Write it into "
-            "the cluster."
-        )
+        raise StrategyError(f"the address of worker {unknown[0]} is not known; write it into the cluster.")
 
 
 def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
     """Returns a cluster's servers once every ps and one worker answer and trust each other."""
     # The other workers may come later: a restarted coordinator must not wait for a lost worker.
-    # `insecure` allows other machines without TLS and token; with `keep` the servers outlive this
-    # program.
+    # `insecure`: other machines may lack TLS and token. `keep`: the servers outlive this program.
     security = read_security(os.environ)
     workers, ps = (tuple(a for a in spec.jobs[job] if a is not None) for job in ("worker", "ps"))
     wrong = open_to_others((*workers, *ps), security)
@@ -121,7 +116,7 @@ def _look_for(
             seen += [(f"{names[worker]} cannot reach {names[to]}", x) for to, x in zip(ps, from_there, strict=True)]
     lasting = [f"{who}: {trouble.text}" for who, trouble in seen if trouble is not None and trouble.lasts]
     if lasting:
-        more = f" ({len(lasting) - 1} more are like that)" if len(lasting) > 1 else ""
+        more = f" ({len(lasting) - 1} more)" if len(lasting) > 1 else ""
         raise ClusterError(f"{lasting[0]}.{more}")
     return [f"{who}: {trouble.text}" for who, trouble in seen if trouble is not None], usable > 0
 
@@ -160,7 +155,7 @@ def _say(text: str) -> None:
 
 
 def _has_ended(address: str) -> bool:
-    """Whether a machine says that nothing listens there."""
+    """Returns whether a machine says that nothing listens there."""
     try:
         socket.create_connection(split(address), timeout=1.0).close()
     except ConnectionRefusedError:
@@ -187,8 +182,8 @@ def _end_servers(channels: list[RpcChannel]) -> None:
     if unheard:
         named = ", ".join(channel.peer for channel in unheard)
         _say(
-            f"{named} did not hear that the job is over, and ends by itself when nobody has asked for anything for its "
-            "`jdist serve --grace-s`"
+            f"{named} did not hear that the job is over; each ends by itself after its `jdist serve --grace-s` without a "
+            "call"
         )
     _close(channels)
 
@@ -200,21 +195,14 @@ def _close(channels: list[RpcChannel]) -> None:
 
 def devices_of_workers(servers: Servers, times: Times) -> int:
     """Asks the workers for their number of devices; one answer is enough."""
-    # The other workers may come later, with as many devices.
-    end = time.monotonic() + times.ps_timeout_s
-    with ThreadPoolExecutor(len(servers.workers), "jdist-devices") as pool:
-        while True:
-            answers = list(
-                pool.map(lambda a: ask_once(servers.connect(a), "status", {}, times.lost_after_s), servers.workers)
-            )
-            failed = [answer for answer in answers if isinstance(answer, CallFailed)]
-            if len(failed) < len(answers):
-                break
-            refusal = next((exc for exc in failed if exc.reason == "unauthenticated"), None)
-            if refusal is not None or time.monotonic() > end:
-                exc = refusal or failed[0]
-                raise ClusterError(f"the worker {exc.peer} does not answer: {exc}") from exc
-            time.sleep(times.reconnect_s)
+    # The other workers may come later, with as many devices. One that refuses, too, may mend; another token does not.
+    connects = [functools.partial(servers.connect, address) for address in servers.workers]
+    final = ("unauthenticated",)
+    answers = ask_until_one_answers(connects, times.lost_after_s, give_up_s=times.ps_timeout_s, final=final)
+    failed = [answer for answer in answers if isinstance(answer, CallFailed)]
+    if len(failed) == len(answers):
+        exc = next((exc for exc in failed if exc.reason in final), failed[0])
+        raise ClusterError(f"the worker {exc.peer} does not answer: {exc}") from exc
     by_address = zip(servers.workers, answers, strict=True)
     devices = {address: answer["devices"] for address, answer in by_address if isinstance(answer, dict)}
     if len(set(devices.values())) > 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.state_report import StateReport
+from jdist.core.state_report import WHOLE, Holding, Place, StateReport, in_words
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.closures import Function
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.datasets import RemoteBatch, WorkerDataset, name_of_function
-from jdist.ps.coordinator.picture import report_servers
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.servers import Servers, devices_of_workers
@@ -30,8 +31,12 @@ from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
-from jdist.ps.transport.routed import two_copies
-from jdist.ps.transport.shard_client import ShardClient
+from jdist.ps.protocol.wire import Spec
+from jdist.ps.transport.routed import place_copies
+from jdist.support.leaves import Leaf, leaves_of
+from jdist.support.words import counted, size
+
+_PIECES, _COPIES, _HERE = "in pieces, each on one server", "whole on every server", "whole in this process"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +78,7 @@ class Session:
         with self._lock:
             if self._is_closed:
                 raise StrategyError(
-                    "this parameter server was closed (`strategy.coordinator.close()`); make another by "
-                    "`jdist.parameter_server(...)`."
+                    "this parameter server was closed (`strategy.coordinator.close()`); make another `jdist.parameter_server`."
                 )
             if self._servers is None:
                 assert not isinstance(self._start, Servers)  # it would be there
@@ -111,10 +115,10 @@ class Session:
             else:
                 workers, ps = (("",) * count for count in self._counts)
             if state is None:
-                return report_servers(workers, ps)
+                return _report(workers, ps)
             is_there = state is self._state
             leaves = state.leaves if is_there else _leaves_here(state)
-            return report_servers(
+            return _report(
                 workers,
                 ps,
                 shapes=state.shapes,
@@ -135,7 +139,7 @@ class Session:
         """Schedules a step call's closures; moves the state to the servers first if necessary."""
         # A step that only reads waits for those that update, and they for it: it reads the state
         # after all earlier steps. Over several servers, two steps also wait for each other if they
-        # update in different ways a leaf of which every server has a copy (`layout.in_turn`).
+        # update in different ways a leaf that every server has a copy of (`layout.in_turn`).
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
             identities = [step.identity for step in steps]
@@ -168,7 +172,7 @@ class Session:
             return self._coordinator.queue.schedule(self._made(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
-        """Makes a dataset of which each worker reads its own share."""
+        """Makes a dataset; each worker reads its own share."""
         servers = self.servers
         connects = [functools.partial(servers.connect, address) for address in servers.workers]
         return WorkerDataset(name_of_function(fn), options, connects, self.options.times.no_worker_timeout_s)
@@ -193,7 +197,7 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether every closure is done."""
+        """Returns whether every closure is done."""
         coordinator = self._coordinator
         return coordinator is None or coordinator.queue.done
 
@@ -258,8 +262,7 @@ class Session:
         programs = [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards]
         coordinator = self._make_coordinator(layout.shards)
         try:
-            generation = 1 + coordinator.highest_generation()
-            coordinator.begin(layout.split_leaves(state.leaves), programs, first=first, generation=generation)
+            coordinator.begin(layout.split_leaves(state.leaves), programs, first=first)
         except BaseException:
             coordinator.close()  # the state is here still, and goes to the servers with the next call
             raise
@@ -270,18 +273,12 @@ class Session:
     def _make_coordinator(self, plans: Sequence[ShardPlan]) -> Coordinator:
         servers, options = self.servers, self.options
         addresses = [servers.ps[plan.server] for plan in plans]
-        copies = two_copies(servers.connect, addresses, servers.ps) if options.replicas == 2 else []
-        channels = [each.channel for each in copies] or [servers.connect(address) for address in addresses]
-        clients = [
-            ShardClient(channel, plan, give_up_s=options.times.ps_timeout_s)
-            for channel, plan in zip(channels, plans, strict=True)
-        ]
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
-            clients,
+            place_copies(servers.connect, addresses, servers.ps, replicas=options.replicas),
+            plans,
             times=options.times,
             rounds=options.rounds,
-            copies=copies,
             on_replaced=servers.leave,
         )
 
@@ -302,7 +299,78 @@ def _leaves_here(state: RemoteState) -> list[Any]:
     """Returns the leaves of a state that is on no server."""
     if any(x is None for x in state.leaves):
         raise StrategyError(
-            "this state is not here: it was on parameter servers when they were closed (`strategy.coordinator.close()`), so "
-            "fetch it before; or this is a copy of its handle, so use the handle itself."
+            "this state is gone: its parameter servers were closed (`strategy.coordinator.close()`), so fetch it "
+            "before; or this is a copy of its handle, so use the handle itself."
         )
     return state.leaves
+
+
+def _report(
+    workers: Sequence[str],
+    ps: Sequence[str],
+    *,
+    shapes: object = None,
+    here: Sequence[int] = (),  # numbers of the leaves that this process keeps
+    layout: Layout | None = None,
+    backups: bool = False,  # each server keeps a backup of the shard of the server before it
+) -> StateReport:
+    """Reports the processes of a parameter server, and the parts of a state that each has."""
+    leaves = leaves_of(shapes)
+    ways: list[str] = []
+    chief: list[Holding] = []
+    held: list[list[Holding]] = [[] for _ in ps]
+    pulls, summary = "each pulls what a step reads", "give it a state to see what each server holds"
+    if shapes is not None:
+        where = "here until the first step that is given it, which cuts it up"
+        if layout is not None:
+            leaves, ways = _on_servers(layout, leaves, held, backups=backups)
+            where = "on the servers"
+            most = max(sum(map(_num_bytes_of, layout.inputs(i))) for i in range(len(layout.steps)))
+            pulls = f"each pulls {size(most)} for a step"
+        summary = f"a state of {counted(len(leaves), 'array')}, {size(sum(x.num_bytes for x in leaves))}, {where}"
+    leaves = [dataclasses.replace(leaf, kept=_HERE) if i in here else leaf for i, leaf in enumerate(leaves)]
+    if here:
+        chief.append(Holding(len(ways), WHOLE, "whole", sum(leaves[i].num_bytes for i in here)))
+        ways.append(in_words(_HERE, [leaves[i] for i in here]))
+    servers = [Place(f"ps {i}", at, tuple(each)) for i, (at, each) in enumerate(zip(ps, held, strict=True))]
+    places = (
+        Place("this process, the chief", places=(Place("coordinator", "the program itself", tuple(chief)),)),
+        Place(f"workers: {pulls}", places=tuple(Place(f"worker {i}", at) for i, at in enumerate(workers))),
+        Place("parameter servers", places=tuple(servers)),
+    )
+    title = f"parameter_server: {counted(len(workers), 'worker')}, {counted(len(ps), 'server')}"
+    return StateReport(title, summary, tuple(leaves), tuple(ways), places)
+
+
+def _on_servers(
+    layout: Layout, leaves: Sequence[Leaf], held: list[list[Holding]], *, backups: bool
+) -> tuple[list[Leaf], list[str]]:
+    """Sorts what servers keep: leaves in pieces, each on one server, leaves copied to each server, and backups."""
+    everywhere = {*layout.groups.everywhere, *layout.groups.constant}
+    pieces, copies, kept = [list[int]() for _ in held], [set[int]() for _ in held], dict[int, str]()
+    for shard in layout.shards:
+        for rows, spec in zip(shard.rows, shard.kept, strict=True):
+            kept[rows.of] = _COPIES if rows.of in everywhere else _PIECES
+            if rows.of in everywhere:
+                copies[shard.server].add(rows.of)
+            else:
+                pieces[shard.server].append(_num_bytes_of(spec))
+    leaves = [dataclasses.replace(leaf, kept=kept.get(i, leaf.kept)) for i, leaf in enumerate(leaves)]
+    ends = [0, *itertools.accumulate(map(sum, pieces))]
+    spans = [((a / max(1, ends[-1]), b / max(1, ends[-1])),) for a, b in itertools.pairwise(ends)]
+    ways = [in_words(how, [x for x in leaves if x.kept == how]) for how in dict.fromkeys((_PIECES, *kept.values()))]
+    for holdings, own, span, whole in zip(held, pieces, spans, copies, strict=True):
+        holdings += [Holding(0, span, counted(len(own), "piece"), sum(own))] if own else []
+        holdings += [Holding(1, WHOLE, "whole", sum(leaves[i].num_bytes for i in whole))] if whole else []
+    if backups:
+        sizes = [sum(map(_num_bytes_of, shard.kept)) for shard in layout.shards]
+        for shard, num_bytes in zip(layout.shards, sizes, strict=True):
+            backup = Holding(len(ways), spans[shard.server], f"of ps {shard.server}", num_bytes)
+            held[(shard.server + 1) % len(held)].append(backup)
+        ways.append(f"a backup of another server's shard: {counted(len(sizes), 'shard')}, {size(sum(sizes))}")
+    return leaves, ways
+
+
+def _num_bytes_of(spec: Any) -> int:
+    dtype = spec.numpy if isinstance(spec, Spec) else np.dtype(spec.dtype)
+    return math.prod(spec.shape) * dtype.itemsize

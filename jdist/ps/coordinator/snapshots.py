@@ -11,7 +11,7 @@ from typing import Any
 from jdist.errors import JDistError, ShardLostError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
-from jdist.ps.protocol.messages import Cut, Freeze, Message, Snapshot, Thaw
+from jdist.ps.protocol.messages import Cut, Message, Snapshot
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from jdist.ps.transport.threads import Threads
@@ -46,7 +46,7 @@ class Snapshots:
                 if (not isinstance(cause, CallFailed) or cause.is_final) and queue.routes() == routes:
                     raise
                 if failed is None:
-                    _LOG.warning("no snapshot for now: %s. The other shards go on, and it is tried again.", exc)
+                    _LOG.warning("no snapshot for now: %s. The other shards go on, and jdist tries again.", exc)
                 snapshot, failed = None, exc
             if snapshot is not None:
                 return snapshot
@@ -89,7 +89,7 @@ class Snapshots:
         )
 
         def is_with_a_worker() -> bool:
-            """Before that worker has said what became of what the shards disagree on, another try is in vain."""
+            """Returns whether a try must wait until that worker has told the fate of closures that the shards disagree on."""
             return any(disputed.intersection(worker.closures) for worker in queue.dispatch.workers.values())
 
         def are_reported() -> bool:
@@ -98,12 +98,12 @@ class Snapshots:
 
         with queue.lock:
             end = time.monotonic() + DISPUTED_S
-            while is_with_a_worker() and is_wanted() and not queue.is_a_shard_lost and time.monotonic() < end:
+            while is_with_a_worker() and is_wanted() and not queue.lost and time.monotonic() < end:
                 queue.wait_for_event(DISPUTED_S)
-            # After a rollback nobody computes again what is in it: its results have to be here before.
-            while not are_reported() and is_wanted() and not queue.is_a_shard_lost:
+            # After a rollback nobody computes again what is in it: its results must be here before.
+            while not are_reported() and is_wanted() and not queue.lost:
                 queue.wait_for_event()
-            if snapshot is None or queue.generation != generation or queue.is_a_shard_lost:
+            if snapshot is None or queue.generation != generation or queue.lost:
                 return None
             queue.newest = snapshot
             if queue.closures.forget(snapshot):
@@ -142,10 +142,10 @@ def take_snapshot(
 
     ask()  # so that none is frozen while another does not answer
     try:
-        ask(Freeze(**sender, number=number))
+        ask(Snapshot(**sender, number=number, phase="freeze"))
         # A rollback makes the snapshot void. Shards disagree in the middle of a commit.
         while is_wanted() and time.monotonic() < end:
-            answers = [answer for (answer,) in ask(Snapshot(**sender, number=number))]
+            answers = [answer for (answer,) in ask(Snapshot(**sender, number=number, phase="keep"))]
             if not all(isinstance(answer, Cut) for answer in answers):
                 return None, frozenset()
             # They may have heard of more meanwhile, and forgotten it.
@@ -157,7 +157,7 @@ def take_snapshot(
             disputed = frozenset.union(*sets) - frozenset.intersection(*sets)
             time.sleep(0.01)
     finally:
-        ask(Thaw(**sender, number=number))
+        ask(Snapshot(**sender, number=number, phase="thaw"))
     if not cuts:
         return None, disputed
     applied, version = cuts[0]

@@ -78,7 +78,7 @@ class Workers:
             if silent_s > self._times.no_worker_timeout_s:
                 queue.fail(
                     NoWorkersError(
-                        f"no worker has been there for {silent_s:.0f} s. What the servers have is whole: fetch the state and "
+                        f"no worker has answered for {silent_s:.0f} s. The state on the servers is intact: fetch and "
                         "save it, or start workers and go on."
                     )
                 )
@@ -160,7 +160,7 @@ class WorkerLink:
                 self._cut = ""
                 self._registered, self._gave_up = True, False
                 if self._has_warned:
-                    _LOG.warning("worker %d is there again", self.number)
+                    _LOG.warning("worker %d is back", self.number)
                     self._has_warned = False
                 self._queue.handle(Registered(worker=self.number))
                 self._serve(channel)
@@ -169,7 +169,7 @@ class WorkerLink:
                     level = self._level(exc)
                     self._has_warned = self._has_warned or level == logging.WARNING
                     why = f"{channel.peer}: {self._cut}" if self._cut else exc
-                    _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, why)
+                    _LOG.log(level, "worker %d was lost; its closures run again: %s", self.number, why)
                     is_excluded = self._was_lost_too_often(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 if self._queue.closed.is_set():
@@ -189,10 +189,8 @@ class WorkerLink:
 
     def _attach(self, channel: Channel) -> bool:
         """Tells the worker where the state is; returns whether its versions let it compute closures."""
-        plans = [to_plain(client.plan) for client in self._queue.shards.clients]
         header = {
-            "addresses": [client.channel.peer for client in self._queue.shards.clients],
-            "plans": plans,
+            "plans": [to_plain(client.plan) for client in self._queue.shards.clients],
             **self._queue.routes(),
         }
         answer, _ = channel.call("attach", header, timeout_s=self._times.lost_after_s)
@@ -210,8 +208,7 @@ class WorkerLink:
 
     def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
         """Asks the worker which servers do not answer it; returns `(why, is_cut)`."""
-        # `why` is "" if it reaches all. `is_cut`: the missing servers answer this process, so links
-        # are cut.
+        # `why` is "" if it reaches all; `is_cut`: the missing servers answer this process.
         timeout_s = min(REACH_S, self._times.lost_after_s)
         answer, _ = channel.call("unreached", {"timeout_s": timeout_s}, timeout_s=timeout_s + self._times.lost_after_s)
         servers = answer["unreached"]
@@ -266,7 +263,7 @@ class WorkerLink:
                         raise CallFailed(channel.peer, "unavailable", "it does not answer")
                     assigned = list(self._assigned)
                     self._assigned.clear()
-                newest = assigned[-1]  # those of an older history are no closures of this one
+                newest = assigned[-1]  # closures of an older history do not belong to this one
                 numbers = [c for a in assigned if a.generation == newest.generation for c in a.closures]
                 while numbers:
                     numbers = self._execute(channel, newest, numbers, lost)

@@ -51,7 +51,7 @@ class CarriedLeaves:
         offsets = []
         for update, slope in zip(self.affine, self._slopes(computed), strict=True):
             kept, value = _times(slope, old[update.leaf]), wide(new[self.leaves.index(update.leaf)])
-            if jnp.issubdtype(kept.dtype, jnp.floating):  # infinity less itself is no number
+            if jnp.issubdtype(kept.dtype, jnp.floating):  # infinity less itself is NaN
                 offset = jnp.where(jnp.isfinite(kept), value - kept, value)
                 offsets.append(jnp.where(value == kept, jnp.zeros_like(value), offset))
             else:

@@ -5,6 +5,7 @@ A received artifact is a program: what it may call outside of XLA is on a list, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,6 +25,7 @@ from jdist.support.arrays import is_key
 from jdist.typing import PyTree
 
 PLATFORMS = ("cpu", "cuda", "tpu")
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 # What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
 _ALLOWED = (
     r"lapack_\w+_ffi|cusolver_\w+_ffi|cublas\w*|cu_\w+|hip_\w+|blas_\w+",
@@ -35,14 +37,12 @@ _ALLOWED = (
 
 def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -> bytes:
     """Packs a pure function as bytes that any process and platform can run, without source."""
-    # Arguments for several devices have shardings. See
-    # https://docs.jax.dev/en/latest/export/export.html
+    # For several devices, arguments have shardings: https://docs.jax.dev/en/latest/export/export.html
     closed = jax.make_jaxpr(function)(list(arguments))
     called = [name for name in graph.HOST_CALLS if graph.contains_primitive(closed, name)]
     if called:
         raise ArtifactError(
-            f"the step calls the host ({', '.join(called)}), that is the process that made the step, and cannot be sent to "
-            "others. Return the value as a metric instead of printing it."
+            f"the step calls the host ({', '.join(called)}), so no other process can run it. Return the value as a metric."
         )
     return bytes(export.export(jax.jit(function), platforms=PLATFORMS)(list(arguments)).serialize())
 
@@ -56,11 +56,8 @@ def unpack(
     artifact: bytes, *, donate: Sequence[int] = (), allow: Iterable[str] = ()
 ) -> Callable[[Sequence[Any]], list[jax.Array]]:
     """Makes a function of a received artifact, compiled at its first call."""
-    # It may reuse the buffers of the arguments in `donate`; `allow` names custom calls besides
-    # those of XLA's own operations.
-    unreadable = (
-        "the bytes received are no exported function, or of another version of JAX. Run one version in all processes."
-    )
+    # It may reuse the buffers of `donate`; `allow` names custom calls besides XLA's own.
+    unreadable = "the bytes received are not an exported function, or of another JAX version; run one everywhere."
     if not trial.is_readable(artifact):
         raise ArtifactError(unreadable)
     try:
@@ -84,10 +81,10 @@ def unpack(
         )
     if exported.nr_devices > jax.local_device_count():
         raise ArtifactError(
-            f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}. Give "
-            "every worker as many."
+            f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}."
         )
     arity = len(exported.in_avals)
+    wide = [x for x in [*exported.in_avals, *exported.out_avals] if x.dtype in _WIDE]
 
     def call(*values: Any) -> list[Any]:
         results: Any = exported.call(list(values))
@@ -106,9 +103,15 @@ def unpack(
     def run(values: Sequence[Any]) -> list[jax.Array]:
         if len(values) != arity:
             raise ArtifactError(f"the function takes {arity} arrays, it was given {len(values)}")
-        return compiled(*values)
+        with keeping_64_bits(wide):
+            return compiled(*values)
 
     return run
+
+
+def keeping_64_bits(arrays: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Enables 64-bit types if an array has one; JAX truncates them in a process with these types off."""
+    return jax.enable_x64(True) if any(x.dtype in _WIDE for x in arrays) else contextlib.nullcontext()
 
 
 def sent_of(values: Sequence[Any], batch: tuple[int, int] | None) -> list[Any]:
@@ -118,7 +121,7 @@ def sent_of(values: Sequence[Any], batch: tuple[int, int] | None) -> list[Any]:
 
 
 def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[Any]:
-    """Adds shardings for several devices to structs, of which the first `num_rows` are the batch's and are split by rows."""
+    """Adds shardings for several devices to structs; the first `num_rows` are the batch's and are split by rows."""
     if mesh.size == 1:
         return list(arguments)
     rows, whole = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
@@ -138,7 +141,7 @@ class KeyData:
 
 
 def without_keys(tree: PyTree) -> PyTree:
-    """Puts `KeyData` in the place of each PRNG key of a tree."""
+    """Puts `KeyData` in place of each PRNG key of a tree."""
     return jax.tree.map(
         lambda x: KeyData(np.asarray(jax.random.key_data(x)), jax.random.key_impl(x)) if is_key(x) else x, tree
     )

@@ -16,7 +16,7 @@ from jdist.ps.protocol.shard import NonFinite
 from jdist.ps.protocol.wire import Spec, spec_of
 
 # From what each closure of an update returned to `(scalars that servers need besides the mean of the gradients, whether that
-# mean is finite, leaves of what the step returns beside the state)`.
+# mean is finite, leaves of the step's other results than the state)`.
 Combine = Callable[[Sequence[Sequence[Any]]], tuple[list[np.ndarray], bool, list[np.ndarray]]]
 
 
@@ -35,15 +35,13 @@ class FunctionPlan:
     view: int | None = None
     updates: bool = False  # whether it pushes
     stages_only: bool = False  # the coordinator commits its pushes (synchronous mode)
-    # (first, count) of the arguments that are leaves of a batch which the worker reads itself;
-    # `arguments` lacks them
+    # (first, count) of the arguments that the worker reads itself; `arguments` lacks them
     batch: tuple[int, int] | None = None
     takes_index: bool = False  # its first argument is the worker's number, which no closure brings
     pushed: tuple[int, ...] = ()  # the numbers of the arrays that it pushes
     num_scalars: int = 0  # how many scalars go with them
     non_finite: NonFinite = "raise"  # as in `jdist.distribute`
-    # place of the loss scale among the arguments, which the worker replaces by its own once it has
-    # one, and the scale's growth interval; None: it scales no loss
+    # place of the loss scale, which a worker replaces by its own, and its growth interval
     loss_scale: tuple[int, int] | None = None
 
 
@@ -52,8 +50,7 @@ class StepFunction:
     """The workers' computation of a split step."""
 
     step: SplitStep
-    # from flat lists of the step's inputs and a closure's arguments to the results in
-    # `FunctionPlan`
+    # from the step's inputs and a closure's arguments, flat, to the results in `FunctionPlan`
     run: Callable[[list[Any]], list[Any]]
     arguments: Sequence[Any]  # shapes of a closure's arguments
     outputs: Sequence[Any]  # shapes of its results

@@ -1,4 +1,4 @@
-"""Lays a state out over servers: which rows of which leaf each keeps, what workers push to it, and what they pull."""
+"""Lays a state out over servers: the rows of leaves that each keeps, the pushes to it, and the pulls from it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rounding:
         return _rounded(shape) if i in self.leaves else shape
 
     def of_pushed(self, step: int, j: int, shape: Any) -> Any:
-        """Returns shape and dtype of an array as it is pushed."""
+        """Returns shape and dtype of a pushed array."""
         return _rounded(shape) if j in self.pushed[step] else shape
 
 
@@ -64,7 +64,7 @@ class Layout:
     groups: Groups
     shards: tuple[ShardPlan, ...]  # the plan of each server that keeps a part of the state
     rounding: Rounding  # the arrays that travel rounded
-    # pairs of steps whose closures must not mix; see `in_turn`
+    # pairs of steps with closures that must not mix; see `in_turn`
     in_turn: frozenset[tuple[int, int]]
 
     @property
@@ -110,7 +110,7 @@ class Layout:
             new = kept | {Rows(i): x for i, x in update.new_leaves(everywhere, shared, {}, scalars).items()}
             for group, piece in self._pieces(shard):
                 leaves = update.new_leaves(
-                    changed_in(update, group),
+                    [i for i in group.leaves if i in update.reads],
                     {**shared, **{i: kept[dataclasses.replace(piece, of=i)] for i in group.leaves}},
                     {
                         j: pushes[dataclasses.replace(piece, of=j)]
@@ -251,9 +251,8 @@ def make_groups(updates: Sequence[Update]) -> Groups:
 
 def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> frozenset[tuple[int, int]]:
     """Finds the pairs of steps, by number, that must not overlap."""
-    # These are a step that updates and one that only reads; and, over several servers, two steps
-    # that change an everywhere leaf by different functions. Servers may take two closures in
-    # different orders, and their copies would differ.
+    # These are a step that updates and one that only reads; and, over several servers, two that
+    # change an everywhere leaf differently: servers may order two closures differently.
     return frozenset(
         (i, j)
         for (i, a), (j, b) in itertools.permutations(enumerate(updates), 2)
@@ -262,7 +261,7 @@ def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> fr
 
 
 def _commute(a: Update, b: Update, everywhere: tuple[int, ...]) -> bool:
-    """Whether the copies of these leaves come out alike, in whatever order two steps update them."""
+    """Returns whether the copies of these leaves come out alike, in whatever order two steps update them."""
     links = [(i, j) for update in (a, b) for i, reads in update.reads.items() for j in reads]
     return all(
         a.formula(leaves) == b.formula(leaves)
@@ -274,11 +273,6 @@ def _commute(a: Update, b: Update, everywhere: tuple[int, ...]) -> bool:
 def units_in(update: Update, group: Group) -> list[Unit]:
     """The units of one step that a group holds."""
     return [unit for unit in update.units if unit.leaves[0] in group.leaves]
-
-
-def changed_in(update: Update, group: Group) -> tuple[int, ...]:
-    """The leaves of a group that one step changes."""
-    return tuple(i for i in group.leaves if i in update.reads)
 
 
 def _everywhere(updates: Sequence[Update], constant: set[int]) -> set[int]:
@@ -293,7 +287,7 @@ def _everywhere(updates: Sequence[Update], constant: set[int]) -> set[int]:
 
 
 def _by_rows(updates: Sequence[Update], leaves: tuple[int, ...]) -> bool:
-    """Whether each step changes these leaves in units that may be cut."""
+    """Returns whether each step changes these leaves in units that may be cut."""
     if len({updates[0].shapes[i].shape for i in leaves}) > 1:
         return False
     for update in updates:

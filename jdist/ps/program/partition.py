@@ -128,8 +128,7 @@ def place(
     placement: Placement = "round_robin",
 ) -> list[tuple[int, Rows]]:
     """Cuts leaves (shape and dtype) and assigns the pieces, in order, to servers."""
-    # Leaves with `whole` must not be cut. "round_robin" places one piece after the other; "bytes"
-    # places each on the server that has least so far.
+    # `whole` leaves are not cut. "bytes" places each piece on the server that has least so far.
     load, turn = [0] * num_ps, itertools.count()
 
     def next_ps(size_bytes: int) -> int:

@@ -25,7 +25,7 @@ class StepShare:
     pulled: tuple[int, ...]
     # places of constant arrays, pulled by a worker that has nothing yet
     pulled_once: tuple[int, ...]
-    # places in `rows` that are no gradients: they count in full, however late
+    # places in `rows` other than gradients: they count in full, however late
     unweighted: tuple[int, ...] = ()
 
 
@@ -45,24 +45,24 @@ class ShardPlan:
     weighs: bool = False
 
     def sent_specs(self) -> list[Spec]:
-        """Returns the specs of `kept`, as it is sent to workers."""
+        """Returns the specs of `kept` as sent to workers."""
         rounded = set(self.rounded)
         return [Spec(spec.shape, ROUNDED.name) if i in rounded else spec for i, spec in enumerate(self.kept)]
 
     def program_specs(self, view: int) -> list[Spec]:
-        """Returns the specs of what a view's program takes: `kept`, what is pushed, and scalars."""
+        """Returns the specs of a view's program's operands: `kept`, pushed arrays, and scalars."""
         step = self.views[view]
         return [*self.kept, *(map(wide, step.pushes) if self.weighs else step.pushes), *step.scalars]
 
     def widens(self, view: int) -> bool:
-        """Returns whether some of what is pushed comes in fewer bits than the program takes it."""
+        """Returns whether some pushed arrays come in fewer bits than the program takes."""
         return self.weighs and any(wide(spec) != spec for spec in self.views[view].pushes)
 
     def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
         """Returns the places in `kept` of the arrays that answer a pull."""
         # `changed`: the worker has an older version; `first`: it has none.
         if not 0 <= view < len(self.views):
-            raise WireError(f"there is no view {view}; there are {len(self.views)}")
+            raise WireError(f"view {view} does not exist; there are {len(self.views)}")
         step = self.views[view]
         return [*(step.pulled if changed else ()), *(step.pulled_once if first else ())]
 

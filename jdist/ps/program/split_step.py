@@ -2,7 +2,7 @@
 
 The step is split where gradients are combined (`jaxpr.split`, as for gradient accumulation). The gradient part becomes
 the worker's function: parameters and a batch in; gradients, metrics and a few scalars out. The update part is sorted
-into units (`update_units`), each of which lives on one server.
+into units (`update_units`), and each lives on one server.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class SplitStep:
 
     @property
     def updates(self) -> bool:
-        """Whether it changes the state."""
+        """Returns whether it changes the state."""
         return bool(self.update.reads)
 
     @functools.cached_property
     def reports_finite(self) -> bool:
-        """Whether a call's results end with whether its gradients were finite."""
+        """Returns whether a call's results end with whether its gradients were finite."""
         return self.updates and (self.spec.policy == "skip" or self.spec.options.loss_scaling is not None)
 
     @property
@@ -88,7 +88,7 @@ class SplitStep:
 
     @functools.cached_property
     def outputs_treedef(self) -> Any:
-        """The tree of what the step returns beside the state. `plan` has its leaves first, then the flags."""
+        """The tree of the step's results other than the state. `plan` has its leaves first, then the flags."""
         treedef = self.plan.split.outputs_treedef
         return jax.tree.structure(tuple(jax.tree.unflatten(treedef, [0] * treedef.num_leaves)[:-1]))
 
@@ -105,7 +105,7 @@ class SplitStep:
         return tuple(first + i for i, is_gradient in enumerate(of_cuts) if is_gradient)
 
     def filled(self, leaves: dict[int, Any]) -> PyTree:
-        """Makes a state of these leaves, by number, with zeros in the place of the others."""
+        """Makes a state of these leaves, by number, with zeros in place of the others."""
         shapes = self.update.shapes
         every = [leaves[i] if i in leaves else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(shapes)]
         return jax.tree.unflatten(self.treedef, _typed(every, self.impls))
@@ -155,8 +155,7 @@ class SplitStep:
 
 def split_step(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, *, closures: int = 1) -> SplitStep:
     """Traces and splits a step; warns of dropped results that depend on the update."""
-    # `spec` has a strategy of one worker's devices; the gradients of `closures` closures are
-    # averaged.
+    # `spec` has one worker's strategy; the gradients of `closures` closures are averaged.
     pure = spec.splittable([])
     step = _split(spec, pure, state, batches, others, closures)
     if paths := _known_to_servers(step):
@@ -247,7 +246,7 @@ def _trace(
 
 def _check_carried(split: Split, state: PyTree, carries: Sequence[int], of_gradients: set[Any]) -> None:
     """Refuses carried leaves if a worker would overwrite other workers' changes."""
-    paths = [jax.tree_util.keystr(path) or "it" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    paths = [jax.tree_util.keystr(path) or "the state" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     both = [paths[c.leaf] for c in split.carried if split.traced.new_state[c.leaf] in of_gradients]
     if both:
         raise BoundaryError(
@@ -259,7 +258,7 @@ def _check_carried(split: Split, state: PyTree, carries: Sequence[int], of_gradi
         raise BoundaryError(
             f"the step computes {', '.join(paths[i] for i in carries)} from the batch without "
             "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others "
-            "have written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a "
+            "have written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return other values as a "
             "metric; or use `jdist.mirrored()`."
         )
 
@@ -291,7 +290,7 @@ def _known_to_servers(step: SplitStep) -> tuple[Any, ...]:
 
 
 def _warn_left_out(name: str, paths: Sequence[Any]) -> None:
-    """Warns that a step's results are left out; refuses those that are no entry of a dict, whose place cannot be empty."""
+    """Warns that a step's results are left out; refuses those outside of a dict: their place cannot be empty."""
     names = ", ".join(jax.tree_util.keystr(path[1:]) or "it" for path in paths)
     why = (
         "which depends on what its own update has changed. Under a parameter server the update is made elsewhere and "
@@ -304,7 +303,7 @@ def _warn_left_out(name: str, paths: Sequence[Any]) -> None:
 
 
 def _without_results(whole: Pure, left_out: Sequence[Any]) -> Pure:
-    """Leaves results of a step out, by their paths among the outputs, each of which ends in a key of a dict."""
+    """Leaves results of a step out, by their paths among the outputs; each ends in a key of a dict."""
 
     def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[OutputKind]]:
         new_state, (*results, finite), kinds = whole(state, batches, others)
@@ -320,7 +319,7 @@ def _without_results(whole: Pure, left_out: Sequence[Any]) -> Pure:
 
 
 def _entry(node: Any, key: Any) -> Any:
-    """What a tree has at a key of a path."""
+    """Returns the part of a tree at a key of a path."""
     if isinstance(key, jax.tree_util.GetAttrKey):
         return getattr(node, key.name)
     return node[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]

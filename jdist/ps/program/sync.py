@@ -1,4 +1,4 @@
-"""Cuts a call of a step into the closures of synchronous mode, whose gradients the servers average into one update.
+"""Cuts a call of a step into the closures of synchronous mode; the servers average their gradients into one update.
 
 The closures are to the call what microbatches are to gradient accumulation, only on several workers: each has its rows,
 the counts that masked means divide by are summed over all of them beforehand, and what depends on the mean of the
@@ -20,17 +20,18 @@ from jax.sharding import PartitionSpec
 from jdist.errors import BoundaryError
 from jdist.jaxpr import graph
 from jdist.jaxpr.phases import Phase
+from jdist.jaxpr.split import axis_of_rows
 from jdist.ps.program.function_plan import StepFunction
 from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.wire import mean_of_integers
 from jdist.replica.gradients import all_finite
-from jdist.step.microbatches import PhaseResults, axis_of_rows
+from jdist.step.microbatches import PhaseResults
 from jdist.step.outputs import LOCAL, METRIC, OutputKind
 from jdist.typing import PyTree
 
 
 def make_sync_function(step: SplitStep, closures: int) -> StepFunction:
-    """Makes the function of a step whose calls are cut into `closures` closures."""
+    """Makes the function of a step with calls that are cut into `closures` closures."""
     _check_keys(step)
     _check_phases(step)
     one = _Round(step, closures)
@@ -40,7 +41,7 @@ def make_sync_function(step: SplitStep, closures: int) -> StepFunction:
 
 
 class _Round:
-    """The closures of a call, whose gradients make one update."""
+    """The closures of a call; their gradients make one update."""
 
     def __init__(self, step: SplitStep, closures: int):
         self._step, self._n = step, closures
@@ -71,7 +72,8 @@ class _Round:
 
     def cut(self, leaves: Sequence[Any]) -> list[list[Any]]:
         """Cuts the arguments of a call into those of each closure."""
-        counts = self._counts([np.asarray(x) for x in leaves])
+        with jax.transfer_guard("allow"):
+            counts = self._counts([np.asarray(x) for x in leaves])
         rows, others = [np.asarray(x) for x in leaves[: self._num_rows]], list(leaves[self._num_rows :])
         return [
             [*(x[i * len(x) // self._n : (i + 1) * len(x) // self._n] for x in rows), *others, np.int32(i), *counts]
@@ -80,7 +82,8 @@ class _Round:
 
     def combine(self, reported: Sequence[Sequence[Any]]) -> tuple[list[np.ndarray], bool, list[np.ndarray]]:
         """Combines what the closures reported; see `function_plan.Combine`."""
-        scalars, finite, outputs = jax.device_get(self._combine([list(each) for each in reported]))
+        with jax.transfer_guard("allow"):
+            scalars, finite, outputs = jax.device_get(self._combine([list(each) for each in reported]))
         return scalars, bool(finite), outputs
 
     def _check_pushed(self) -> None:
@@ -101,7 +104,7 @@ class _Round:
         batches, others = jax.tree.unflatten(self._treedef, leaves)
         numbers = [number * a + j for j in range(a)]
         operands, carried, outputs = self._run_phase(self._main, state, leaves, counts, numbers)
-        # Servers take the mean; what is to be a sum is brought as so many times itself.
+        # Servers take the mean; for a sum, a closure sends the number of closures times its value.
         cuts = [
             _together(op, values, whole, self._n)
             for (op, whole), values in zip(self._cuts.values(), operands, strict=True)
@@ -129,10 +132,10 @@ class _Round:
         return [*(pushed[i] for i in step.pushed), finite, *map(jnp.asarray, reported)]
 
     def _count_function(self, arguments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        """Makes the function from a call's arguments to the counts of all closures together, of which no server knows."""
+        """Makes the function from a call's arguments to the counts of all closures together, which no server knows."""
         k = self._n * self._accumulate
 
-        def counts(state: list[Any], leaves: list[Any]) -> list[Any]:
+        def counts(state: Sequence[Any], leaves: list[Any]) -> list[Any]:
             whole = self._step.filled(dict(enumerate(state)))
             combined: list[Any] = []
             for phase in self._before:
@@ -143,14 +146,14 @@ class _Round:
                 ]
             return combined
 
-        state = [jnp.zeros(shape.shape, shape.dtype) for shape in self._step.update.shapes]
+        state = [np.zeros(shape.shape, shape.dtype) for shape in self._step.update.shapes]
         closed = jax.make_jaxpr(counts)(state, list(arguments))
         of_state = graph.dependents(closed, graph.body_of(closed).invars[: len(state)])
         if any(graph.is_in(v, of_state) for v in graph.body_of(closed).outvars):
             raise BoundaryError(
-                "what the step combines before its gradient, as the weights of a masked `jdist.mean`, depends on the "
-                "state, which only the workers have. In synchronous mode it is summed before any worker begins: compute "
-                "it from the batch."
+                "a value that the step combines before its gradient, such as the weights of a masked `jdist.mean`, "
+                "depends on the state, which only the workers have. In synchronous mode it is summed before any worker "
+                "begins: compute it from the batch."
             )
         return lambda leaves: counts(state, leaves)
 

@@ -2,7 +2,7 @@
 
 A step's update part is a jaxpr from the old state and what a worker computed to the new state. From its dependences
 follow the *units*: leaves that are updated together (a parameter, its momentum, its average), and so live on one
-server. A unit whose update is elementwise may be cut by rows. What needs a whole gradient but no state (its norm, for
+server. A unit with an elementwise update may be cut by rows. What needs a whole gradient but no state (its norm, for
 clipping) is a scalar, which the worker computes.
 """
 
@@ -36,8 +36,7 @@ class Unit:
 class Update:
     """A step's update part, and the places of its leaves."""
 
-    # the update in the form of `elementwise.prepared`: `(state leaves, pushed arrays) -> (state
-    # leaves, late results)`
+    # as `elementwise.prepared` returns it: `(state, pushed arrays) -> (state, late results)`
     closed: Any
     num_leaves: int
 
@@ -58,7 +57,7 @@ class Update:
 
     @functools.cached_property
     def constant(self) -> tuple[int, ...]:
-        """Leaves of the state that the update leaves as they are."""
+        """Leaves of the state that the update does not change."""
         return tuple(i for i, (new, old) in enumerate(zip(self._new, self._state, strict=True)) if new is old)
 
     @functools.cached_property
@@ -71,10 +70,11 @@ class Update:
         """Small leaves that depend on no pushed array (a counter, a key)."""
         # Each server has its own copy, and after the same number of these updates all copies are
         # the same. If several steps change one, see `layout.in_turn`.
+        sizes = [math.prod(shape.shape) * shape.dtype.itemsize for shape in self.shapes]
         chosen = {
             i
             for i, reads in self._reads.items()
-            if self._is_small(i) and not any(v in reads for v in (*self._pushed, *self._scalars))
+            if sizes[i] <= SMALL_BYTES and not any(v in reads for v in (*self._pushed, *self._scalars))
         }
         while outside := {i for i in chosen if not self.reads[i] <= chosen | set(self.constant)}:
             chosen -= outside
@@ -119,7 +119,7 @@ class Update:
         return graph.subfunction(self.closed, self._pushed, [self._late[i] for i in which])(pushed)
 
     def late_reads_state(self, which: int) -> bool:
-        """Whether a late result reads the state, so that no worker can compute it."""
+        """Returns whether a late result reads the state, so that no worker can compute it."""
         return graph.is_in(self._late[which], self._of_state)
 
     def new_leaves(
@@ -197,12 +197,8 @@ class Update:
         moving = [i for i in range(self.num_leaves) if i not in self.constant]
         return {i: graph.needed(self.closed, [self._new[i]], given)[1] & given for i in moving}
 
-    def _is_small(self, leaf: int) -> bool:
-        shape = self.shapes[leaf]
-        return math.prod(shape.shape) * shape.dtype.itemsize <= SMALL_BYTES
-
     def _is_by_rows(self, leaves: Sequence[int], pushed: Sequence[int]) -> bool:
-        """Whether each row of the new leaves is computed from that row of the old ones and of the pushed arrays alone."""
+        """Returns whether each row of the new leaves depends only on that row of the old ones and of the pushed arrays."""
         own = {*(self._state[i] for i in leaves), *(self._pushed[j] for j in pushed)}
         shape = self.shapes[leaves[0]].shape
         if not shape or shape[0] < 2 or any(v.aval.shape != shape for v in own):

@@ -15,7 +15,7 @@ Pair = tuple[str | None, str | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leadership:
-    """What the coordinator knows of a shard's copies; immutable.
+    """The coordinator's knowledge of a shard's copies; immutable.
 
     Attributes:
         term: the present leader's.
@@ -24,7 +24,8 @@ class Leadership:
         joining: the incarnation of the other copy that it brings into step; None if it does not.
         holds: of each copy the incarnation that has all that was ever acknowledged; None if it does not.
         alive: of each copy the incarnation that answers; None while it is silent.
-        is_new_job: whether a job begins, which brings its own state: what the copies have does not matter.
+        is_new_job: whether the job brings its own state next, at its beginning and after `StateLost`: what the copies have
+            does not matter.
     """
 
     term: int = 0
@@ -46,21 +47,17 @@ class Heartbeat:
     """Event: a copy has answered: its process, the highest term that it knows, and whether it leads under that.
 
     Attributes:
-        in_sync: the incarnation of the backup without which it acknowledges nothing; None if there is none.
+        incarnation: its process; None if it has not answered for long.
+        backup: the incarnation of the copy that it must bring into step under that term, or None.
+        in_sync: the same, once it acknowledges nothing without it.
     """
 
     copy: int
-    incarnation: str
-    term: int
-    leads: bool
+    incarnation: str | None
+    term: int = 0
+    leads: bool = False
+    backup: str | None = None
     in_sync: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeartbeatLost:
-    """Event: a copy has not answered for long."""
-
-    copy: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,14 +74,14 @@ class Lead:
     Attributes:
         incarnation: the copy's process; another one in its place must refuse.
         backup: the incarnation of the other copy that it brings into step; None for none.
-        anew: whether it leads even with a part of an earlier leader's state only, as the job brings its own next.
+        new_job: whether it leads even with a part of an earlier leader's state only, as the job brings its own next.
     """
 
     copy: int
     incarnation: str
     term: int
     backup: str | None
-    anew: bool = False
+    new_job: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +97,7 @@ class StateLost:
     """Command: go back to the snapshot, as both copies have lost the state."""
 
 
-Event = Heartbeat | HeartbeatLost | LinkCut
+Event = Heartbeat | LinkCut
 Command = Lead | Announce | StateLost
 
 
@@ -113,25 +110,27 @@ def begin(*, term: int, alive: Pair) -> tuple[Leadership, list[Command]]:
 
 
 def handle(state: Leadership, event: Event) -> tuple[Leadership, list[Command]]:
-    """Returns what is known after an event, and what is to be done."""
+    """Returns the knowledge after an event, and the commands."""
     if isinstance(event, LinkCut):
         if event.term != state.term:
             return state, []
         # Under another term the leader acknowledges alone, and begins to bring the other into step again.
         return _next_term(state, state.leader, state.holds[state.leader])
-    incarnation = event.incarnation if isinstance(event, Heartbeat) else None
+    incarnation = event.incarnation
     state = dataclasses.replace(state, alive=_put(state.alive, event.copy, incarnation))
     commands: list[Command] = []
-    if isinstance(event, Heartbeat) and event.copy == state.leader and incarnation == state.holds[state.leader]:
+    if incarnation is not None and event.copy == state.leader and incarnation == state.holds[state.leader]:
         if event.term < state.term:
             commands = _lead(state)  # it does not know yet that it leads
-        elif event.term == state.term and event.leads:
+        elif event.term == state.term and event.leads and event.backup == (state.joining or state.holds[state.other]):
             if not state.confirmed:
                 commands = [Announce(copy=state.leader, term=state.term)]
             state = dataclasses.replace(state, confirmed=True, is_new_job=False)
             if state.joining is not None and event.in_sync == state.joining:
                 holds = _put(state.holds, state.other, event.in_sync)
                 state = dataclasses.replace(state, joining=None, holds=holds)
+        else:
+            return _outbid(state, event)
     state, decision = _decide(state)
     return state, decision or commands  # a decision is about a higher term than the commands before it
 
@@ -140,20 +139,30 @@ def _decide(state: Leadership) -> tuple[Leadership, list[Command]]:
     """Begins another term, if what is known of the copies calls for one."""
     leader, other = state.leader, state.other
     holder, backup = state.holds[leader], state.holds[other]
-    present, beside = state.alive[leader], state.alive[other]
+    present, partner = state.alive[leader], state.alive[other]
     if present != holder:
-        if backup is not None and beside == backup:
+        if backup is not None and partner == backup:
             return _next_term(state, other, backup)
-        if present is not None and (backup is None or beside is not None):
-            state, commands = _next_term(state, leader, present)
+        if present is not None and (backup is None or partner is not None):
+            state, commands = _next_term(dataclasses.replace(state, is_new_job=True), leader, present)
             return state, [StateLost(), *commands]
         return state, []  # whichever copy has the state may only be slow
     expected = state.joining or backup
-    if expected is not None and beside != expected:
+    if expected is not None and partner != expected:
         return _next_term(state, leader, holder)
-    if backup is None and beside is not None and state.confirmed and state.joining is None:
-        return _next_term(state, leader, holder, joining=beside)
+    if backup is None and partner is not None and state.confirmed and state.joining is None:
+        return _next_term(state, leader, holder, joining=partner)
     return state, []
+
+
+def _outbid(state: Leadership, event: Heartbeat) -> tuple[Leadership, list[Command]]:
+    """Begins a term above that in which another coordinator led this copy, and has begun no history since."""
+    # Two coordinators may choose the same number; the backup tells them apart.
+    # A copy that leads has kept its state. The other coordinator's leader may have overwritten one that does not.
+    is_lost = not event.leads and not state.is_new_job
+    state = dataclasses.replace(state, term=event.term, is_new_job=state.is_new_job or is_lost)
+    state, commands = _next_term(state, state.leader, event.incarnation)
+    return state, [StateLost(), *commands] if is_lost else commands
 
 
 def _next_term(
@@ -170,8 +179,8 @@ def _next_term(
 def _lead(state: Leadership) -> list[Command]:
     incarnation = state.holds[state.leader]
     assert incarnation is not None  # a leader has the state
-    backup, anew = state.joining, state.is_new_job
-    return [Lead(copy=state.leader, incarnation=incarnation, term=state.term, backup=backup, anew=anew)]
+    is_new = state.is_new_job
+    return [Lead(copy=state.leader, incarnation=incarnation, term=state.term, backup=state.joining, new_job=is_new)]
 
 
 def _put(pair: Pair, copy: int, value: str | None) -> Pair:

@@ -36,8 +36,8 @@ class Pull(Message):
     """Asks for the parameters.
 
     Attributes:
-        known: the version that the sender has; None if it has none.
-        view: the step whose arrays it wants.
+        known: the version that the sender has, or None.
+        view: the step that it wants the arrays of.
     """
 
     known: int | None = None
@@ -46,28 +46,25 @@ class Pull(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Push(Message):
-    """Brings this shard's part of a closure's gradients, to be applied at once.
+    """Brings this shard's part of a closure's gradients.
 
     Attributes:
+        stage: whether the gradients are kept until a commit or a drop; else they are applied at once.
         attempt: how often this worker has computed the closure before; a later attempt replaces an earlier one.
         base: the version of this shard that the gradients were computed at.
-        view: the step whose gradients they are.
+        view: the step that the gradients belong to.
         finite: whether the gradients of all shards are finite.
         result: what the closure returned, on its home shard; None elsewhere.
     """
 
     closure: int
+    stage: bool = False
     attempt: int = 0
     base: int
     view: int = 0
     gradients: Ref | None = None
     finite: bool = True
     result: Ref | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage(Push):
-    """Brings gradients as `Push` does, to be kept until a commit or a drop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,23 +108,15 @@ class Fence(Message):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Freeze(Message):
-    """Has pushes and stages wait; `number` is that of the snapshot for which they do, and rises."""
-
-    number: int = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Thaw(Message):
-    """Has pushes and stages go on; a freeze for snapshot `number` or an earlier one that comes late changes nothing."""
-
-    number: int = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot(Message):
-    """Asks a shard that is frozen for snapshot `number` to keep a reference to its state."""
+    """Takes a shard through snapshot `number`, which rises.
 
+    Attributes:
+        phase: "freeze" makes pushes wait, "keep" asks the frozen shard to keep a reference to its state, and "thaw" lets
+            pushes go on. A late freeze for a thawed snapshot changes nothing.
+    """
+
+    phase: Literal["freeze", "keep", "thaw"]
     number: int = 1
 
 
@@ -160,33 +149,31 @@ class Held(Done):
     Attributes:
         staged: `(closure, attempt)` of what is staged.
         applied: closures that were applied and are not settled.
-        results: `(closure, result)` of those whose home this shard is.
+        results: `(closure, result)` of those at home on this shard; from the machine a `Ref`, which the shell replaces.
     """
 
     staged: frozenset[tuple[int, int]]
     applied: frozenset[int]
-    results: tuple[tuple[int, Ref], ...] = ()
+    results: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut(Done):
     """Answer to a snapshot, by closures, as in `shard.Shard`; the arrays can then be read."""
 
-    staged: frozenset[int]
     applied: frozenset[int]
     settled: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Answer to a message that changed nothing; version and generation are the shard's."""
+    """Answer to a message that changed nothing; the generation is the shard's."""
 
     reason: Reason
-    version: int
     generation: int
 
 
-_MESSAGES = (Pull, Push, Stage, Commit, Drop, Fence, Freeze, Thaw, Snapshot, Restore)
+_MESSAGES = (Pull, Push, Commit, Drop, Fence, Snapshot, Restore)
 _ANSWERS = (Done, Parameters, Held, Cut, Refused)
 TRAVELLING: dict[str, type] = {kind.__name__: kind for kind in (*_MESSAGES, *_ANSWERS)}
 Answer = Done | Parameters | Held | Cut | Refused

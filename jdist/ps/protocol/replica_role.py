@@ -1,6 +1,6 @@
-"""What one copy of a shard may do, as pure functions: answer callers, or follow the other copy.
+"""The role of one copy of a shard, as pure functions: answer callers, or follow the other copy.
 
-`leadership` decides which copy leads; this file has the copies' half of docs/parameter_server_protocol.md's two copies. A
+`leadership` decides which copy leads; this file has the copies' half of docs/parameter_server_replicas.md. A
 *leader* numbers the log entries that change its state and forwards them; a *follower* takes them in their order. A term names
 one leader; messages of a lower term are refused.
 """
@@ -18,7 +18,7 @@ class Role:
 
     Attributes:
         term: the highest that it knows; 0 before any.
-        name: "free" while there are no terms: it answers everybody, as the only copy. "leads", or "follows".
+        name: "free": it has had no role since its start, or has lost its memory; "leads"; or "follows". Only a leader answers.
         number: of the last entry in its state.
         complete: of a follower, whether it has the leader's state; not before it was sent a copy.
         backup: of a leader, its backup: "none", one that is "copying", or one "in_sync": then the leader acknowledges nothing
@@ -35,7 +35,7 @@ class Role:
 
 
 class BackupAnswer(enum.StrEnum):
-    """What a copy answers to a leader's state or entry; the strings travel."""
+    """A copy's answers to a leader's state or entry; the strings travel."""
 
     TAKEN = "taken"
     REPEATED = "again"
@@ -44,10 +44,10 @@ class BackupAnswer(enum.StrEnum):
     OTHER_PROCESS = "stranger"
 
 
-def lead(role: Role, *, term: int, backup: bool, anew: bool = False) -> Role:
+def lead(role: Role, *, term: int, backup: bool, new_job: bool = False) -> Role:
     """Takes the lead under a term, with or without a backup; unchanged if it may not."""
-    # `anew`: a job begins, and its state replaces the one that is here.
-    is_partial = role.name == "follows" and not role.complete and not anew
+    # `new_job`: a job begins, and its state replaces the one that is here.
+    is_partial = role.name == "follows" and not role.complete and not new_job
     if term <= role.term or is_partial:  # a message that comes again, or late
         return role
     return Role(term=term, name="leads", number=role.number, backup="copying" if backup else "none")
@@ -60,7 +60,7 @@ def add_entry(role: Role) -> Role:
 
 def may_answer(role: Role, number: int) -> bool:
     """Returns whether a caller may see a state up to entry `number`: if the leader is alone, or its backup holds that."""
-    return role.name != "follows" and (role.backup != "in_sync" or role.acknowledged >= number)
+    return role.name == "leads" and (role.backup != "in_sync" or role.acknowledged >= number)
 
 
 def acknowledge(role: Role, *, term: int, number: int, caught_up: bool) -> Role:

@@ -83,14 +83,13 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[events.Command]]:
             epoch=dispatch.workers[worker].epoch,
             generation=dispatch.generation,
             closures=tuple(closures),
-            settled=dispatch.settled,
         )
         for worker, closures in assigned.items()
     ]
 
 
 def _first_new(dispatch: Dispatch) -> int:
-    """Returns the first closure that is to be computed and that no worker has had."""
+    """Returns the first closure to compute that no worker has had."""
     first = max(dispatch.next, dispatch.settled)
     while first in dispatch.done:  # it was cancelled
         first += 1
@@ -114,7 +113,7 @@ def _register(dispatch: Dispatch, event: events.Registered) -> tuple[Dispatch, l
         dispatch = _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=())
         return _clear_declined(dispatch), []
     commands: list[events.Command] = []
-    if known.state == "ready":  # a new process in the place of one that was not missed yet
+    if known.state == "ready":  # a new process in place of one that was not missed yet
         dispatch, commands = _lose(dispatch, events.Lost(worker=event.worker, epoch=known.epoch))
     if dispatch.workers[event.worker].state == "absent":
         return _register(dispatch, event)[0], commands
@@ -211,7 +210,7 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
 
 
 def _takes_effect(closure: int, held: Collection[Held]) -> bool:
-    """Returns whether a lost worker's closure is to be committed: applied anywhere, or one attempt staged everywhere."""
+    """Returns whether to commit a lost worker's closure: applied anywhere, or one attempt staged everywhere."""
     if not held:
         return False
     everywhere = frozenset.intersection(*(shard.staged for shard in held))
@@ -219,7 +218,7 @@ def _takes_effect(closure: int, held: Collection[Held]) -> bool:
 
 
 def _roll_back(dispatch: Dispatch, event: events.Rollback) -> tuple[Dispatch, list[events.Command]]:
-    generation = max(dispatch.generation + 1, event.generation)
+    generation, rounds = max(dispatch.generation + 1, event.generation), dispatch.rounds
     undone = [c for c in range(event.settled, dispatch.next) if c not in event.applied]
     again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
     workers = {
@@ -243,7 +242,7 @@ def _roll_back(dispatch: Dispatch, event: events.Rollback) -> tuple[Dispatch, li
         workers=workers,
         recoveries={},
         restoring=frozenset(shards),
-        rounds=None if dispatch.rounds is None else dispatch.rounds.roll_back(event.version),
+        rounds=rounds and Rounds(size=rounds.size, spare=rounds.spare, version=event.version),
     )
     for worker in joining:
         dispatch, _ = _register(dispatch, events.Registered(worker=worker))
@@ -266,7 +265,7 @@ def _end_of_round(dispatch: Dispatch) -> int:
         return dispatch.scheduled
     if dispatch.rounds.asks is not None or dispatch.rounds.chosen:
         return dispatch.settled  # what is computed now would be computed from old parameters
-    end, left = dispatch.settled, dispatch.rounds.window
+    end, left = dispatch.settled, dispatch.rounds.size + dispatch.rounds.spare
     while left and end < dispatch.scheduled:
         left -= end not in dispatch.done
         end += 1
@@ -277,7 +276,7 @@ def _advance_round(
     dispatch: Dispatch, event: events.Reported | events.Decided | events.Answered | None
 ) -> tuple[Dispatch, list[events.Command]]:
     """Tells the round of an event, and takes over what that leads to."""
-    assert dispatch.rounds is not None  # in asynchronous mode there are no such events
+    assert dispatch.rounds is not None  # asynchronous mode has no such events
     turn = sync_rounds.handle(dispatch.rounds, event, generation=dispatch.generation, num_shards=dispatch.num_shards)
     dispatch = dataclasses.replace(
         dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned}))
@@ -379,11 +378,11 @@ class Dispatch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every closure that was scheduled is done."""
+        """Returns whether every closure that was scheduled is done."""
         return self.settled == self.scheduled
 
     def is_waiting(self, closure: int) -> bool:
-        """Whether a closure is to be computed, and no worker has it."""
+        """Returns whether a closure waits to be computed: no worker has it."""
         if closure >= max(self.next, self.settled):
             return closure < self.scheduled and closure not in self.done
         return closure in self.returned

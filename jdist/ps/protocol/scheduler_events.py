@@ -99,7 +99,7 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cancelled:
-    """Event: closures that no worker has are not to be computed.
+    """Event: closures that no worker has will not be computed.
 
     Attributes:
         only: which of them; None for all.
@@ -115,13 +115,12 @@ Event = Scheduled | Parted | Registered | Reported | Lost | Answered | Rollback 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assign:
-    """Command: send a worker closures; epoch, generation and settled are for the shards."""
+    """Command: send a worker closures; epoch and generation are for the shards."""
 
     worker: int
     epoch: int
     generation: int
     closures: tuple[int, ...]
-    settled: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ class Finish:
 
     Attributes:
         arrived: whether its result came with a worker's report; else a shard kept it.
-        result: the shard's name for the result; None if it has arrived, or there is none.
+        result: the shard's name for the result; None if it has arrived, or without one.
     """
 
     closure: int

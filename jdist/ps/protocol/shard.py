@@ -53,20 +53,19 @@ def _take(shard: Shard, message: messages.Message) -> tuple[Shard, list[messages
             return _drop(shard, message)
         case messages.Fence():
             return _fence(shard, message)
-        case messages.Freeze():
+        case messages.Snapshot(phase="freeze"):
             number = max(shard.frozen, message.number) if message.number > shard.thawed else shard.frozen
             return _done(dataclasses.replace(shard, frozen=number), message)
-        case messages.Thaw():
+        case messages.Snapshot(phase="thaw"):
             return _thaw(shard, message)
         case messages.Snapshot() if shard.frozen == message.number:
-            staged, applied = frozenset(shard.staged), frozenset(shard.applied)
-            answer = messages.Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
+            answer = messages.Cut(version=shard.version, applied=frozenset(shard.applied), settled=shard.settled)
             return shard, [messages.Reply(call=message.call, answer=answer)]
     return shard, _refuse(shard, message, "unknown")
 
 
 def _admit(shard: Shard, message: messages.Push) -> tuple[Shard, list[messages.Command]]:
-    """Takes the gradients of a push or a stage."""
+    """Takes the gradients of a push."""
     number, earlier = message.closure, shard.staged.get(message.closure)
     sender = message.worker, message.epoch
     is_repeated = earlier is not None and (earlier.worker, earlier.epoch, earlier.attempt) == (*sender, message.attempt)
@@ -76,13 +75,12 @@ def _admit(shard: Shard, message: messages.Push) -> tuple[Shard, list[messages.C
         return shard, _refuse(shard, message, "staged")
     if shard.frozen:
         return dataclasses.replace(shard, waiting=(*shard.waiting, message)), []
-    rules, counts = shard.rules, shard.counts
+    rules = shard.rules
     if not message.finite and rules.non_finite == "raise":
         return shard, _refuse(shard, message, "non_finite")
     staleness = shard.version - message.base
     is_stale = rules.max_staleness is not None and staleness > rules.max_staleness
     if staleness < 0 or (is_stale and rules.on_stale == "refuse"):  # below 0: of a version that is still to come
-        shard = dataclasses.replace(shard, counts=dataclasses.replace(counts, refused=counts.refused + 1))
         return shard, _refuse(shard, message, "stale")
     skip = not message.finite and rules.non_finite == "skip"
     entry = Staged(
@@ -94,17 +92,10 @@ def _admit(shard: Shard, message: messages.Push) -> tuple[Shard, list[messages.C
         weight=1 / (1 + staleness) if is_stale else 1.0,
         result=message.result,
     )
-    counts = dataclasses.replace(
-        counts,
-        skipped=counts.skipped + skip,
-        down_weighted=counts.down_weighted + is_stale,
-        staleness=counts.staleness + staleness,
-        admitted=counts.admitted + 1,
-    )
-    shard = dataclasses.replace(shard, staged={**shard.staged, number: entry}, counts=counts)
+    shard = dataclasses.replace(shard, staged={**shard.staged, number: entry})
     before = _forget(message.gradients) if skip else []
     before += [] if earlier is None else _forget(earlier.gradients, earlier.result)
-    if not isinstance(message, messages.Stage):
+    if not message.stage:
         shard, applied = _apply(shard, (number,))
         before += applied
     return _done(shard, message, before=before)
@@ -127,7 +118,7 @@ def _apply(
     """Makes one update of what is staged of these closures; none if all their gradients are left out."""
     entries = [shard.staged[c] for c in closures]
     gradients = tuple((entry.gradients, entry.weight) for entry in entries if entry.gradients is not None)
-    version, counts = shard.version + bool(gradients), shard.counts
+    version = shard.version + bool(gradients)
     commands: list[messages.Command] = (
         [messages.Apply(gradients=gradients, version=version, scalars=scalars)] if gradients else []
     )
@@ -138,7 +129,6 @@ def _apply(
         version=version,
         staged={c: entry for c, entry in shard.staged.items() if c not in done},
         applied={**shard.applied, **done},
-        counts=dataclasses.replace(counts, updates=counts.updates + bool(gradients)),
     )
     return shard, commands
 
@@ -179,7 +169,7 @@ def _fence(shard: Shard, message: messages.Fence) -> tuple[Shard, list[messages.
     return shard, [*refused, messages.Reply(call=message.call, answer=held)]
 
 
-def _thaw(shard: Shard, message: messages.Thaw) -> tuple[Shard, list[messages.Command]]:
+def _thaw(shard: Shard, message: messages.Snapshot) -> tuple[Shard, list[messages.Command]]:
     if message.number <= shard.thawed:
         return _done(shard, message)
     waiting, thawed = shard.waiting, message.number
@@ -222,7 +212,7 @@ def _done(
 
 
 def _refuse(shard: Shard, message: messages.Message, reason: messages.Reason) -> list[messages.Command]:
-    answer = messages.Refused(reason=reason, version=shard.version, generation=shard.generation)
+    answer = messages.Refused(reason=reason, generation=shard.generation)
     return [*_forget_arrays(message), messages.Reply(call=message.call, answer=answer)]
 
 
@@ -254,25 +244,6 @@ class Rules:
     max_staleness: int | None = None
     on_stale: OnStale = "refuse"
     non_finite: NonFinite = "raise"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Statistics of a shard since it was restored.
-
-    Attributes:
-        skipped: closures that were left out, as their gradients were not finite.
-        refused: gradients that were too stale.
-        down_weighted: gradients that were too stale, and admitted with less weight.
-        staleness: sum of the staleness of all `admitted` gradients.
-    """
-
-    updates: int = 0
-    skipped: int = 0
-    refused: int = 0
-    down_weighted: int = 0
-    staleness: int = 0
-    admitted: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,4 +302,3 @@ class Shard:
     frozen: int = 0
     thawed: int = 0
     waiting: tuple[messages.Push, ...] = ()
-    counts: Counts = Counts()

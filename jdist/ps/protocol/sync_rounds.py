@@ -37,15 +37,6 @@ class Rounds:
     asks: Message | None = None
     unanswered: frozenset[int] = frozenset()
 
-    @property
-    def window(self) -> int:
-        """How many closures may be handed out and not be done."""
-        return self.size + self.spare
-
-    def roll_back(self, version: int) -> Rounds:
-        """Returns a round of which nothing is staged, at a version."""
-        return Rounds(size=self.size, spare=self.spare, version=version)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
@@ -53,7 +44,7 @@ class Turn:
 
     Attributes:
         finished: closures that are done by it; `commit`: whether they took effect.
-        returned: closures that are to be computed again.
+        returned: closures to compute again.
     """
 
     rounds: Rounds

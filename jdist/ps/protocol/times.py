@@ -10,7 +10,7 @@ from jdist.support import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long the coordinator waits for others, in seconds.
+    """Times that the coordinator waits for others, in seconds.
 
     Attributes:
         ping_s: between two heartbeats of a worker or a server.

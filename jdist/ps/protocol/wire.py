@@ -50,7 +50,7 @@ class Spec:
     def numpy(self) -> np.dtype:
         """The dtype itself; refuses one that does not travel."""
         if self.dtype not in _DTYPES:
-            raise WireError("arrays of a dtype that does not travel")
+            raise WireError("arrays of a dtype that cannot be sent")
         return _DTYPES[self.dtype]
 
     @property
@@ -163,22 +163,22 @@ def encode(header: Mapping[str, Any]) -> bytes:
     return _PREFIX.pack(_MAGIC, len(body)) + body
 
 
-def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> int:
-    """Returns how many bytes of a header follow its first `PREFIX_BYTES`; refuses more than `most_bytes`."""
+def body_size(prefix: bytes | memoryview) -> int:
+    """Returns how many bytes of a header follow its first `PREFIX_BYTES`; refuses too many."""
     if len(prefix) < PREFIX_BYTES:
         raise WireError("a message of fewer bytes than its prefix")
     magic, size = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
-        raise WireError("a message that does not begin as this protocol's do")
-    if size > most_bytes:
-        raise WireError(f"a header of {size:,} bytes; at most {most_bytes:,} are taken")
+        raise WireError("not a message of this protocol")
+    if size > MOST_HEADER_BYTES:
+        raise WireError(f"a header of {size:,} bytes; at most {MOST_HEADER_BYTES:,} are taken")
     return size
 
 
-def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
-    """Returns a header of at most `most_bytes`, and the bytes after it."""
+def decode(data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
+    """Returns a header and the bytes after it."""
     view = memoryview(data)
-    size = body_size(view[: _PREFIX.size], most_bytes=most_bytes)
+    size = body_size(view[: _PREFIX.size])
     body, rest = view[_PREFIX.size : _PREFIX.size + size], view[_PREFIX.size + size :]
     if len(body) < size:
         raise WireError("a header that is cut off")
@@ -186,9 +186,9 @@ def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> 
         # Lengths inside are bounded by the header's own; nothing is built that is larger than the bytes it came in.
         header = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, RecursionError) as exc:
-        raise WireError("a header that is no msgpack") from exc
+        raise WireError("a header is not msgpack") from exc
     if not isinstance(header, dict):
-        raise WireError("a header that is no map")
+        raise WireError("a header is not a map")
     return header, rest
 
 
@@ -197,16 +197,14 @@ def to_plain(value: Any) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind in (tuple, list):
-        return [to_plain(x) for x in value]
-    if kind is frozenset:
-        return [to_plain(x) for x in sorted(value)]
+    if kind in (tuple, list, frozenset):
+        return [to_plain(x) for x in (sorted(value) if kind is frozenset else value)]
     if kind is dict:
         return [[to_plain(key), to_plain(x)] for key, x in value.items()]
-    if (names := _names(kind)) is None:
+    if not dataclasses.is_dataclass(kind):
         return value
     plain = {"is": kind.__name__}
-    for name in names:
+    for name, _, _ in _fields(kind):
         x = getattr(value, name)
         plain[name] = x if type(x) in _ATOMS else to_plain(x)
     return plain
@@ -218,7 +216,7 @@ def from_plain(kinds: Mapping[str, type] | type, plain: Any) -> Any:
     name = plain.get("is") if isinstance(plain, dict) else None
     kind = (kinds if name == kinds.__name__ else None) if isinstance(kinds, type) else kinds.get(str(name))
     if kind is None:
-        raise WireError("a message of a kind that is not known")
+        raise WireError("unknown message type")
     fields = _fields(kind)
     values, unread = {}, len(plain) - 1
     for name, checked, required in fields:
@@ -234,32 +232,19 @@ def from_plain(kinds: Mapping[str, type] | type, plain: Any) -> Any:
 
 
 _ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
-_LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
+_LOCAL = frozenset({"call", "gradients", "result"})  # names of the sender's own process
 _Check = Callable[[Any], Any]
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...] | None:
-    """Returns the fields of a dataclass that travel; None for another type."""
-    return tuple(f.name for f in _travelling(kind)) if dataclasses.is_dataclass(kind) else None
-
-
-@functools.cache
 def _fields(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
-    """Returns of each field its name, what checks a value, and whether there must be one."""
-    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    """Returns of each field that travels its name, what checks a value, and whether there must be one."""
+    hints, none = typing.get_type_hints(kind), (dataclasses.MISSING, dataclasses.MISSING)
     return tuple(
-        (
-            f.name,
-            _check(hints[f.name], f"{kind.__name__}.{f.name}"),
-            f.default is missing and f.default_factory is missing,
-        )
-        for f in _travelling(kind)
+        (f.name, _check(hints[f.name], f"{kind.__name__}.{f.name}"), (f.default, f.default_factory) == none)
+        for f in dataclasses.fields(kind)
+        if f.name not in _LOCAL
     )
-
-
-def _travelling(kind: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]
 
 
 def _check(hint: Any, where: str) -> _Check:
@@ -278,9 +263,9 @@ def _check(hint: Any, where: str) -> _Check:
     def one(value: Any) -> Any:
         if origin is typing.Literal:
             if not isinstance(value, str) or value not in args:
-                raise WireError(f"{where} has a value that is not known")
-        elif type(value) is not hint:  # not isinstance: True is no int here
-            raise WireError(f"{where} is no {hint.__name__}")
+                raise WireError(f"{where} has an unknown value")
+        elif type(value) is not hint:  # not isinstance: True is not an int here
+            raise WireError(f"{where} is not of type {hint.__name__}")
         elif hint is int and not -(2**62) < value < 2**62:
             raise WireError(f"{where} is out of range")
         return value
@@ -293,7 +278,7 @@ def _check(hint: Any, where: str) -> _Check:
 def _check_list(origin: type, checks: Sequence[_Check], *, many: bool, where: str) -> _Check:
     def checked(value: Any) -> Any:
         if not isinstance(value, list):
-            raise WireError(f"{where} is no list")
+            raise WireError(f"{where} is not a list")
         if many:
             return origin(checks[0](x) for x in value)
         if len(value) != len(checks):

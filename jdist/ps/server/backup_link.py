@@ -65,7 +65,7 @@ class BackupLink:
         self._entries.append((number, entry, arrays))
         self.behind_bytes += _bytes(arrays)
 
-    def copy_anew(self) -> None:
+    def copy_again(self) -> None:
         """Sends a copy of a state that was replaced, instead of all that was to be sent; called with the lock held."""
         self._copy_is_due = True
 
@@ -123,7 +123,7 @@ class BackupLink:
                     continue
                 self._copy_is_due = self._copy_is_due or entries == 0
             if failed is not None:
-                _LOG.info("a backup does not take the state or entries that it is sent: %s", failed)
+                _LOG.info("a backup refuses the state or entries sent to it: %s", failed)
             self._closed.wait(pause * _RANDOM.uniform(0.5, 1.5))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -155,8 +155,7 @@ class BackupLink:
 
     def _call(self, method: str, header: Header, arrays: list[Any], timeout_s: float) -> Header:
         header = {**header, "term": self._term, "to": self.incarnation}
-        # Not `call`: a data connection is faster for a small entry, too.
-        return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[0]
+        return self._channel.call(method, header, arrays, timeout_s=timeout_s, data=True)[0]
 
     def _take_answer(self, answer: Header, number: int, entries: int) -> bool:
         """Takes in the backup's answer; returns whether the next request can be sent at once."""

@@ -1,4 +1,4 @@
-"""One of a shard's two copies: a shard server that leads, or follows the other copy as its backup.
+"""A copy of a shard: a shard server that leads, alone or with a backup, or follows the other copy as its backup.
 
 Both run the same machine over the same messages in the same order, and the same programs, so they have the same state.
 What a copy may do in its role, `replica_role` decides.
@@ -24,10 +24,11 @@ from jdist.ps.protocol.wire import Spec, from_plain, to_plain
 from jdist.ps.server.backup_link import MOST_BEHIND_BYTES, MOST_ENTRIES, BackupLink
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.server.shard_transfer import ShardState, expected, unpack_shard
-from jdist.ps.transport.interface import Channel, Header, Method, check_files, integers
+from jdist.ps.transport.interface import Arrays, Channel, Header, Method, check_files, integers
 from jdist.ps.transport.routed import SlotChannel, slot_of
 
 _JOIN_S = 5.0
+_WAIT_S = 60.0  # of an answer for the backup, before its call fails
 
 
 class _NotLeader(Exception):
@@ -37,17 +38,19 @@ class _NotLeader(Exception):
 class ReplicatedShard(ShardServer):
     """A shard server that leads, with a backup or alone, or is the backup."""
 
-    # `wait_s`: how long an answer waits for the backup before its call fails.
-
-    def __init__(self, connect: Callable[[str], Channel], *, allow: Sequence[str] = (), wait_s: float = 60.0):
+    def __init__(self, connect: Callable[[str], Channel], *, allow: Sequence[str] = ()):
         super().__init__(allow=allow)
-        self._connect, self._wait_s = connect, wait_s
+        self._connect = connect
         self._role = Role()
         self._backup: BackupLink | None = None
 
     def methods(self) -> dict[str, Method]:
         """Returns what a transport serves."""
-        return super().methods() | {
+        plain = super().methods()
+        led = {name: self._led(plain[name]) for name in ("restore", "say", "read")}
+        return {
+            **plain,
+            **led,
             "lead": Method(self._lead),
             "install": Method(self._install, expected),
             "forward": Method(self._forward, self._expects_of_forward),
@@ -70,7 +73,8 @@ class ReplicatedShard(ShardServer):
         role, backup = self._role, self._backup
         status, _ = super().status(header, arrays)
         status |= {"term": role.term, "leads": role.name == "leads"}
-        status["in_sync"] = backup.incarnation if backup is not None and role.backup == "in_sync" else None
+        status["backup"] = None if backup is None else backup.incarnation
+        status["in_sync"] = status["backup"] if role.backup == "in_sync" else None
         status["waiting_s"] = 0.0 if backup is None else backup.waiting_s
         return status, []
 
@@ -82,11 +86,11 @@ class ReplicatedShard(ShardServer):
         """Takes the lead, as the coordinator says; the status tells whether it does."""
         (term,), backup = integers(header, "term"), _address_of_backup(header)
         with self.lock:
-            before = self._role
+            role = self._role
             if header.get("incarnation") == self.incarnation:
-                anew = header.get("anew") is True
-                self._role = replica_role.lead(before, term=term, backup=backup is not None, anew=anew)
-            if self._role != before:
+                new_job = header.get("new_job") is True
+                role = replica_role.lead(role, term=term, backup=backup is not None, new_job=new_job)
+            if self._role != role:
                 self._end_backup()
                 if backup is not None:
                     address, slot, incarnation = backup
@@ -99,47 +103,32 @@ class ReplicatedShard(ShardServer):
                         acknowledged=functools.partial(self._acknowledge, term),
                         deposed=self._depose,
                     )
+                self._role = role  # last: `status` reads without the lock
         return self.status({}, [])
 
-    def restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Begins a new history, as leader or as the only copy."""
-        if not header.get("led"):  # a job without backups begins
-            with self.lock:
-                self._leave_role()
-        return self._run_as_leader(super().restore, header, arrays)
+    def _led(self, method: Method) -> Method:
+        """Has a method answer only while this copy leads, and only once the backup holds the reported state."""
 
-    def say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Takes messages, as leader or as the only copy."""
-        return self._run_as_leader(super().say, header, arrays)
-
-    def read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Returns the arrays of a snapshot, as leader or as the only copy."""
-        return self._run_as_leader(super().read, header, arrays)
-
-    def _run_as_leader(
-        self, run: Callable[..., tuple[Header, list[Any]]], header: Header, arrays: list[np.ndarray]
-    ) -> tuple[Header, list[Any]]:
-        """Runs a call; returns its answer once the backup holds the reported state."""
         # A shard that has lost its memory meanwhile, or that another copy led for a while, must not
         # answer: its state lacks the effect of the call, and perhaps every copy does.
-        with self.lock:
-            if header.get("led") and self._role.name != "leads":
+        def run(header: Header, arrays: list[np.ndarray]) -> tuple[Header, Arrays]:
+            try:
+                with self.lock:
+                    self._check()
+                    before = self.incarnation, self._role.term
+                answer, sent = method.run(header, arrays)
+                with self.lock:
+                    self._wait_for_backup(self._role.number)
+                    if (self.incarnation, self._role.term) != before:
+                        raise _NotLeader
+            except _NotLeader:
                 return {"moved": self._role.term}, []
-            before = self.incarnation, self._role.term
-        try:
-            answer, sent = run(header, arrays)
-            with self.lock:
-                self._wait_for_backup(self._role.number)
-                if header.get("led") and (self.incarnation, self._role.term) != before:
-                    raise _NotLeader
-        except _NotLeader:
-            if not header.get("led"):
-                raise WireError("this copy of the shard is a backup; the caller must ask its leader") from None
-            return {"moved": self._role.term}, []
-        return answer, sent
+            return answer, sent
+
+        return dataclasses.replace(method, run=run)
 
     def _wait_for_backup(self, number: int) -> None:
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + _WAIT_S
         while True:
             self._check()
             behind = 0 if self._backup is None else self._backup.behind_bytes
@@ -151,13 +140,11 @@ class ReplicatedShard(ShardServer):
     # What the shard server calls
 
     def _check(self) -> None:
-        if self._role.name == "follows":
+        if self._role.name != "leads":
             raise _NotLeader
 
     def _changed(self, message: Message, arrays: list[np.ndarray], answer: Answer | None) -> None:
         """Forwards a message that has changed the leader's state."""
-        if self._role.name != "leads":
-            return
         self._role = replica_role.add_entry(self._role)
         if self._backup is None:
             return
@@ -169,16 +156,12 @@ class ReplicatedShard(ShardServer):
         self._backup.add(self._role.number, entry, payload)
 
     def _restored(self) -> None:
-        if self._role.name == "leads":
-            self._role = replica_role.add_entry(self._role)
-            if self._backup is not None:
-                self._backup.copy_anew()
+        self._role = replica_role.add_entry(self._role)
+        if self._backup is not None:
+            self._backup.copy_again()
 
     def _reset(self) -> None:
         super()._reset()
-        self._leave_role()
-
-    def _leave_role(self) -> None:
         self._role = Role(term=self._role.term)
         self._end_backup()
 

@@ -21,7 +21,7 @@ import numpy as np
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
-from jdist.ps.program.artifact import unpack
+from jdist.ps.program.artifact import keeping_64_bits, unpack
 from jdist.ps.program.shard_plan import ShardPlan, program_spec, result_spec
 from jdist.ps.protocol import messages
 from jdist.ps.protocol.shard import Shard, receive
@@ -33,6 +33,7 @@ from jdist.support.versions import versions
 _LOG = logging.getLogger(__name__)
 MOST_MESSAGES = 4096
 MOST_NAME = 300
+FROZEN_S = 6.0  # then a shard thaws by itself; a snapshot of a coordinator that is not cut off takes less
 LARGE_BYTES = 1 << 20  # of gradients, below which it takes longer to have JAX release them than it is worth
 Program = Callable[[Sequence[Any]], list[jax.Array]]
 
@@ -40,13 +41,8 @@ Program = Callable[[Sequence[Any]], list[jax.Array]]
 class ShardServer:
     """One shard: state machine, arrays, programs, and the methods that a transport serves."""
 
-    def __init__(
-        self,
-        *,
-        allow: Sequence[str] = (),  # custom calls, for `artifact.unpack`
-        frozen_s: float = 6.0,  # then it thaws by itself; a snapshot of a coordinator that is not cut off takes less
-    ):
-        self._allow, self._frozen_s = tuple(allow), frozen_s
+    def __init__(self, *, allow: Sequence[str] = ()):  # custom calls, for `artifact.unpack`
+        self._allow, self._frozen_s = tuple(allow), FROZEN_S
         self.lock = threading.Condition()  # guards everything here; notified of each change
         self.incarnation = secrets.token_hex(8)  # another one once the memory is lost
         self.shard = Shard()
@@ -57,7 +53,7 @@ class ShardServer:
         self._programs: list[Program | None] = []  # None for a step that updates nothing
         self._packed: list[np.ndarray] = []
         # A push's view and arrays, or a result's bytes, by the number that the machine knows.
-        self._held: dict[int, Any] = {}
+        self._held: dict[Any, Any] = {}
         self._next_ref = 0
         self._thaws_at_s = 0.0  # once it is frozen
         self._snapshot: list[np.ndarray] = []
@@ -89,12 +85,11 @@ class ShardServer:
     # What callers ask
 
     def status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Returns the incarnation, the history and statistics."""
+        """Returns the incarnation and the history."""
         check_files()  # without any the server can do nothing, and counts as silent
         shard = self.shard  # without the lock: a server that compiles answers all the same
-        counts = dataclasses.asdict(shard.counts)
         history = {"generation": shard.generation, "version": shard.version, "begun_by": self.begun_by}
-        return {"incarnation": self.incarnation, **history, "counts": counts, "versions": versions()}, []
+        return {"incarnation": self.incarnation, **history, "versions": versions()}, []
 
     def expects_of_restore(self, header: Header) -> list[Spec]:
         """Returns the specs of a restore's arrays, and of its programs' bytes."""
@@ -136,7 +131,7 @@ class ShardServer:
             holds, self._holds_applied = self._holds_applied, False
         if holds:  # JAX releases the arguments of ended programs at its next call; else two gradients would be held
             _do_nothing(np.int8(0))
-        sent = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
+        sent = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Commit")]
         views = [(m["is"], m.get("view")) for m in sent if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:
             raise WireError("the arrays of a call must be of one push, not of none or of several")
@@ -169,7 +164,8 @@ class ShardServer:
         self._check()
         before = self.shard
         call = self._take(message, arrays)
-        if self.shard is not before and not isinstance(message, messages.Pull | messages.Snapshot):
+        is_kept = isinstance(message, messages.Snapshot) and message.phase == "keep"
+        if self.shard is not before and not isinstance(message, messages.Pull) and not is_kept:
             self._changed(message, arrays, self._answers.get(call))
         incarnation = self.incarnation
         try:
@@ -186,15 +182,14 @@ class ShardServer:
         return self._answers.pop(call)
 
     def _thaw(self) -> None:
-        """Ends a freeze whose coordinator is gone or cut off; its snapshot is never used."""
+        """Ends a freeze after its coordinator is gone or cut off; its snapshot is never used."""
         number = self.shard.frozen
         _LOG.warning("no thaw for snapshot %d within %g s of its freeze: pushes go on", number, self._frozen_s)
-        self._ask(messages.Thaw(generation=self.shard.generation, number=number), [])
+        self._ask(messages.Snapshot(generation=self.shard.generation, number=number, phase="thaw"), [])
         self.drop_snapshot()
 
     def _encode_answer(self, message: messages.Message, answer: messages.Answer, sent: list[Any]) -> Header:
         """Returns an answer as it travels, and adds the arrays that go with it to `sent`."""
-        plain = to_plain(answer)
         if isinstance(answer, messages.Parameters):
             # An empty shard refuses, and nothing but a pull is answered by parameters.
             assert self.plan is not None
@@ -206,8 +201,9 @@ class ShardServer:
             self._snapshot_of = message.generation, answer.version
             failpoints.reached(Point.IN_SNAPSHOT)
         if isinstance(answer, messages.Held):
-            plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
-        return plain
+            results = tuple((closure, self._held[ref]) for closure, ref in answer.results)
+            answer = dataclasses.replace(answer, results=results)
+        return to_plain(answer)
 
     def read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Returns the arrays of the last snapshot, once, to a caller who says which it is."""
@@ -221,8 +217,7 @@ class ShardServer:
 
     def _take(self, message: messages.Message, arrays: list[np.ndarray]) -> int:
         """Hands a message to the machine; the returned call name is answered now or later."""
-        # OutOfFilesError comes before any change. Inside an update, XLA's own error would come
-        # half-way.
+        # Before any change: inside an update, XLA's own error would come half-way.
         if not isinstance(message, messages.Pull):
             check_files()
         call = self._name()
@@ -275,7 +270,8 @@ class ShardServer:
             weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
             equal = np.full_like(weights, 1 / len(gradients))
             each = [equal if i in plan.views[view].unweighted else weights for i in range(len(pushes))]
-            pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
+            with keeping_64_bits(pushes):
+                pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
         program = self._programs[view]
         assert program is not None  # `expects_of_say` refuses a push of a step that updates nothing
         new = program([*self._kept, *pushes, *scalars])
@@ -306,7 +302,8 @@ class ShardServer:
         """Takes over arrays and programs in place of all that there are; all of them, or none."""
         # The block that came is kept by these arrays, which share its memory where they can. Updates soon replace them,
         # so the packed programs are copied out of it.
-        taken = [jnp.asarray(x) for x in kept]
+        with keeping_64_bits(kept):
+            taken = [jnp.asarray(x) for x in kept]
         rounded = {} if plan is None else {i: taken[i].astype(ROUNDED) for i in plan.rounded}
         self._packed = [np.array(x) for x in packed]
         self.plan, self._kept, self._rounded, self._programs = plan, taken, rounded, programs
@@ -333,7 +330,7 @@ class ShardServer:
         self.lock.notify_all()
 
     def apply_entry(self, message: messages.Message, arrays: list[np.ndarray]) -> None:
-        """Takes a message whose sender was answered by the leader. Called with the lock held."""
+        """Takes a message that the leader has answered. Called with the lock held."""
         call = self._take(message, arrays)
         if self._answers.pop(call, None) is None:
             self._abandoned.add(call)

@@ -1,8 +1,8 @@
-"""Data connections beside gRPC, for calls with many bytes: TCP, under TLS where there are certificates.
+"""Data connections next to gRPC, for calls with many bytes: TCP, or TLS if there are certificates.
 
-gRPC copies each byte several times; here arrays are sent from where they are and received where they stay. Who may connect is
-decided over gRPC: a caller that has shown its token there gets a *ticket*, which opens one connection, once, within seconds. A
-call is a header and the bytes of its arrays; so is an answer.
+gRPC copies each byte several times; these connections send and receive arrays without a copy. gRPC decides who may connect: a
+caller that has shown its token there gets a *ticket*, which opens one connection, once, within seconds. A call, like an answer,
+is a header and the bytes of its arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_STRANGERS = 32  # connections without a ticket yet; beyond, the oldest has 
 # Calls with many bytes under way at once: a server's memory does not grow with the number of its workers.
 MOST_LARGE = 2
 ROOM_S = 120.0
-_POLL_S = 1.0  # between looks at strangers whose time is over
+_POLL_S = 1.0  # between looks for strangers past their time
 _PAUSE_S = 0.1  # after a connection that could not be accepted
 UNREACHABLE_S = 60.0  # for so long gRPC is used instead of data connections that cannot be had
 _TICKET_BYTES = 32
@@ -38,14 +38,14 @@ _STOP_S = 3.0
 class BulkServer:
     """Answers calls over data connections."""
 
-    def __init__(self, host: str, answer: Callable[..., tuple[Header, Arrays]], *, security: Security, port: int = 0):
-        """Listens; `answer(stream, make_room) -> (header, arrays)` receives and runs one call."""
+    def __init__(self, host: str, answer: Callable[..., tuple[Header, Arrays]], *, security: Security):
+        """Listens at a free port; `answer(stream, make_room) -> (header, arrays)` receives and runs one call."""
         # A call with many bytes calls `make_room` before it receives them; at most `MOST_LARGE` of
         # these run at the same time.
         host = host.strip("[]")
         self._answer, self._tls = answer, security.tls(server=True)
         self._listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
         )
         self.port = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -53,19 +53,14 @@ class BulkServer:
         self._streams: dict[Stream, threading.Thread] = {}  # and who serves each
         # Connections that have not shown a ticket, and until when they may.
         self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}
-        self._is_accepting = True
+        self.is_accepting = True  # not while this process has as many files open as it may
         self._room = threading.Semaphore(MOST_LARGE)
         self._closed = False
         self._listener.settimeout(_POLL_S)
         threading.Thread(target=self._accept, name="jdist-bulk", daemon=True).start()
 
-    @property
-    def is_accepting(self) -> bool:
-        """Whether connections can be accepted: not while this process has as many files open as it may."""
-        return self._is_accepting
-
     def ticket(self) -> bytes:
-        """Returns a ticket for one connection, to be handed to a caller whose token was right."""
+        """Returns a ticket for one connection, to be handed to a caller with the right token."""
         ticket, now = secrets.token_bytes(_TICKET_BYTES), time.monotonic()
         with self._lock:
             self._tickets = {t: end for t, end in self._tickets.items() if end > now}
@@ -92,17 +87,17 @@ class BulkServer:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                self._is_accepting = True  # nobody waits
+                self.is_accepting = True  # nobody waits
             except OSError as exc:
                 if self._closed:
                     return
                 # No files left, no memory, a caller that has gone: others may be accepted later.
-                if self._is_accepting:
+                if self.is_accepting:
                     _LOG.error("no data connection can be accepted for now, and is tried again: %s", exc)
-                self._is_accepting = False
+                self.is_accepting = False
                 time.sleep(_PAUSE_S)
             else:
-                self._is_accepting = True
+                self.is_accepting = True
                 self._begin(connection)
             self._send_away_dawdlers()
 
@@ -185,10 +180,9 @@ class BulkServer:
 class BulkChannel:
     """Data connections to one server, as many as there are calls at the same time."""
 
-    # `ask` asks the server over gRPC, within so many seconds, for a port and a ticket; None if the
-    # server has no data connections.
+    # `ask` gets a port and a ticket over gRPC within so many seconds.
 
-    def __init__(self, address: str, *, security: Security, ask: Callable[[float], tuple[int, bytes] | None]):
+    def __init__(self, address: str, *, security: Security, ask: Callable[[float], tuple[int, bytes]]):
         self._address, self._host = address, address.rpartition(":")[0].strip("[]")
         self._ask, self._name, self._tls = ask, security.name, security.tls(server=False)
         self._lock = threading.Lock()
@@ -262,15 +256,15 @@ class BulkChannel:
                 return self._idle.pop()
         if time.monotonic() < self._unreachable_until:
             return None
-        answer = self._ask(by - time.monotonic())
-        if answer is None:
-            self._unreachable_until = time.monotonic() + UNREACHABLE_S
-            return None
-        port, ticket = answer
+        where = ""
         try:
+            port, ticket = self._ask(by - time.monotonic())
+            where = f" to port {port}"
             connection = self._open(port, ticket, min(5.0, by - time.monotonic()))
         except OSError as exc:
-            _LOG.warning("%s: no data connection to port %d, gRPC is slower: %s", self._address, port, exc)
+            if isinstance(exc, CallFailed) and exc.reason != "refused":
+                raise
+            _LOG.warning("%s: no data connection%s, gRPC is slower: %s", self._address, where, exc)
             self._unreachable_until = time.monotonic() + UNREACHABLE_S
             return None
         stream = Stream(connection)

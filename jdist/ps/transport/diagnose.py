@@ -6,7 +6,6 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jdist.cluster.address import split
@@ -14,6 +13,7 @@ from jdist.cluster.environment import TOKEN
 from jdist.ps.transport.grpc_transport import RpcChannel
 from jdist.ps.transport.interface import EXHAUSTED, CallFailed, ask_once
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, NAME, Security, tls_context
+from jdist.ps.transport.threads import at_once
 from jdist.support.versions import difference, versions
 
 _HANDSHAKE_S = 5.0
@@ -31,8 +31,7 @@ def reach_all(
     addresses: Sequence[str], security: Security, timeout_s: float, *, sends_programs: bool = True
 ) -> list[Diagnosis | None]:
     """`reach` of several servers, at the same time."""
-    with ThreadPoolExecutor(min(32, max(1, len(addresses))), "jdist-reach") as pool:
-        return list(pool.map(lambda x: reach(x, security, timeout_s, sends_programs=sends_programs), addresses))
+    return at_once("jdist-reach", lambda x: reach(x, security, timeout_s, sends_programs=sends_programs), addresses)
 
 
 def reach(address: str, security: Security, timeout_s: float, *, sends_programs: bool = True) -> Diagnosis | None:
@@ -47,7 +46,7 @@ def reach(address: str, security: Security, timeout_s: float, *, sends_programs:
         shown = "is another there" if security.token is not None else "is not set here"
         return Diagnosis(f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True)
     if answer.reason == "refused":
-        return Diagnosis("what answers there is no `jdist serve`, or one of another version", lasts=True)
+        return Diagnosis("the program there is not `jdist serve`, or one of another version", lasts=True)
     if answer.reason == EXHAUSTED:
         return Diagnosis(answer.why, lasts=False)
     return _unavailable(address, security, str(answer).partition("(")[2].removesuffix(")") or answer.reason)
@@ -68,7 +67,7 @@ def _unavailable(address: str, security: Security, reason: str) -> Diagnosis:
         return Diagnosis(text, lasts=True)
     # What holds the port took the connection in.
     return Diagnosis(
-        f"what listens there does not answer ({reason}): another program has the port, or the server stands still",
+        f"it accepts connections, but does not answer ({reason}): another program has the port, or the server hangs",
         lasts=False,
     )
 

@@ -21,7 +21,17 @@ from jdist.ps.protocol.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec
 from jdist.ps.transport import interface
 from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
-from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Expects, Header, Method, Methods
+from jdist.ps.transport.interface import (
+    Answer,
+    Arrays,
+    CallFailed,
+    CallOptions,
+    Channel,
+    Expects,
+    Header,
+    Method,
+    Methods,
+)
 from jdist.ps.transport.security import OPEN
 from jdist.ps.transport.security import Security as Security
 from jdist.ps.transport.stream import Stream
@@ -66,15 +76,12 @@ class RpcServer:
         security: Security = OPEN,
         threads: int = 16,
         most_bytes: int = 4 << 30,
-        data_port: int | None = 0,
     ):
-        """Listens on "host:port" (port 0: a free one); `data_port` None: gRPC carries all."""
-        # `threads` calls may run at the same time; others wait. `most_bytes` limits one call's
-        # arrays.
+        """Listens on "host:port" (port 0: a free one)."""
+        # `threads` calls run at the same time; `most_bytes` limits one call's arrays.
         self._token, self._most_bytes = security.token, most_bytes
         self._methods = dict(methods)
         self._lock, self._num_running, self._ended_at_s = threading.Lock(), 0, time.monotonic()
-        self._data: BulkServer | None = None
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"),
             options=[*_OPTIONS, *_SERVER_OPTIONS],
@@ -97,16 +104,14 @@ class RpcServer:
             raise OSError(
                 f"cannot listen on {address}: the port is taken, or the address is not this machine's"
             ) from exc
-        if data_port is not None:
-            host = address.rpartition(":")[0]
-            self._data = data = BulkServer(host, self._answer_bulk, security=security, port=data_port)
-            self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
+        self._data = data = BulkServer(address.rpartition(":")[0], self._answer_bulk, security=security)
+        self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
         self._server.start()
 
     @property
     def is_well(self) -> bool:
-        """Whether it can serve new callers at the moment."""
-        return self._data is None or self._data.is_accepting
+        """Returns whether it can serve new callers at the moment."""
+        return self._data.is_accepting
 
     @property
     def silent_s(self) -> float:
@@ -117,7 +122,7 @@ class RpcServer:
     def stop(self, grace_s: float = 0.0) -> bool:
         """Ends; calls under way may take `grace_s` more seconds. Returns whether those of data connections have ended."""
         self._server.stop(grace_s).wait()
-        return self._data is None or self._data.stop()
+        return self._data.stop()
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
@@ -181,7 +186,7 @@ class RpcServer:
         name = header.pop("method", None)
         method = self._methods.get(name) if isinstance(name, str) else None
         if method is None:
-            raise WireError(f"there is no method {str(name)[:40]!r}")
+            raise WireError(f"unknown method {str(name)[:40]!r}")
         try:
             return method, list(method.expects(header))
         except WireError:
@@ -206,12 +211,12 @@ def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-class RpcChannel:
+class RpcChannel(Channel):
     """A connection to an `RpcServer`."""
 
     def __init__(self, address: str, *, security: Security = OPEN):
         """Connects to "host:port" at the first call."""
-        self._address = address
+        self.peer = address
         self._metadata = ((_TOKEN, security.token),) if security.token is not None else ()
         if security.certificate is None:
             self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -224,16 +229,19 @@ class RpcChannel:
         self._data = BulkChannel(address, security=security, ask=self._ask_for_ticket)
         self._closed = False
 
-    @property
-    def peer(self) -> str:
-        return self._address
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
+    def begin(
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         timeout_s, expects = options["timeout_s"], options.get("expects", interface.no_arrays)
         header = {**header, "method": method}
         bulk = options.get("bulk", False) or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
-        if bulk and (finish := self._data.begin(header, arrays, expects, timeout_s)) is not None:
-            return finish()
+        if bulk or options.get("data", False):
+            begun = self._data.begin(header, arrays, expects, timeout_s)
+            if begun is not None:
+                return begun
+        return functools.partial(self._over_grpc, header, arrays, expects, timeout_s, bulk=bulk)
+
+    def _over_grpc(self, header: Header, arrays: Arrays, expects: Expects, timeout_s: float, *, bulk: bool) -> Answer:
         frames = _frames(header, arrays)
         first = next(frames)
         try:
@@ -245,31 +253,19 @@ class RpcChannel:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
             detail = exc.details() or ""  # type: ignore[attr-defined]  # as above
             reason = interface.EXHAUSTED if detail == interface.EXHAUSTED else _REASONS.get(status, "unavailable")
-            raise CallFailed(self._address, reason, detail) from exc
+            raise CallFailed(self.peer, reason, detail) from exc
         except ValueError as exc:  # what grpc says of a channel that was closed
             if not self._closed:
                 raise
-            raise CallFailed(self._address, "closed") from exc
-
-    def begin(
-        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
-    ) -> Callable[[], Answer]:
-        expects = options.get("expects", interface.no_arrays)
-        begun = self._data.begin({**header, "method": method}, arrays, expects, options["timeout_s"])
-        return begun or functools.partial(self.call, method, header, arrays, **options)
+            raise CallFailed(self.peer, "closed") from exc
 
     def close(self) -> None:
         self._closed = True
         self._data.close()
         self._channel.close()
 
-    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes] | None:
-        try:
-            answer, _ = self.call(_DATA, {}, timeout_s=timeout_s)
-        except CallFailed as exc:
-            if exc.reason == "refused":
-                return None  # it has no data connections
-            raise
+    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes]:
+        answer, _ = self.call(_DATA, {}, timeout_s=timeout_s)
         return answer["port"], answer["ticket"]
 
 
@@ -287,7 +283,7 @@ def _failure(exc: Exception) -> str:
     if isinstance(exc, interface.OutOfFilesError):
         return interface.EXHAUSTED
     try:
-        interface.check_files(anew=True)
+        interface.check_files(fresh=True)
     except interface.OutOfFilesError:
         _LOG.exception("a call failed, as no file descriptor is left")
         return interface.EXHAUSTED

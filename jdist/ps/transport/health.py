@@ -1,6 +1,6 @@
 """gRPC's health service, which probes of Kubernetes and load balancers ask; it says that the process serves, and no more.
 
-Its two messages are so small that they are read and written here by hand: generated code would bring protobuf's runtime,
+Its two messages are small, so their code is hand-written: generated code would bring protobuf's runtime,
 and with it the conflicts between its versions.
 """
 

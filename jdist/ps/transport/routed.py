@@ -1,19 +1,18 @@
-"""Where a shard is now: its two copies, and a channel that goes with their leader from one server to the other."""
+"""Channels that follow a shard's leader: a shard has one or two copies; when another leads, calls go there."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.protocol.wire import from_plain
 from jdist.ps.transport import interface
-from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Channel, Expects, Header
+from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Channel, Header
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,29 +26,22 @@ class Route:
     term: int  # the term in which it began to lead
 
 
-class SlotChannel:
-    """A channel to one copy on a server; with `led`, the copy answers only while it leads."""
+class SlotChannel(Channel):
+    """A channel to one copy on a server."""
 
-    def __init__(self, channel: Channel, slot: int, *, led: bool = False):
-        self._channel, self._fields = channel, {"slot": slot, "led": led}
-
-    @property
-    def peer(self) -> str:
-        return self._channel.peer
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        return self._channel.call(method, {**header, **self._fields}, arrays, **options)
+    def __init__(self, channel: Channel, slot: int):
+        self._channel, self._slot, self.peer = channel, slot, channel.peer
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        return self._channel.begin(method, {**header, **self._fields}, arrays, **options)
+        return self._channel.begin(method, {**header, "slot": self._slot}, arrays, **options)
 
     def close(self) -> None:
         self._channel.close()
 
 
-class RoutedChannel:
+class RoutedChannel(Channel):
     """A channel to the current leader."""
 
     # A call to a copy that does not lead fails with the reason "moved"; so does a call that is
@@ -57,8 +49,8 @@ class RoutedChannel:
 
     def __init__(self, connect: Callable[[str], Channel], route: Route):
         self._connect, self._lock, self._closed = connect, threading.Lock(), False
-        self.route = route
-        self._channel: Channel = SlotChannel(connect(route.address), route.slot, led=True)
+        self.route, self.peer = route, route.address
+        self._channel: Channel = SlotChannel(connect(route.address), route.slot)
 
     def move(self, route: Route) -> bool:
         """Takes in where the leader is now; returns whether that is elsewhere."""
@@ -69,22 +61,15 @@ class RoutedChannel:
             self.route = route
             if (route.address, route.slot) == (known.address, known.slot):
                 return False
-            self._channel = SlotChannel(self._connect(route.address), route.slot, led=True)
+            self._channel, self.peer = SlotChannel(self._connect(route.address), route.slot), route.address
         before.close()
         return True
-
-    @property
-    def peer(self) -> str:
-        return self._channel.peer
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        channel, options["expects"] = self._channel, _if_led(options.get("expects", interface.no_arrays))
-        return self._led(channel, lambda: channel.call(method, header, arrays, **options))
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        channel, options["expects"] = self._channel, _if_led(options.get("expects", interface.no_arrays))
+        channel, expects = self._channel, options.get("expects", interface.no_arrays)
+        options["expects"] = lambda header: () if "moved" in header else expects(header)
         begun = self._led(channel, lambda: channel.begin(method, header, arrays, **options))
         return lambda: self._led(channel, begun)
 
@@ -119,7 +104,7 @@ class RoutedChannel:
 
 
 class Copies:
-    """The places `(address, slot)` of a shard's two copies; the first leads at the beginning."""
+    """The places `(address, slot)` of a shard's copies, one or two; the first leads at the beginning."""
 
     def __init__(self, connect: Callable[[str], Channel], places: Sequence[tuple[str, int]]):
         self._connect, self.places = connect, tuple(places)
@@ -137,43 +122,29 @@ class Copies:
         return SlotChannel(self._connect(address), slot)
 
     def statuses(self, timeout_s: float, *, give_up_s: float) -> list[dict[str, Any] | None]:
-        """Asks both copies for their identity until one answers; None stands for a silent one."""
+        """Asks the copies for their identity until one answers; None stands for a silent one."""
         # Each question waits `timeout_s`; after `give_up_s` without an answer the shard is lost.
-        end, pause_s = time.monotonic() + give_up_s, 0.05
-
-        with ThreadPoolExecutor(2) as pool:
-            while True:
-                answers = list(
-                    pool.map(lambda copy: interface.ask_once(self.connected(copy), "status", {}, timeout_s), (0, 1))
-                )
-                failures = [x for x in answers if isinstance(x, CallFailed)]
-                refuses = any(exc.is_final for exc in failures)
-                if len(failures) < len(answers) or refuses or time.monotonic() + pause_s > end:
-                    break
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 1.0)
+        connects = [functools.partial(self.connected, copy) for copy in range(len(self.places))]
+        answers = interface.ask_until_one_answers(connects, timeout_s, give_up_s=give_up_s)
+        failures = [x for x in answers if isinstance(x, CallFailed)]
         for exc in failures:
             _LOG.warning("%s does not answer: %s", exc.peer, exc.reason)
         if len(failures) == len(answers):
-            first, second = (address for address, _ in self.places)
-            raise ShardLostError(
-                f"neither {first} nor {second} answers, which have the two copies of a shard: {failures[0].why}"
-            )
+            silent = " or ".join(exc.peer for exc in failures)
+            raise ShardLostError(f"no answer from the parameter server {silent}: {failures[0].why}")
         return [None if isinstance(x, CallFailed) else x for x in answers]
 
 
-def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
-    """Places each shard on its own server, and its backup on the next."""
+def place_copies(
+    connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str], *, replicas: int
+) -> list[Copies]:
+    """Places each shard on its own server, and the second of two replicas on the next."""
     after = dict(zip(ps, [*ps[1:], ps[0]], strict=True))
-    return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
-
-
-def _if_led(expects: Expects) -> Expects:
-    return lambda header: () if "moved" in header else expects(header)
+    return [Copies(connect, [(address, 0), (after[address], 1)][:replicas]) for address in addresses]
 
 
 def routes_in(header: Header) -> list[Route]:
-    """Returns the routes in a header; none if shards have no backups."""
+    """Returns the routes in a header."""
     routes = header.get("routes", [])
     if not isinstance(routes, list):
         raise WireError("`routes` must be a list")

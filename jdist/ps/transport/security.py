@@ -35,7 +35,7 @@ class Security:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Which of the two protections are not there: "token", "TLS"."""
+        """Names the missing ones of the two protections: "token", "TLS"."""
         token = () if self.token else ("token",)
         return token if self.certificate is not None else (*token, "TLS")
 
@@ -59,8 +59,6 @@ OPEN = Security()
 
 def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | None = None) -> Security:
     """Reads and tries the environment's token and certificates; `flags` override it."""
-    # JDIST_TOKEN; JDIST_TLS_CERT, JDIST_TLS_KEY and JDIST_TLS_CA are paths of PEM files;
-    # JDIST_TLS_NAME.
     set_flags = {name: value for name, value in (flags or {}).items() if value}
     path_of = {name: text({**environ, **set_flags}, name) for name in (CERTIFICATE, KEY, AUTHORITY)}
     token, name = text(environ, TOKEN), text(environ, NAME)
@@ -125,7 +123,7 @@ def _reason(exc: Exception) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as written, is this machine alone; "0.0.0.0" and names of hosts are not."""
+    """Returns whether a host, as written, is this machine alone; "0.0.0.0" and names of hosts are not."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

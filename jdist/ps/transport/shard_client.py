@@ -1,15 +1,14 @@
-"""Clients of shards: a call is repeated until it is answered, and all shards are asked at the same time."""
+"""Clients of shards: repeat a call until it is answered (shards take a closure once), and ask all shards at the same time."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import random
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,17 +20,17 @@ from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.protocol.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 from jdist.ps.transport.interface import CallFailed, CallOptions, Channel, Header
-from jdist.ps.transport.threads import Threads
+from jdist.ps.transport.threads import Threads, at_once
 
 T = TypeVar("T")
 _RANDOM = random.SystemRandom()  # the pauses take no numbers of `random`, which a program may have seeded
 SLOWEST_BYTES_S = 10e6
 _END_S = 10.0
-Answers = tuple[list[Any], list[Any], dict[int, bytes]]  # answers, arrays, results by closure
+Answers = tuple[list[Any], list[Any]]  # answers, arrays
 
 
-def whose() -> str:
-    """Names this process, for others who ask whose history a shard has."""
+def process_name() -> str:
+    """Names this process, for others who ask for the origin of a shard's history."""
     return f"process {os.getpid()} of {socket.gethostname()}"
 
 
@@ -57,14 +56,14 @@ class ShardClient:
 
     @property
     def waiting_s(self) -> float:
-        """How long the oldest question has had no answer."""
+        """Returns the age of the oldest question without an answer."""
         since = list(self._under_way.values())
         return time.monotonic() - min(since) if since else 0.0
 
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
         """Begins a new history in the shard, with a program for each of its views; an empty one for what updates nothing."""
         sizes = [len(program) for program in programs]
-        header = {"say": to_plain(message), "plan": to_plain(self.plan), "programs": sizes, "by": whose()}
+        header = {"say": to_plain(message), "plan": to_plain(self.plan), "programs": sizes, "by": process_name()}
         arrays = [*kept, *(np.frombuffer(program, np.uint8) for program in programs)]
         answer, _ = self._repeated(lambda t: self.channel.call("restore", header, arrays, timeout_s=t))
         return from_plain(TRAVELLING, answer["answer"])
@@ -72,9 +71,8 @@ class ShardClient:
     def say(
         self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
     ) -> Answers:
-        """Sends messages in one call until they are answered: `(answers, arrays, results)`."""
-        # At most one message is a push, and one is answered by arrays. `result` is the closure's,
-        # if this is its home.
+        """Sends messages in one call until they are answered: `(answers, arrays)`."""
+        # At most one message is a push. `result` is the closure's, if this is its home.
         return self.begin(messages, pushes, result)()
 
     def begin(
@@ -91,7 +89,7 @@ class ShardClient:
 
         def expects(answer: Header) -> list[Spec]:
             nonlocal answers
-            answers = [from_plain(TRAVELLING, plain) for plain in _without_results(answer["answers"])]
+            answers = [from_plain(TRAVELLING, plain) for plain in answer["answers"]]
             specs: list[Spec] = []
             for message, each in zip(messages, answers, strict=True):
                 if isinstance(each, Parameters) and isinstance(message, Pull):
@@ -104,10 +102,8 @@ class ShardClient:
         self._under_way[asked] = time.monotonic()
 
         def begun(timeout_s: float) -> Callable[[], Any]:
-            options: CallOptions = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
-            if is_data:
-                return self.channel.begin("say", header, arrays, **options)
-            return functools.partial(self.channel.call, "say", header, arrays, **options)
+            options: CallOptions = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk, "data": is_data}
+            return self.channel.begin("say", header, arrays, **options)
 
         try:
             first: Callable[[], Any] | CallFailed | None = begun(self._timeout_s)
@@ -129,11 +125,10 @@ class ShardClient:
 
         def finish() -> Answers:
             try:
-                answer, received = self._repeated(once)
+                _, received = self._repeated(once)
             finally:
                 del self._under_way[asked]
-            results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
-            return answers, received, results
+            return answers, received
 
         return finish
 
@@ -150,7 +145,7 @@ class ShardClient:
         return arrays if header["arrays"] == len(kept) else None
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Asks for incarnation, generation, version and counts; once if there is a timeout."""
+        """Asks for incarnation, generation, version and role; once if there is a timeout."""
         if timeout_s is None:
             return self._repeated(self.status)
         header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
@@ -171,7 +166,7 @@ class ShardClient:
 
 
 def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
-    """Asks each shard for its status, beside all calls under way; returns the addresses of those that do not answer."""
+    """Asks each shard for its status, in parallel to all calls under way; returns the addresses of those that do not answer."""
 
     def answers(client: ShardClient) -> bool:
         try:
@@ -180,17 +175,12 @@ def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
             return False
         return True
 
-    with ThreadPoolExecutor(max(1, len(clients)), "jdist-reach") as pool:
-        answered = list(pool.map(answers, clients))
+    answered = at_once("jdist-reach", answers, clients)
     return [client.channel.peer for client, is_there in zip(clients, answered, strict=True) if not is_there]
 
 
 def _is_bulk(arrays: Sequence[Spec]) -> bool:
     return sum(s.size_bytes for s in arrays) > CHUNK_BYTES
-
-
-def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers]
 
 
 class ShardClients:
@@ -216,8 +206,7 @@ class ShardClients:
 
     def say(self, calls: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Answers]:
         """Sends each shard its messages (as `ShardClient.say`), and waits for all answers."""
-        # Small calls go to one shard after the other before the first answer is waited for: waking
-        # a thread takes longer.
+        # Small calls are sent one after the other: waking a thread takes longer.
         if len(self.clients) > 1 and any(client.is_bulk for client in self.clients):
             return self.each(lambda i, client: client.say(*calls[i]))
         waits = [client.begin(*what) for client, what in zip(self.clients, calls, strict=True)]

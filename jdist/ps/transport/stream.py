@@ -1,4 +1,4 @@
-"""Messages over a socket: a header and the bytes of its arrays, received where they stay."""
+"""Frames messages on a socket: a header, then the bytes of its arrays, received without a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jdist.ps.transport.interface import Answer, Arrays, Expects, Header
 
 _LOG = logging.getLogger(__name__)
 STALL_S = 20.0  # without a byte in the middle of a message
-_LEEWAY_S = 0.5  # by which a wait may be too long: to set it anew each time is a system call
+_LEEWAY_S = 0.5  # by which a wait may be too long: setting it each time is a system call
 _SIZE = struct.Struct(">Q")
 _SMALL_BYTES = 1 << 16
 

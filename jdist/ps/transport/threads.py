@@ -1,4 +1,4 @@
-"""Threads for work beside the program's own, which do not keep it from ending.
+"""Threads for work in addition to the program's own; they do not keep it from ending.
 
 Those of `concurrent.futures` are joined when the main thread ends, and take no work from then on, while threads of other
 kinds go on a little: until the functions of `atexit` have run. Interrupts (Ctrl-C) can wait for what must be done whole.
@@ -10,10 +10,11 @@ import contextlib
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+A = TypeVar("A")
 T = TypeVar("T")
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
@@ -59,6 +60,19 @@ class Threads:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s)
+
+
+def at_once(name: str, run: Callable[[A], T], items: Sequence[A]) -> list[T]:
+    """Calls `run(item)` for all items at the same time, in 32 threads at most; returns the results in their order."""
+    threads = Threads(min(32, max(1, len(items))), name)
+    try:
+        try:
+            futures = [threads.submit(run, item) for item in items]
+        except RuntimeError:  # from Python 3.12 on no thread starts after the main thread's end
+            return [run(item) for item in items]
+        return [future.result() for future in futures]
+    finally:
+        threads.close()
 
 
 def _carry_out(queued: queue.SimpleQueue[_Work | None]) -> None:

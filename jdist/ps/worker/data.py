@@ -42,7 +42,7 @@ class WorkerData:
         self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
 
     def methods(self) -> dict[str, Method]:
-        """What a transport serves."""
+        """Returns the methods that a transport serves."""
         return {"open": Method(_with_traceback(self._open)), "advance": Method(_with_traceback(self._advance))}
 
     def batch(self, name: Any) -> list[np.ndarray]:
@@ -262,7 +262,7 @@ def _script_module(script: str) -> Any:
     if _MODULE not in sys.modules:
         spec = importlib.util.spec_from_file_location(_MODULE, script)
         if spec is None or spec.loader is None:
-            raise DatasetError(f"--script is {script!r}, which is no Python file")
+            raise DatasetError(f"--script is {script!r}, which is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         sys.modules[_MODULE] = module

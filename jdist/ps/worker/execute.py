@@ -17,7 +17,7 @@ from jdist.core.precision import FACTOR, SMALLEST
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.shard_plan import ShardPlan
-from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
+from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
@@ -31,7 +31,7 @@ class Abandoned(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sender:
-    """In whose name a worker speaks: the fields of every message of a closure."""
+    """The name that a worker speaks in: the fields of every message of a closure."""
 
     worker: int
     epoch: int
@@ -48,7 +48,7 @@ class Shards(ShardClients):
         self.newest: list[int] = []  # version that any function has seen of each
 
     def enter(self, who: Sender) -> tuple[int, int]:
-        """Returns a closure's epoch and generation; where one of them is another than before, versions are counted anew."""
+        """Returns a closure's epoch and generation; a change of either restarts the count of versions."""
         now = who.epoch, who.generation
         if self._epoch_and_generation != now:
             self._epoch_and_generation, self.newest = now, [0] * len(self.clients)
@@ -136,22 +136,22 @@ class Installed:
     ) -> bool:
         """Pushes a closure's gradients to all shards, and pulls; returns whether they were fresh enough."""
         view, stages_only = self._view, self.function.stages_only
-        kind = Push if len(self._plans) == 1 and not stages_only else Stage
+        stage = len(self._plans) > 1 or stages_only
         bases = list(self._versions)
 
         def first(i: int, plan: ShardPlan) -> Any:
             shares = [rows.cut(pushed[rows.of]) for rows in plan.views[view].rows] + scalars
-            push = kind(**fields, base=bases[i] or 0)
-            pull = [self._pull_of(who, bases[i])] if kind is Push else []
+            push = Push(**fields, stage=stage, base=bases[i] or 0)
+            pull = [] if stage else [self._pull_of(who, bases[i])]
             return [push, *pull], shares, result if i == home else None
 
         failpoints.reached(Point.BEFORE_PUSH)
         replies = self._shards.say([first(i, plan) for i, plan in enumerate(self._plans)])
-        refused = [answers[0] for answers, _, _ in replies if isinstance(answers[0], Refused)]
+        refused = [answers[0] for answers, _ in replies if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
             raise Abandoned
-        if kind is Push:
-            ((answers, arrays, _),) = replies
+        if not stage:
+            ((answers, arrays),) = replies
             self._take(0, answers[1], arrays)
             return not refused
         if stages_only:  # each attempt begins with a pull
@@ -162,7 +162,7 @@ class Installed:
         failpoints.reached(Point.AFTER_PUSH)
         commit = Commit(**vars(who), closures=(fields["closure"],))
         replies = self._shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
-        for i, (answers, arrays, _) in enumerate(replies):
+        for i, (answers, arrays) in enumerate(replies):
             if not isinstance(answers[0], Done):
                 raise Abandoned
             self._take(i, answers[1], arrays)
@@ -186,14 +186,14 @@ class Installed:
                 return
             if time.monotonic() > end:
                 raise ShardLostError(
-                    f"the shards have had different versions for {ONE_VERSION_S:g} s: {self._versions}. "
-                    "A server is stuck or was replaced; start the job again from its checkpoint."
+                    f"the shards' versions have differed for {ONE_VERSION_S:g} s: {self._versions}. "
+                    "Start the job again from its checkpoint."
                 )
             time.sleep(0.002)
 
     def _pull(self, who: Sender) -> None:
         replies = self._shards.say([([self._pull_of(who, known)], None, None) for known in self._versions])
-        for i, (answers, arrays, _) in enumerate(replies):
+        for i, (answers, arrays) in enumerate(replies):
             self._take(i, answers[0], arrays)
 
     def _take(self, i: int, answer: Any, arrays: list[np.ndarray]) -> None:
@@ -213,7 +213,7 @@ class Installed:
 
 def _check_plans(function: FunctionPlan, plans: Sequence[ShardPlan]) -> None:
     """Checks that shards send nothing but what a function reads, and take nothing but what it pushes."""
-    view = function.view or 0  # without one there are no plans
+    view = function.view or 0  # a function without one has no plans
     try:
         pulled = {plan.rows[k].of for plan in plans for k in plan.sent(view, changed=True, first=True)}
         pushed = {rows.of for plan in plans for rows in plan.views[view].rows}
@@ -231,7 +231,7 @@ class WorkerScale:
         self._growth_interval, self._good = growth_interval, 0
 
     def takes(self, *, is_finite: bool) -> bool:
-        """Whether gradients of this scale stand; if not, they are computed again."""
+        """Returns whether gradients of this scale stand; if not, they are computed again."""
         if not is_finite:
             self._good = 0
             stands = self.scale <= SMALLEST

@@ -6,7 +6,6 @@ Whatever it keeps can be computed again elsewhere. It holds no code of the user'
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -47,13 +46,12 @@ class WorkerServer:
         timeout_s: float = 20.0,  # of one call to a server
         give_up_s: float = 60.0,  # of a call that is repeated
     ):
-        self.incarnation = secrets.token_hex(8)
         self._connect, self._allow = connect, tuple(allow)
         self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._attached = 0  # how often the coordinator has connected
         self._shards = Shards([])
-        self._routed: Sequence[RoutedChannel] = ()  # where a shard has a backup
+        self._routed: Sequence[RoutedChannel] = ()
         self._functions: dict[str, Installed] = {}
         self._devices = devices or jax.local_device_count()
         self._data = WorkerData(script, self._devices)
@@ -81,12 +79,7 @@ class WorkerServer:
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
             channel.move(route)
         waiting_s = max((client.waiting_s for client in self._shards.clients), default=0.0)
-        return {
-            "incarnation": self.incarnation,
-            "devices": self._devices,
-            "waiting_s": waiting_s,
-            "versions": versions(),
-        }, []
+        return {"devices": self._devices, "waiting_s": waiting_s, "versions": versions()}, []
 
     def _unreached(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Says which of the servers do not answer it."""
@@ -97,17 +90,14 @@ class WorkerServer:
 
     def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
-        addresses, plans = header.get("addresses"), header.get("plans")
-        if not isinstance(addresses, list) or not isinstance(plans, list) or len(addresses) != len(plans):
-            raise WireError("`addresses` and `plans` must be two lists, with a shard plan for each address")
-        if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
-            raise WireError(f"`addresses` must be at most {MOST_SHARDS} strings")
+        routes, plans = header.get("routes"), header.get("plans")
+        if not isinstance(routes, list) or not isinstance(plans, list) or len(routes) != len(plans):
+            raise WireError("`routes` and `plans` must be two lists, with a shard plan for each route")
+        if len(plans) > MOST_SHARDS:
+            raise WireError(f"`plans` must be at most {MOST_SHARDS}")
         plans = [from_plain(ShardPlan, plan) for plan in plans]
         routed = [RoutedChannel(self._connect, route) for route in routes_in(header)]
-        if routed and len(routed) != len(plans):
-            raise WireError("`routes` must be one for each address")
-        channels = routed or [self._connect(address) for address in addresses]
-        clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(channels, plans, strict=True)]
+        clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(routed, plans, strict=True)]
         with self._lock:
             before, self._shards, self._functions = self._shards, Shards(clients), {}
             self._attached += 1
@@ -148,8 +138,6 @@ class WorkerServer:
 
     def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Computes closures in turn; returns all outcomes, and outputs of done and staged ones."""
-        # The other outcomes: "void" with an error's text, "abandoned", and "declined" if no batch
-        # is left to read.
         names, closures = ("worker", "epoch", "generation", "settled"), header["closures"]
         who = Sender(**dict(zip(names, integers(header, *names), strict=True)))
         if any(type(closure) is not int for closure in closures):
@@ -160,37 +148,37 @@ class WorkerServer:
         batches = header.get("batches") or [None] * len(closures)
         if not isinstance(batches, list) or len(batches) != len(closures):
             raise WireError("`batches` must be a list, with one for each closure")
-        outcomes, outputs = list[Header](), []
-        given_arrays = iter(arrays)
+        outcomes, outputs, given = list[Header](), list[np.ndarray](), iter(arrays)
         with self._running:  # what an earlier incarnation of the coordinator asked for ends first
             for closure, installed, batch in zip(closures, functions, batches, strict=True):
-                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # as are all after it
-                    outcomes.append({"closure": closure, "outcome": "abandoned"})
-                    continue
-                arguments = list(itertools.islice(given_arrays, len(installed.function.arguments)))
-                if (read := installed.function.batch) is not None:
-                    try:
-                        arguments[read[0] : read[0]] = self._data.batch(batch)
-                    except EndOfDataError as exc:
-                        outcomes.append({"closure": closure, "outcome": "declined", "batches": exc.count})
-                        continue
-                    except Exception:  # noqa: BLE001  # whatever a user's dataset raises
-                        outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
-                        continue
-                try:
-                    if self._attached > attached:  # whoever asked for these is not there any more
-                        raise Abandoned
-                    computed = installed.compute(who, closure, arguments)
-                except jax.errors.JaxRuntimeError:  # out of memory, for example
-                    outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
-                    continue
-                except (Abandoned, ShardLostError):
-                    outcomes.append({"closure": closure, "outcome": "abandoned"})
-                    continue
-                failed = not computed.is_finite and installed.function.non_finite == "raise"
-                how = "void" if failed else "staged" if installed.function.stages_only else "done"
-                outcomes.append(
-                    {"closure": closure, "outcome": how, "is_finite": computed.is_finite, "base": computed.base}
-                )
-                outputs += computed.outputs
+                outcome, made = {"outcome": "abandoned"}, []
+                if not outcomes or outcomes[-1]["outcome"] != "abandoned":  # else as all after it
+                    arguments = list(itertools.islice(given, len(installed.function.arguments)))
+                    outcome, made = self._compute(who, closure, installed, arguments, batch, attached)
+                outcomes.append({"closure": closure, **outcome})
+                outputs += made
         return {"outcomes": outcomes}, outputs
+
+    def _compute(
+        self, who: Sender, closure: int, installed: Installed, arguments: list[Any], batch: Any, attached: int
+    ) -> tuple[Header, list[np.ndarray]]:
+        """Computes a closure for the coordinator that has attached for this time; returns outcome and outputs."""
+        function = installed.function
+        if function.batch is not None:
+            try:
+                arguments[function.batch[0] : function.batch[0]] = self._data.batch(batch)
+            except EndOfDataError as exc:
+                return {"outcome": "declined", "batches": exc.count}, []
+            except Exception:  # noqa: BLE001  # whatever a user's dataset raises
+                return {"outcome": "void", "error": traceback.format_exc()}, []
+        try:
+            if self._attached > attached:  # whoever asked for this is not there any more
+                raise Abandoned
+            computed = installed.compute(who, closure, arguments)
+        except jax.errors.JaxRuntimeError:  # out of memory, for example
+            return {"outcome": "void", "error": traceback.format_exc()}, []
+        except (Abandoned, ShardLostError):
+            return {"outcome": "abandoned"}, []
+        failed = not computed.is_finite and function.non_finite == "raise"
+        how = "void" if failed else "staged" if function.stages_only else "done"
+        return {"outcome": how, "is_finite": computed.is_finite, "base": computed.base}, computed.outputs

@@ -26,6 +26,8 @@ from jdist.cluster import (
 )
 from jdist.cluster.resolvers import launchers
 from jdist.errors import ClusterConfigError
+from tests.cluster.resolvers.test_platforms import JAX_JOB, LSF, LWS, MULTISLICE, OPEN_MPI, SAGEMAKER, SKY, TORCH
+from tests.cluster.resolvers.test_slurm import STEP
 
 quick = settings(max_examples=150, deadline=None, database=None)
 
@@ -46,39 +48,19 @@ def of(*names):
 
 JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_PORT", "JAX_LOCAL_DEVICE_IDS")
 POD = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
-JAX_JOB = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
-SAGEMAKER = ("SM_HOSTS", "SM_CURRENT_HOST")
-TPU = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+TPU = (*MULTISLICE, "TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 PET = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-LWS = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
-SKYPILOT = ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_TASK_ID")
-LSF = ("LSB_MCPU_HOSTS", "LSF_PM_TASKID", "LSB_JOBID")
 RANKS = tuple(name for each in launchers.MPI for name in each.sets)
-MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
-MPI = (
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_MCA_orte_hnp_uri",
-    "PMIX_NAMESPACE",
-)
+MPI = (*OPEN_MPI, "PMIX_NAMESPACE")
+GPUS = {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
 SLURM = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_STEP_NUM_TASKS",
+    *STEP,
+    *GPUS,
     "SLURM_NTASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_TASKS_PER_NODE",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
     "SLURM_DISTRIBUTION",
-    "SLURM_GPUS_ON_NODE",
     "SLURM_HET_SIZE",
     "SLURM_JOB_NUM_NODES",
-    "CUDA_VISIBLE_DEVICES",
 )
 
 
@@ -169,20 +151,20 @@ def test_numbers_of_processes(workers, index, task_type, data):
     ("resolver", "names"),
     [
         (jax_env, JAX),
-        (kubernetes, POD + JAX + JAX_JOB),
-        (sagemaker, SAGEMAKER + JAX),
-        (tpu, TPU + MEGASCALE + JAX),
+        (kubernetes, (*POD, *JAX, *JAX_JOB)),
+        (sagemaker, (*SAGEMAKER, *JAX)),
+        (tpu, TPU + JAX),
         (open_mpi, MPI + JAX),
         (slurm, SLURM + JAX),
-        (torchrun, TORCH + PET + JAX),
+        (torchrun, (*TORCH, "TORCHELASTIC_RUN_ID", *PET, *JAX)),
         (mpi, RANKS + JAX),
-        (leader_worker_set, LWS + JAX),
-        (skypilot, SKYPILOT + JAX),
-        (lsf, LSF + JAX),
+        (leader_worker_set, (*LWS, *JAX)),
+        (skypilot, (*SKY, "SKYPILOT_TASK_ID", *JAX)),
+        (lsf, (*LSF, *JAX)),
         (vertex, ("CLUSTER_SPEC",)),
-        (resolve, JAX + POD + SAGEMAKER + TPU + MEGASCALE + MPI + SLURM),
-        (resolve, TORCH + PET + RANKS + SLURM + SAGEMAKER),
-        (resolve, LWS + SKYPILOT + LSF + MEGASCALE + ("CLUSTER_SPEC", "PMI_ID", "K_MPI_JOB_ROLE")),
+        (resolve, (*JAX, *POD, *SAGEMAKER, *TPU, *MPI, *SLURM)),
+        (resolve, (*TORCH, "TORCHELASTIC_RUN_ID", *PET, *RANKS, *SLURM, *SAGEMAKER)),
+        (resolve, (*LWS, *SKY, "SKYPILOT_TASK_ID", *LSF, *MULTISLICE, "CLUSTER_SPEC", "PMI_ID", "K_MPI_JOB_ROLE")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -194,41 +176,7 @@ def test_any_text_in_the_variables(resolver, names, data):
 @given(st.data())
 @pytest.mark.parametrize(
     ("resolver", "valid"),
-    [
-        (
-            tpu,
-            {
-                "TPU_WORKER_HOSTNAMES": "a,b",
-                "TPU_WORKER_ID": "1",
-                "MEGASCALE_COORDINATOR_ADDRESS": "c",
-                "MEGASCALE_NUM_SLICES": "2",
-                "MEGASCALE_SLICE_ID": "1",
-            },
-        ),
-        (
-            open_mpi,
-            {
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "OMPI_COMM_WORLD_RANK": "1",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
-            },
-        ),
-        (
-            slurm,
-            {
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_NODELIST": "n[1-2]",
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-                "SLURM_PROCID": "3",
-                "SLURM_LOCALID": "1",
-                "SLURM_GPUS_ON_NODE": "2",
-                "CUDA_VISIBLE_DEVICES": "0,1",
-            },
-        ),
-    ],
+    [(tpu, MULTISLICE), (open_mpi, OPEN_MPI), (slurm, STEP | GPUS)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_one_variable_of_a_valid_environment_is_wrong(resolver, valid, data):

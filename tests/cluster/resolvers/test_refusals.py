@@ -3,6 +3,7 @@
 import pytest
 
 from jdist.cluster import (
+    jax_env,
     kubernetes,
     leader_worker_set,
     lsf,
@@ -15,19 +16,53 @@ from jdist.cluster import (
     vertex,
 )
 from jdist.errors import ClusterConfigError
-from tests.cluster.resolvers.test_kubernetes import JAX_JOB, POD, TRAINER
-from tests.cluster.resolvers.test_mpi import RANK as MPI_RANK
-from tests.cluster.resolvers.test_platforms import LSF, LWS, SKY, TORCH, cluster_spec
-from tests.cluster.resolvers.test_sagemaker import TWO as SAGEMAKER
+from tests.cluster.resolvers.test_platforms import (
+    JAX,
+    JAX_JOB,
+    LSF,
+    LWS,
+    MULTISLICE,
+    NOTE,
+    OPEN_MPI,
+    POD,
+    SAGEMAKER,
+    SKY,
+    SLICE,
+    TORCH,
+    TRAINER,
+    cluster_spec,
+)
 from tests.cluster.resolvers.test_slurm import STEP as SLURM_STEP
-from tests.cluster.resolvers.test_tpu import MULTISLICE
 
-# A resolver, what it takes, and changes of that with words of the refusal.
+# A resolver, the variables it takes, and changes of these (None: not set) with words of the refusal.
 REFUSED = [
     (
-        open_mpi,
-        MPI_RANK,
+        jax_env,
+        JAX,
         [
+            *(({missing: ""}, f"{missing} is not set.*together on every process") for missing in JAX),
+            *(({missing: None}, f"{missing} is not set.*together on every process") for missing in JAX),
+            ({"JAX_NUM_PROCESSES": "0"}, "JAX_NUM_PROCESSES is .*a whole number of at least 1"),
+            ({"JAX_NUM_PROCESSES": "three"}, "JAX_NUM_PROCESSES is .*a whole number of at least 1"),
+            ({"JAX_NUM_PROCESSES": "3.0"}, "JAX_NUM_PROCESSES is .*a whole number of at least 1"),
+            ({"JAX_NUM_PROCESSES": "99999999999999"}, "JAX_NUM_PROCESSES is .*at most 100000"),
+            ({"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID is .*from 0 to 2, as JAX_NUM_PROCESSES says that there are 3"),
+            ({"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID is .*a whole number of at least 0"),
+            ({"JAX_COORDINATOR_ADDRESS": "a"}, "JAX_COORDINATOR_ADDRESS is .*host:port"),
+            ({"JAX_COORDINATOR_ADDRESS": "http://a:1"}, "JAX_COORDINATOR_ADDRESS is .*Leave out"),
+            ({"JAX_LOCAL_DEVICE_IDS": "0,x"}, "JAX_LOCAL_DEVICE_IDS is .*whole numbers with commas"),
+            ({"JAX_LOCAL_DEVICE_IDS": "0,0"}, "JAX_LOCAL_DEVICE_IDS is .*each once"),
+        ],
+    ),
+    (
+        open_mpi,
+        OPEN_MPI,
+        [
+            ({"OMPI_MCA_orte_hnp_uri": ""}, "JAX_COORDINATOR_ADDRESS is not set.*mpirun -x JAX_COORDINATOR_ADDRESS="),
+            (
+                {"SM_HOSTS": '["a b"]', "SM_CURRENT_HOST": "a b"},
+                "SM_CURRENT_HOST is 'a b'; it must be the name or address of process 0's host",
+            ),
             ({"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE is not set"),
             ({"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE is '0'"),
             ({"OMPI_COMM_WORLD_SIZE": "9999999999"}, "at most 100000"),
@@ -53,6 +88,14 @@ REFUSED = [
             ({"SM_HOSTS": '["algo-2", "algo-2"]'}, r"SM_HOSTS: `\[1\]` is 'algo-2'; it must be there once only"),
             ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST is 'algo-3'; it must be one of the hosts"),
             ({"SM_CURRENT_HOST": ""}, "SM_CURRENT_HOST is not set"),
+            *(
+                ({"JAX_COORDINATOR_PORT": port}, "JAX_COORDINATOR_PORT is .*a port from 1 to 65535")
+                for port in ("0", "65536", "x", "-1")
+            ),
+            (
+                {"JAX_COORDINATOR_PORT": "9", "JAX_COORDINATOR_ADDRESS": "a:8"},
+                "JAX_COORDINATOR_PORT is 9; it must be the port in .* a:8",
+            ),
         ],
     ),
     (
@@ -60,6 +103,7 @@ REFUSED = [
         POD | TRAINER,
         [
             ({"JAX_PROCESS_ID": ""}, "JAX_PROCESS_ID is not set"),
+            ({"JAX_PROCESS_ID": None}, "JAX_PROCESS_ID is not set"),
             ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS is not set"),
             ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES is not set"),
             ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID is 4; it must be from 0 to 3"),
@@ -116,11 +160,12 @@ REFUSED = [
 ]
 ALL = [(resolver, base | changes, words) for resolver, base, rows in REFUSED for changes, words in rows]
 ALL += [
+    (tpu, SLICE | {"TPU_WORKER_ID": NOTE}, "TPU_WORKER_ID is not set"),
     (torchrun, TORCH | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'.*torchrun sets it"),
     (torchrun, TORCH | {"WORLD_SIZE": "999999"}, "at most 100000"),
     (torchrun, TORCH | {"RANK": "4"}, "RANK is 4; it must be from 0 to 3"),
     (torchrun, TORCH | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5; it must be at most 4, the number of all"),
-    (torchrun, TORCH | {"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b'; it must be the name or address of rank 0's"),
+    (torchrun, TORCH | {"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b'; it must be the name or address of process 0's"),
     (torchrun, TORCH | {"MASTER_ADDR": ""}, "JAX_COORDINATOR_ADDRESS is not set.*torchrun does not tell"),
     (torchrun, TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT is '0'; it must be a port"),
     (
@@ -148,5 +193,8 @@ ALL += [
 @pytest.mark.parametrize(("resolver", "environ", "words"), ALL)
 def test_what_is_refused(resolver, environ, words):
     with pytest.raises(ClusterConfigError, match=words) as info:
-        resolver(environ)
+        resolver({name: value for name, value in environ.items() if value is not None})
+    if resolver is jax_env:
+        assert info.value.variable == words.split()[0]
     assert info.value.variable in str(info.value)
+    assert (info.value.value is None) == (" is not set" in str(info.value))

@@ -50,7 +50,7 @@ def test_lists_of_nodes(listed, nodes):
         ("n[[1]]", "a list of nodes"),
         ("n[1-2-3]", "a list of nodes"),
         ("n 1", "a list of nodes"),
-        ("n[3-1]", "ranges count up, unlike 3-1"),
+        ("n[3-1]", "ascending ranges, unlike 3-1"),
         ("n[1-2],n2", "n2 is there twice"),
         ("n[1-999999999]", "at most 100000 nodes"),
         ("n[1-1000]m[1-1000]", "at most 100000 nodes"),
@@ -164,7 +164,9 @@ def test_ways_to_place_tasks_node_after_node(how):
     ids=str,
 )
 def test_which_gpus_the_second_of_two_tasks_takes(gpus, devices):
-    assert slurm({**STEP, **gpus}).local_device_ids == devices
+    spec = slurm({**STEP, **gpus})
+    assert spec.local_device_ids == devices
+    assert spec.origins.get("local_device_ids") == (devices and "SLURM_GPUS_ON_NODE, SLURM_LOCALID")
 
 
 def test_a_task_alone_on_its_node_takes_all_gpus():

@@ -31,7 +31,7 @@ def test_whoever_hears_nothing_yet_asks_again(network):
 
 
 def test_an_exchange_that_nobody_else_comes_to_ends_in_time(network):
-    with pytest.raises(ClusterError, match=r"did not come to 'a' within 0 s"):
+    with pytest.raises(ClusterError, match=r"did not reach 'a' within 0 s"):
         network.exchanges[1].exchange("a", 1, 0.0)
     say(network, "a", [0, 2])
     assert network.exchanges[1]._answers == {}, "an answer that comes late is not kept"
@@ -42,14 +42,14 @@ def test_an_exchange_that_one_has_left_is_given_up_at_once(network):
     network.exchanges[1].forget("pass 0, ")
     network.beat()
     for process in (0, 2):
-        with pytest.raises(ClusterError, match="process 1 does not come to 'pass 0, step 5': it has left that loop"):
+        with pytest.raises(ClusterError, match="process 1 will not reach 'pass 0, step 5': it left that loop"):
             network.exchanges[process].hear("pass 0, step 5", 20.0)
 
 
 def test_whoever_comes_to_what_one_has_left_is_told(network):
     network.exchanges[1].forget("pass 0, ")
     network.beat()
-    with pytest.raises(ClusterError, match="process 1 does not come"):
+    with pytest.raises(ClusterError, match="process 1 will not reach"):
         network.exchanges[0].exchange("pass 0, step 5", 0, 20.0)
     say(network, "pass 01, step 5")
     assert network.exchanges[0].hear("pass 01, step 5", 0.0) == [0, 1, 2], "another beginning is another matter"
@@ -77,7 +77,7 @@ def test_one_whose_program_has_ended_counts_as_having_left(network):
     network.exchanges[0].forget("b")
     network.beat()
     network.send(2, {"type": "bye"})
-    with pytest.raises(ClusterError, match=r"process 2 does not come to 'a': .* its program has ended"):
+    with pytest.raises(ClusterError, match=r"process 2 will not reach 'a': .* its program has ended"):
         network.exchanges[0].hear("a", 20.0)
     network.exchanges[1].forget("b")
     network.beat()

@@ -116,6 +116,14 @@ def test_a_standstill_of_process_0_is_its_own():
     assert membership.tick(hub, SILENCE_S + 5)[1] == []
 
 
+def test_a_standstill_just_short_of_the_limit_that_began_after_a_silence_is_its_own():
+    hub, _ = membership.wake(after(full(), (1, beat(1)), now_s=5.0)[0], 2.0)
+    hub, tells = membership.wake(hub, SILENCE_S + 1.0)
+    assert tells == []
+    (tell,) = membership.tick(hub, SILENCE_S + 1.0)[1]
+    assert (tell.message["process"], tell.message["cause"]) == (0, "nothing was heard of it for 10 s: it stood still")
+
+
 def test_process_0_that_runs_is_not_lost():
     hub = full()
     for now_s in range(1, 30):
@@ -138,14 +146,6 @@ def test_who_is_missed_after_its_end_is_lost():
 
 
 # ---- exchanges
-
-
-def test_an_exchange_ends_when_all_have_said_theirs():
-    hub, told = after(full(), (1, {"type": "value", "key": "k", "value": [1]}))
-    assert told == []
-    hub, told = after(hub, (0, {"type": "value", "key": "k", "value": None}))
-    assert told == [Outgoing(None, {"type": "values", "key": "k", "values": [None, [1]]})]
-    assert hub.values == {}
 
 
 def test_exchanges_that_nobody_answers_do_not_fill_the_memory():
@@ -381,7 +381,7 @@ def test_a_collective_that_never_ends_is_told_by_the_process_at_the_lowest_step(
     hub = asked(beat(8, waits_s=61.0), beat(7, waits_s=61.0))
     _, (told,) = after(hub, (0, at()), (1, at()))
     assert told.message["process"] == 1
-    assert told.message["cause"].startswith("all wait for each other since 61 s, at a collective that does not end")
+    assert told.message["cause"].startswith("all have waited for each other for 61 s in a collective without end")
 
 
 def test_what_may_last_is_waited_for_and_asked_again():

@@ -102,7 +102,7 @@ def test_a_line_that_nobody_reads_keeps_what_is_said_and_never_waits(pair):
 
 def test_who_never_reads_is_given_up(pair):
     line, _ = pair
-    with pytest.raises(ConnectionError, match="does not take in"):
+    with pytest.raises(ConnectionError, match="does not read its messages"):
         line.send({"type": "value", "value": "x" * (1 << 26)})  # more than any system keeps on the way
 
 

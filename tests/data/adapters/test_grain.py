@@ -54,6 +54,7 @@ class Source:
 KINDS = {
     "MapDataset": lambda: elements().batch(6),
     "MapDataset repeated": lambda: elements().repeat(2).batch(6, drop_remainder=True),
+    "MapDataset mixed": lambda: grain.MapDataset.mix([elements(), elements()], weights=[3, 1]).batch(6),
     "MapDataset of batches": lambda: elements().batch(6).map(lambda batch: dict(batch)),
     "IterDataset": lambda: elements().to_iter_dataset().filter(lambda row: row["y"] % 3 > 0).batch(4),
     "DataLoader": loader,
@@ -66,7 +67,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_is_exact(kind):
-    slow = kind in ("windows", "MapDataset repeated")
+    slow = kind in ("windows", "MapDataset repeated", "MapDataset mixed")
     first, *_ = check_position(KINDS[kind], stops=(2,) if slow else (0, 1, 4), passes=2)
     if kind != "iterator":
         assert first == [batch["y"].tolist() for batch in KINDS[kind]()], "as Grain itself gives them"
@@ -206,7 +207,7 @@ def test_a_part_that_is_not_the_process_s_own_is_refused():
     assert "gives part 0 of 2 to this process, which is process 1 of 2" in str(refused[1])
     job = Job(2)
     refused = job.run(lambda process: job.dataset(process, loader(index=process, count=2), autoshard="data"))
-    assert all("by which the processes share one source" in str(error) for error in refused)
+    assert all("so the processes share one source" in str(error) for error in refused)
 
 
 def test_a_position_of_parts_fits_as_many_processes():
@@ -434,5 +435,5 @@ def test_fit_takes_rows_and_epochs_in_new_orders():
     np.testing.assert_allclose(float(state), sum(means), rtol=1e-6)
     with pytest.raises(DatasetError, match="`global_batch` is 8, but `data` is a grain MapDataset, which has batches"):
         jdist.fit(train_step, 0.0, elements().batch(4), strategy=strategy, global_batch=8, **options)
-    with pytest.raises(DatasetError, match="of which jdist shuffles nothing"):
+    with pytest.raises(DatasetError, match="and jdist does not shuffle that"):
         jdist.fit(train_step, 0.0, elements().batch(4), strategy=strategy, shuffle_seed=8, **options)

@@ -11,108 +11,85 @@ import numpy as np
 import optax
 import pytest
 
-import jdist
 from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, ClosureError, JobReplacedError, NoWorkersError, ShardLostError
 from jdist.ps.coordinator import snapshots
+from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.function_plan import FunctionPlan, make_function, plan_function
-from jdist.ps.program.layout import make_layout
-from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Restore
-from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.scheduler_events import Assign, Decided
+from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import spec_of
-from jdist.ps.server.shard_server import ShardServer
+from jdist.ps.server.replicated_shard import slots
 from jdist.ps.transport.interface import Method
-from jdist.ps.transport.shard_client import ShardClient, whose
+from jdist.ps.transport.routed import place_copies
+from jdist.ps.transport.shard_client import process_name
 from jdist.ps.worker.server import WorkerServer
 from jdist.support.versions import versions
-from tests.ps.fake_transport import FakeChannel, FakeServer
-from tests.ps.hidden_layer import BATCH, create, train_step
-from tests.ps.program.test_layout import raw
-from tests.ps.program.test_split_step import apart
+from tests.ps.fake_transport import FakeChannel, FakeServer, only_copy
 from tests.ps.real_cluster import wait_until
+from tests.ps.server import test_shard_server as shard_server
 from tests.ps.server.test_shard_server import fail_at, program
 
 TIMES = Times(ping_s=0.05, lost_after_s=0.5, closure_s=60, reconnect_s=0.05)
 
 
-class Job:
-    """A job of this process.
+class Job(shard_server.Job):
+    """A job of this process; calls of workers to shards meet `fault`."""
 
-    Args:
-        num_ps, num_workers: how many there are.
-        fault: as for `FakeChannel`, of calls to shards.
-        rules: about late and non-finite gradients.
-        times: how long the coordinator waits.
-    """
-
-    def __init__(
-        self,
-        num_ps,
-        num_workers,
-        *,
-        tx=None,
-        step=train_step,
-        fault=lambda method, header: None,
-        rules=None,
-        times=TIMES,
-    ):
-        rules = rules or Rules(non_finite="skip")
-        self.state = create(tx or optax.sgd(0.1, 0.9))
-        self.parts, state, batches, others = apart(step, self.state, BATCH)
-        self.leaves, self.arguments = raw(state), jax.tree.leaves((batches, others))
-        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps), rules=rules)
-        inputs = [self.leaves[i] for i in self.parts.read]
-
-        function = make_function(self.parts)
-        self.keepers = [ShardServer() for _ in self.layout.shards]
-        self.servers = {
-            f"ps{s.server}": FakeServer(f"ps{s.server}", k.methods())
-            for s, k in zip(self.layout.shards, self.keepers, strict=True)
-        }
-        self.fault = fault
+    def __init__(self, num_ps, num_workers, *, fault=lambda method, header: None, times=TIMES):
+        super().__init__(num_ps, optax.sgd(0.1, 0.9), non_finite="skip")
+        self.keepers = [only_copy() for _ in self.layout.shards]
+        self.servers = {f"ps{i}": FakeServer(f"ps{i}", slots([k])) for i, k in enumerate(self.keepers)}
+        self.faults = {}  # by server, of the coordinator's calls
 
         def connect(address):
-            return FakeChannel(self.servers[address], fault=self.fault)
+            return FakeChannel(self.servers[address], fault=fault)
 
         self.workers = [WorkerServer(connect, timeout_s=2, give_up_s=5) for _ in range(num_workers)]
         self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
         self.times = times
         self.programs = [[program(self.layout, shard)] for shard in self.layout.shards]
+        function, self.arguments = make_function(self.parts), jax.tree.leaves(self.given)
         self.function = plan_function(self.layout, 0, function)
-        self.packed = pack(function.run, [*inputs, *self.arguments])
-        self.begin(generation=1)
+        self.packed = pack(function.run, [*(self.leaves[i] for i in self.parts.read), *self.arguments])
+        self.begin()
 
-    def begin(self, generation):
+    def begin(self):
         """Begins, or begins anew with another coordinator."""
-        addresses = [f"ps{s.server}" for s in self.layout.shards]
-        self.clients = [
-            ShardClient(self.channel(self.servers[a]), k, give_up_s=5)
-            for a, k in zip(addresses, self.layout.shards, strict=True)
-        ]
+
+        def connect(address):
+            fault = lambda method, header: self.faults.get(address, lambda *_: None)(method, header)  # noqa: E731
+            return FakeChannel(self.servers[address], fault=fault)
+
         self.coordinator = Coordinator(
-            [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
-            self.clients,
+            [lambda i=i: FakeChannel(self.worker_servers[i]) for i in range(len(self.workers))],
+            place_copies(connect, list(self.servers), list(self.servers), replicas=1),
+            self.layout.shards,
             times=self.times,
             depth=4,
         )
         self.queue = self.coordinator.queue
-        self.coordinator.begin(self.layout.split_leaves(self.leaves), self.programs, generation=generation)
+        self.clients = self.queue.shards.clients
+        self.coordinator.begin(self.layout.split_leaves(self.leaves), self.programs)
         self.step = self.queue.add(self.function, self.packed)
 
-    def channel(self, server):
-        """How the coordinator reaches a server."""
-        return FakeChannel(server)
+    def forget(self, shard=-1):
+        """A server dies, and another comes in its place."""
+        self.keepers[shard] = only_copy()
+        self.servers[list(self.servers)[shard]]._methods = slots([self.keepers[shard]])
+
+    def come_back(self, worker=0):
+        """A new process comes in a worker's place."""
+        methods = WorkerServer(self.workers[worker]._connect).methods()
+        self.worker_servers[worker] = FakeServer(f"worker{worker}", methods)
 
     def schedule(self, arguments=None):
         return self.queue.schedule(self.step, self.arguments if arguments is None else arguments)
-
-    def whole(self):
-        return self.layout.join_leaves(self.coordinator.snapshots.take().kept, self.leaves)
 
     def __enter__(self):
         return self
@@ -121,78 +98,14 @@ class Job:
         self.coordinator.close()
 
 
-def one_after_the_other(job, steps):
-    step = jdist.distribute(train_step, jdist.one_device(), donate=False)
-    state, losses = job.state, []
-    for _ in range(steps):
-        state, metrics = step(state, BATCH)
-        losses.append(float(metrics["loss"]))
-    return raw(state), losses
-
-
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_one_worker_does_what_one_device_does(num_ps):
-    with Job(num_ps, 1) as job:
-        pending = [job.schedule() for _ in range(10)]
-        job.queue.join(60)
-        expected, losses = one_after_the_other(job, 10)
-        for a, b in zip(job.whole(), expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose([float(p.wait(0)[0]) for p in pending], losses, rtol=1e-4)
+def steps_of(job, kept):
+    """The counter in each shard's arrays."""
+    place = job.names.index(".step")
+    return [int(arrays[[r.of for r in s.rows].index(place)]) for s, arrays in zip(job.layout.shards, kept, strict=True)]
 
 
 def count(job):
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
-    return [
-        int(np.asarray(k._kept[[r.of for r in s.rows].index(names.index(".step"))]))
-        for s, k in zip(job.layout.shards, job.keepers, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_two_workers_count_every_closure_once_although_messages_are_lost(num_ps):
-    lock, calls = threading.Lock(), [0]
-
-    def fault(method, header):
-        with lock:
-            calls[0] += 1
-            return {0: "lose the answer", 3: "twice", 5: "lose the call"}.get(calls[0] % 11)
-
-    with Job(num_ps, 2, fault=fault) as job:
-        for _ in range(60):
-            job.schedule()
-        job.queue.join(120)
-        assert count(job) == [60] * num_ps
-
-
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_a_worker_that_dies_and_one_that_takes_its_place(num_ps):
-    with Job(num_ps, 2) as job:
-        pending = [job.schedule() for _ in range(40)]
-        pending[3].wait(60)
-        job.worker_servers[0].stop()
-        pending[20].wait(60)
-        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
-        job.queue.join(60)
-        assert count(job) == [40] * num_ps
-        assert all(np.isfinite(p.wait(0)[0]) for p in pending)
-
-
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num_ps):
-    with Job(num_ps, 2) as job:
-        pending = [job.schedule() for _ in range(30)]
-        pending[12].wait(60)
-        before = job.coordinator.snapshots.take()
-        pending[20].wait(60)
-        job.keepers[-1] = ShardServer()
-        name = list(job.servers)[-1]
-        job.servers[name]._methods = job.keepers[-1].methods()
-        pending += [job.schedule() for _ in range(10)]
-        job.queue.join(60)
-        assert count(job) == [40] * num_ps
-        assert before.version >= 12
-        assert job.queue.generation == 2
+    return steps_of(job, [keeper._kept for keeper in job.keepers])
 
 
 def test_results_are_those_of_the_present_history():
@@ -219,11 +132,10 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
         job.schedule().wait(60)
         before = job.coordinator
         late = job.schedule()
-        job.begin(generation=7)
+        job.begin()
         assert before.queue.closed.wait(20)
-        found = (
-            f"another coordinator ({whose()}) has taken over the parameter servers: their history is number 7, and this"
-        )
+        other = f"another coordinator ({process_name()})"
+        found = f"{other} has taken over the parameter servers: their history is number 2, and this"
         for call in (before.queue.join, before.snapshots.take, lambda: before.queue.schedule(0, job.arguments)):
             with pytest.raises(JobReplacedError, match=re.escape(found)) as raised:
                 call()
@@ -235,14 +147,28 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
             job.schedule()
         job.queue.join(60)
         assert count(job) == [20] * num_ps
-        assert job.queue.generation == 7
+        assert job.queue.generation == 2
         before.close()
+
+
+def test_a_closure_of_an_update_that_has_failed_ends_its_round():
+    function = FunctionPlan(arguments=(), outputs=())
+    decided, queue = [], ClosureQueue([], TIMES, rounds=Rounds(size=2), copies=[])
+    made = queue.add(function, b"", combine=lambda results: ([], True, None))
+    queue.executors[Assign] = lambda command: None
+    pending = queue.schedule_round(made, [[], []])
+    pending[0].arrive([])
+    pending[1].arrive([], ClosureError("no memory"))
+    queue.handle = decided.append
+    queue.decide((0, 1))
+    assert decided == [Decided(closures=(0, 1), commit=False)]
+    assert str(queue._error) == "the results of closures (0, 1) cannot be combined: no memory"
 
 
 def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypatch):
     with Job(1, 1) as job:
         job.queue.join(20)
-        monkeypatch.setattr("jdist.ps.transport.shard_client.whose", lambda: "process 1 of another")
+        monkeypatch.setattr("jdist.ps.transport.shard_client.process_name", lambda: "process 1 of another")
         job.clients[0].restore(Restore(generation=2), job.layout.split_leaves(job.leaves)[0], job.programs[0])
         job.queue.memory_lost(0)  # it begins history 2, too
         assert job.queue.closed.wait(20)
@@ -264,13 +190,6 @@ def test_a_server_whose_update_fails_once_begins_anew_and_the_count_is_exact_all
         assert all(np.isfinite(p.wait(0)[0]) for p in pending)
 
 
-def steps_of(job, kept):
-    """The counter in each shard's arrays."""
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
-    place = names.index(".step")
-    return [int(arrays[[r.of for r in s.rows].index(place)]) for s, arrays in zip(job.layout.shards, kept, strict=True)]
-
-
 def test_snapshots_that_are_wanted_at_the_same_time_are_each_of_one_moment():
     with Job(2, 2) as job, ThreadPoolExecutor(3) as pool:
         pending = [job.schedule() for _ in range(60)]
@@ -285,7 +204,7 @@ def test_a_snapshot_of_which_an_answer_is_lost_is_taken_again():
     with Job(2, 1) as job:
         job.schedule().wait(60)
         lost = iter(["lose the answer"])
-        job.clients[1].channel._fault = lambda method, header: next(lost, None) if method == "read" else None
+        job.faults["ps1"] = lambda method, header: next(lost, None) if method == "read" else None
         assert steps_of(job, job.coordinator.snapshots.take().kept) == [1, 1]
         assert next(lost, None) is None
 
@@ -299,7 +218,7 @@ def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
             job.schedule().wait(60)
         assert job.queue.epoch_of(0) > 2
         job.coordinator.close()
-        job.begin(generation=2)
+        job.begin()
         job.schedule().wait(60)
         assert job.queue.epoch_of(0) == 1
 
@@ -361,13 +280,15 @@ class TestAShardThatIsGone:
             assert count(job) == [30 - cancelled] * 2
             assert all(p.done for p in pending)
 
-    def test_a_coordinator_that_begins_without_it_says_so(self):
+    def test_a_coordinator_that_begins_without_it_says_so_and_leads_no_other(self):
         with Job(2, 1) as job:
             job.schedule().wait(60)
             job.coordinator.close()
             job.servers["ps1"].stop()
-            with pytest.raises(ShardLostError, match="the parameter server ps1 does not answer: unavailable"):
-                job.begin(generation=2)
+            term = job.keepers[0].status({}, [])[0]["term"]
+            with pytest.raises(ShardLostError, match="no answer from the parameter server ps1: unavailable"):
+                job.begin()
+            assert job.keepers[0].status({}, [])[0]["term"] == term
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):
@@ -425,7 +346,7 @@ def test_a_full_queue_makes_the_next_call_wait(monkeypatch, limit):
         scheduling.start()
         scheduling.join(1.0)
         waits, there = scheduling.is_alive(), len(scheduled)
-        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
+        job.come_back()
         scheduling.join(60)
         job.queue.join(60)
         assert (waits, there < 20, len(scheduled), count(job)) == (True, True, 20, [21])
@@ -474,17 +395,6 @@ def test_a_worker_of_other_versions_is_named_here_with_both(caplog, other, refus
         wait_until(lambda: job.schedule().wait(60) and re.search(said, caplog.text))
 
 
-def test_without_any_worker_for_long_the_job_fails_and_its_state_is_whole():
-    with Job(2, 1, times=dataclasses.replace(TIMES, no_worker_timeout_s=0.5)) as job:
-        job.schedule().wait(60)
-        job.worker_servers[0].stop()
-        job.schedule()
-        with pytest.raises(NoWorkersError, match="What the servers have is whole"):
-            job.queue.join(60)
-        assert count(job) == [1, 1]
-        assert len(job.whole()) == len(job.leaves)
-
-
 def test_what_a_function_fails_with_on_a_worker_is_shown_and_cancels_the_queue(monkeypatch):
     def fail(self, arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory on this worker")
@@ -527,7 +437,7 @@ def test_when_much_has_come_while_a_snapshot_was_taken_the_next_one_is_due(monke
 def test_functions_without_a_state_leave_nothing_behind():
     worker = WorkerServer(lambda address: None)
     server = FakeServer("worker", worker.methods())
-    job = Coordinator([lambda: FakeChannel(server)], [], times=TIMES)
+    job = Coordinator([lambda: FakeChannel(server)], [], [], times=TIMES)
     job.begin([], [])
     try:
         spec = jax.ShapeDtypeStruct((), np.int32)
@@ -548,11 +458,10 @@ def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_i
         pending = [job.schedule() for _ in range(10)]
         assert [job.queue.cancel([p]) for p in pending[7:]] == [True] * 3
         assert not job.queue.cancel(pending[6:8])  # of which one is cancelled: all or none
-        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
+        job.come_back()
         job.queue.join(60)
         assert count(job) == [8]
-        job.keepers[0] = ShardServer()
-        job.servers["ps0"]._methods = job.keepers[0].methods()
+        job.forget()
         job.schedule().wait(60)
         job.queue.join(60)
         assert (count(job), job.queue.generation) == ([9], 2)
@@ -567,8 +476,7 @@ def test_a_server_lost_between_the_last_closure_and_the_snapshot_costs_the_fetch
 
         def losing():
             if next(losses, False):
-                job.keepers[-1] = ShardServer()
-                job.servers[list(job.servers)[-1]]._methods = job.keepers[-1].methods()
+                job.forget()
                 with job.queue.lock:
                     assert job.queue.lock.wait_for(lambda: job.queue.generation == 2, 60)
             return take()
@@ -582,7 +490,7 @@ def test_it_is_said_once_for_whom_all_wait(caplog):
     hold, release, begun = threading.Event(), threading.Event(), threading.Event()
 
     def held(method, header):
-        if hold.is_set() and method == "say" and any(m["is"] in ("Push", "Stage") for m in header["say"]):
+        if hold.is_set() and method == "say" and any(m["is"] == "Push" for m in header["say"]):
             begun.set()
             release.wait(20)
 
@@ -611,23 +519,23 @@ def test_a_silent_server_is_named_and_not_the_workers_that_wait_for_it(caplog):
         wait_until(lambda: "no closure has finished for" in caplog.text)
         job.servers["ps0"].resume()
         pending.wait(60)
-        wait_until(lambda: "parameter server 0 is there again" in caplog.text)
+        wait_until(lambda: "parameter server 0 is back" in caplog.text)
     told = [record.message for record in caplog.records]
     assert re.match(
-        r"parameter server 0 at ps0 has not answered for \d+ s: unavailable. Whatever needs it waits", told[0]
+        r"parameter server 0 at ps0 has not answered for \d+ s: unavailable. Calls that need it wait", told[0]
     )
     (waits,) = [line for line in told if line.startswith("no closure has finished for")]
     assert re.search(r"waiting for parameter server 0 at ps0, which has not answered for \d+ s$", waits)
 
 
-@pytest.mark.parametrize("lost", ["Freeze", "Snapshot", "Thaw"])
+@pytest.mark.parametrize("lost", ["freeze", "keep", "thaw"])
 def test_a_shard_that_cannot_be_reached_in_a_snapshot_keeps_nobody_waiting(monkeypatch, caplog, lost):
     """The other shard is thawed, the silent one thaws by itself, and the snapshot is taken when both answer."""
     monkeypatch.setattr(snapshots, "ANSWER_S", 0.05)
     is_cut = threading.Event()
 
     def cut(method, header):
-        if method == "say" and any(m["is"] == lost for m in header["say"]):
+        if method == "say" and any(m.get("phase") == lost for m in header["say"]):
             is_cut.set()
         return "lose the call" if is_cut.is_set() and method == "say" else None
 
@@ -635,12 +543,12 @@ def test_a_shard_that_cannot_be_reached_in_a_snapshot_keeps_nobody_waiting(monke
         job.schedule().wait(60)
         for keeper in job.keepers:
             keeper._frozen_s = 0.05
-        job.clients[1].channel._fault = cut
+        job.faults["ps1"] = cut
         snapshot = pool.submit(job.coordinator.snapshots.take)
         assert is_cut.wait(60)
         job.schedule().wait(60)
         assert not snapshot.done()
         wait_until(lambda: "no snapshot for now" in caplog.text)
-        job.clients[1].channel._fault = lambda method, header: None
+        job.faults.clear()
         assert steps_of(job, snapshot.result(60).kept) == [2, 2]
     assert "ps1 does not answer: deadline, for 0.05 s, as shard 1 is asked for its part. The other" in caplog.text

@@ -14,7 +14,7 @@ from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
-from tests.ps.real_cluster import BOUND_S, Cluster, wait_until
+from tests.ps.real_cluster import BOUND_S, wait_until
 from tests.ps.servers import ROOT, environment
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
@@ -61,18 +61,11 @@ def check_end(folder, monkeypatch):
     assert (restored.step, int(restored.state.step), set(counts)) == (STEPS, STEPS, {STEPS})
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    made = Cluster(tmp_path_factory.mktemp("cluster"), ps=2)
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def cluster(processes):
-    """Two workers and two servers, all of which run."""
-    processes.ready()
-    return processes
+def chief(cluster):
+    """The environment of the cluster's chief."""
+    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+    return {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})}
 
 
 def killed_and_run_again(folder, monkeypatch, options, environ):
@@ -84,10 +77,8 @@ def killed_and_run_again(folder, monkeypatch, options, environ):
     check_end(folder, monkeypatch)
 
 
-def test_with_servers_that_outlive_it(cluster, tmp_path, monkeypatch):
-    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
-    config = json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})
-    killed_and_run_again(tmp_path, monkeypatch, "keep_servers: true", {"TF_CONFIG": config})
+def test_with_servers_that_outlive_it(chief, tmp_path, monkeypatch):
+    killed_and_run_again(tmp_path, monkeypatch, "keep_servers: true", chief)
 
 
 SCRIPT = """
@@ -103,14 +94,12 @@ for i in range(int(sys.argv[1])):
 """
 
 
-def test_a_script_too_ends_with_the_code_after_which_no_launcher_starts_it_again(cluster, tmp_path):
+def test_a_script_too_ends_with_the_code_after_which_no_launcher_starts_it_again(chief, tmp_path):
     """Two launchers with restarts would else take the servers from each other for ever."""
-    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
-    environ = environment({"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})})
 
     def start(steps):
         command = [sys.executable, "-c", SCRIPT, str(steps)]
-        return subprocess.Popen(command, env=environ, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, env=environment(chief), stdout=-1, stderr=subprocess.STDOUT, text=True)
 
     with start(10_000_000) as first:
         assert first.stdout.readline()
@@ -123,19 +112,17 @@ def test_a_script_too_ends_with_the_code_after_which_no_launcher_starts_it_again
 
 
 def test_a_second_one_takes_over_and_the_first_says_by_whom_and_leaves_the_servers_alone(
-    cluster, tmp_path, monkeypatch
+    cluster, chief, tmp_path, monkeypatch
 ):
-    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
-    environ = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})}
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         steps = "steps: 1000000" if name == "first" else f"steps: {STEPS}"
         (tmp_path / name / "toy.yaml").write_text((CONFIG % "keep_servers: false").replace(f"steps: {STEPS}", steps))
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(run, tmp_path / "first", environ)
+        first = pool.submit(run, tmp_path / "first", chief)
         wait_until(lambda: first.done() or any((tmp_path / "first/runs/toy/checkpoints").glob("step_*")))
         assert not first.done(), first.result()
-        code, said = run(tmp_path / "second", environ)
+        code, said = run(tmp_path / "second", chief)
         assert code == 0, said
         code, said = first.result(BOUND_S)
     assert code == 2, said

@@ -10,12 +10,12 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import ClosureError, DatasetError, StepError, StrategyError
+from jdist.errors import ClosureCancelledError, ClosureError, DatasetError, StepError, StrategyError
 from jdist.ps.coordinator.datasets import name_of_function
 from jdist.ps.worker.data import WorkerData
 from tests.ps.flaky import InProcess, Network
 from tests.ps.hidden_layer import create, loss
-from tests.ps.real_cluster import wait_until
+from tests.ps.real_cluster import local, wait_until
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
@@ -30,10 +30,9 @@ def strategy(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         patch.setenv("SHARES", str(folder))
-        made = jdist.parameter_server(local_workers=2, local_ps=1)
-        assert made.coordinator.num_workers == 2  # started here, with that environment
-    yield made
-    made.coordinator.close()
+        with local(local_workers=2, local_ps=1) as made:
+            assert made.coordinator.num_workers == 2  # started here, with that environment
+            yield made
 
 
 MODULE = """
@@ -191,7 +190,7 @@ def test_after_a_queue_was_cancelled_the_same_dataset_is_read_again(strategy, at
 
     with pytest.raises(ClosureError, match="NaN or infinite"):
         train()
-    again = [batch for batch, number in found if number.is_cancelled] + refused
+    again = [batch for batch, number in found if isinstance(number.error, ClosureCancelledError)] + refused
     rest = read(strategy, [*again, *batches])
     done = [int(number) for _, number in found if number.error is None]
     assert len(rest) + len(done) + 1 == 92
@@ -230,13 +229,19 @@ def test_the_share_of_a_worker_that_dies_is_read_by_another(tmp_path, monkeypatc
         coordinator.close()
 
 
+def opened(name):
+    """The data of a worker that has opened a dataset, and the header."""
+    data, options = WorkerData(), {"partial": "pad", "with_mask": False, "prefetch": 0}
+    header = {"dataset": 1, "name": name, "options": options, "pipelines": 2, "pipeline": 1}
+    answer, _ = data.methods()["open"].run(header, [])
+    assert "error" not in answer
+    return data, header
+
+
 def test_what_is_read_ahead_is_bounded_and_a_new_process_goes_on_where_the_lost_one_was(tmp_path, monkeypatch):
     (tmp_path / "bounded_data.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = {"partial": "pad", "with_mask": False, "prefetch": 0}
-    data = WorkerData()
-    header = {"dataset": 1, "name": "bounded_data:endless", "options": options, "pipelines": 2, "pipeline": 1}
-    data.methods()["open"].run(header, [])
+    data, header = opened("bounded_data:endless")
 
     def advance(until, asked):
         said = {**header, "pass": 0, "until": until, "asked": asked}
@@ -255,12 +260,8 @@ def test_what_is_read_ahead_is_bounded_and_a_new_process_goes_on_where_the_lost_
 def test_a_batch_that_is_asked_for_again_is_the_same_batch(tmp_path, monkeypatch):
     (tmp_path / "again_data.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = {"partial": "pad", "with_mask": False, "prefetch": 0}
     for name in ("again_data:arrays", "again_data:generator"):
-        data = WorkerData()
-        header = {"dataset": 1, "name": name, "options": options, "pipelines": 2, "pipeline": 1}
-        answer, _ = data.methods()["open"].run(header, [])
-        assert "error" not in answer
+        data, _ = opened(name)
         first = [data.batch((1, 0, 1, i)) for i in range(5)]
         for i in (3, 1, 4):
             again = data.batch((1, 0, 1, i))
@@ -290,7 +291,7 @@ def test_functions_that_workers_cannot_find_are_refused():
     for fn, why in (
         (inside, "defined inside of another function"),
         (lambda context: [], "it is a lambda"),
-        ("a", "a name is"),
+        ("a", "or its name 'package.module:function'"),
     ):
         with pytest.raises(DatasetError, match=why):
             name_of_function(fn)
@@ -299,7 +300,7 @@ def test_functions_that_workers_cannot_find_are_refused():
 def test_what_does_not_go_together_is_refused(strategy):
     dataset = strategy.coordinator.create_per_worker_dataset("my_data:arrays")
     first, second = itertools.islice(dataset, 2)
-    with pytest.raises(DatasetError, match="two batches that workers are to read"):
+    with pytest.raises(DatasetError, match="two batches for workers to read"):
         strategy.coordinator.schedule(lambda a, b: a["x"] + b["x"], (first, second))
     step, state = (
         jdist.distribute(train_step, strategy, steps_per_call=2),

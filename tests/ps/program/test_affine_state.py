@@ -10,21 +10,15 @@ import pytest
 
 import jdist
 from jdist.errors import BoundaryError
-from jdist.ps.program.artifact import pack
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
-from jdist.ps.program.split_step import split_step
 from jdist.ps.program.sync import make_sync_function
-from jdist.ps.protocol.messages import Cut, Done, Freeze, Restore, Snapshot
-from jdist.ps.protocol.shard import Rules
-from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.shard_client import ShardClient
 from tests.by_default import some
-from tests.ps.fake_transport import FakeChannel, FakeServer
-from tests.ps.hidden_layer import BATCH, create, loss
-from tests.ps.program.test_layout import raw, shares
-from tests.ps.program.test_split_step import apart, computed, spec_of
-from tests.ps.server.test_shard_server import push, struct
+from tests.ps.hidden_layer import BATCH, create, loss, raw
+from tests.ps.program.test_layout import shares
+from tests.ps.program.test_split_step import apart, computed
+from tests.ps.real_cluster import local
+from tests.ps.server.test_shard_server import Job, push
 
 OTHER = {
     "x": np.random.default_rng(7).normal(size=(8, 3)).astype(np.float32),
@@ -225,37 +219,21 @@ def test_many_workers_do_not_make_a_running_mean_swing():
 
 def test_a_late_gradient_counts_less_and_what_is_carried_counts_in_full():
     first, rule = LINEAR["total in float"]
-    parts, state, batches, others = apart(carrying(rule), create(optax.sgd(1.0), **first), BATCH)
-    rules, leaves = Rules(on_stale="down_weight", max_staleness=0), raw(state)
-    layout = make_layout([parts], num_ps=1, partitioner=fixed_shards(1), rules=rules)
-    (shard,) = layout.shards
-    client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), shard, give_up_s=2)
-    program = pack(layout.program(shard, 0), list(map(struct, shard.program_specs(0))))
-    kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
-    assert isinstance(client.restore(Restore(generation=1), kept, [program]), Done)
-    ((shares,),) = pushed_by_each(parts, leaves, [(batches, others)], layout)
+    state = create(optax.sgd(1.0), **first)
+    job = Job(1, step=carrying(rule), state=state, on_stale="down_weight", max_staleness=0).restore()
     for closure in (0, 1, 2):  # of staleness 0, 1 and 2
-        client.say([push(closure=closure, base=0)], [np.asarray(x) for x in shares])
-    client.say([Freeze(generation=1, number=1)])
-    (cut,), _, _ = client.say([Snapshot(generation=1)])
-    assert isinstance(cut, Cut)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    found = {names[rows.of]: x for rows, x in zip(shard.rows, client.read(1, cut.version), strict=True)}
-    assert float(found[".extra['n']"]) == 5 + 3 * 6
+        job.clients[0].say([push(closure=closure, base=0)], [np.asarray(x) for x in job.computed()[0]])
+    assert float(job.kept(".extra['n']")) == 5 + 3 * 6
     grads = jax.grad(loss)(state.params, BATCH)
     expected = state.params["b"] - (1 + 1 / 2 + 1 / 3) * grads["b"]
-    np.testing.assert_allclose(found[".params['b']"], expected, rtol=1e-5)
+    np.testing.assert_allclose(job.kept(".params['b']"), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["total in float", "running mean"])
 def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged(case):
     first, rule = LINEAR[case]
     step, state = carrying(rule), create(optax.sgd(0.1), **first)
-    _, state, batches, others = apart(step, state, BATCH)
-    spec, signature = spec_of(step, jdist.one_device())
-    call, *_ = signature.bind((state, BATCH), {})
-    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
-    parts = split_step(spec, state, batches, others, closures=2)
+    parts, state, batches, others = apart(step, state, BATCH, closures=2)
     sync = make_sync_function(parts, 2)
     old, (place,) = raw(state), [i for i, x in enumerate(jax.tree.leaves(state)) if x is state.extra[next(iter(first))]]
     made = [
@@ -278,12 +256,7 @@ def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged
 @pytest.mark.parametrize("closures", [1, 2])
 def test_what_a_closure_pushes_has_the_types_that_servers_expect(closures):
     """Arrays travel as their bytes: an integer that became a float would be read as another integer."""
-    state = started()
-    _, state, batches, others = apart(counting, state, BATCH)
-    spec, signature = spec_of(counting, jdist.one_device())
-    call, *_ = signature.bind((state, BATCH), {})
-    spec = type(spec)(counting, spec.strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
-    parts = split_step(spec, state, batches, others, closures=closures)
+    parts, state, batches, others = apart(counting, started(), BATCH, closures=closures)
     sync, old = make_sync_function(parts, closures), raw(state)
     for share in sync.cut(jax.tree.leaves((batches, others))):
         made = jax.eval_shape(sync.run, [*(old[i] for i in parts.read), *share])
@@ -307,14 +280,11 @@ def started():
 
 @pytest.mark.parametrize("wire", some(["float32", "bf16"], ["float32"]))
 def test_two_real_workers_count_every_row(wire):
-    strategy = jdist.parameter_server(local_workers=2, local_ps=2, partitioner=fixed_shards(2), wire=wire)
-    try:
+    with local(local_workers=2, local_ps=2, partitioner=fixed_shards(2), wire=wire) as strategy:
         step, state = jdist.distribute(counting, strategy), strategy.init(started)
         for _ in range(100):
             state, _ = step(state, BATCH)
         found = strategy.fetch(state)
-    finally:
-        strategy.coordinator.close()
     assert (float(found.extra["seen"]), int(found.extra["exact"]), int(found.step)) == (600, 600, 100)
     mean = BATCH["x"].mean(0)  # as if the workers had taken turns
     np.testing.assert_allclose(found.extra["mean"], mean + (1 - mean) * 0.99**100, rtol=1e-5, atol=1e-5)

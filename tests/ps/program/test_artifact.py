@@ -80,7 +80,7 @@ def test_a_custom_call_that_is_not_allowed_is_refused():
 
 @pytest.mark.parametrize("bytes_", [b"", b"x", b"garbage" * 100, pack(normal, ARGUMENTS)[:200]])
 def test_what_is_no_artifact_is_refused(bytes_):
-    with pytest.raises(ArtifactError, match="no exported function"):
+    with pytest.raises(ArtifactError, match="not an exported function"):
         unpack(bytes_)
 
 

@@ -10,14 +10,8 @@ import jdist
 from jdist.ps.program.artifact import pack, unpack
 from jdist.ps.program.layout import Rows, make_layout
 from jdist.ps.program.partition import fixed_shards, min_size
-from tests.ps.hidden_layer import BATCH, create, train_step
+from tests.ps.hidden_layer import BATCH, create, loss, raw, train_step
 from tests.ps.program.test_split_step import apart, computed
-
-
-def raw(state):
-    return [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
-    ]
 
 
 def shares(layout, shard, arrays, scalars):
@@ -27,8 +21,9 @@ def shares(layout, shard, arrays, scalars):
 
 
 def one_step(layout, parts, leaves, batches, others, *, packed=False):
-    """The new leaves after one closure, each server running its own program on its own rows."""
-    pushed, scalars, _, _ = computed(parts, [leaves[i] for i in parts.read], batches, others)
+    """The new leaves after one closure, each server running its own program on its own rows; and the outputs."""
+    pushed, scalars, finite, outputs = computed(parts, [leaves[i] for i in parts.read], batches, others)
+    assert bool(finite)
     new = [np.array(x) for x in leaves]
     for shard in layout.shards:
         kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
@@ -39,21 +34,44 @@ def one_step(layout, parts, leaves, batches, others, *, packed=False):
         program = layout.program(shard, 0)
         run = unpack(pack(program, [*kept, *pushes])) if packed else jax.jit(program)
         for rows, x in zip(shard.rows, run([*kept, *pushes]), strict=False):
-            new[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
-    return new
+            rows.put(new[rows.of], x)
+    return new, outputs
+
+
+def with_statistics(state, batch):
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    mean = 0.9 * state.extra["mean"] + 0.1 * jdist.aggregate(batch["x"].mean(0), "mean")
+    return state.apply_gradients(grads=grads, mean=mean).replace(rng=jax.random.split(state.rng)[0]), value
+
+
+def scaled(state, batch, scale, *, power):
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    return state.apply_gradients(grads=jax.tree.map(lambda g: g * scale**power, grads)), {"loss": value}
+
+
+CASES = {
+    "sgd": (train_step, lambda: create(optax.sgd(0.1, 0.9)), (), {}),
+    "clipped adam": (train_step, lambda: create(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))), (), {}),
+    "clipped lamb": (train_step, lambda: create(optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(0.1))), (), {}),
+    "lamb": (train_step, lambda: create(optax.lamb(0.1)), (), {}),
+    "statistics": (with_statistics, lambda: create(optax.adam(0.1), mean=jnp.zeros(3)), (), {}),
+    "other arguments": (scaled, lambda: create(optax.sgd(0.1)), (np.float32(0.5),), {"power": 2}),
+    "accumulate": (train_step, lambda: create(optax.sgd(0.1)), (), {"accumulate": 2}),
+}
 
 
 @pytest.mark.parametrize("num_ps", [1, 2, 3])
-@pytest.mark.parametrize(
-    "tx", [optax.adam(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(0.1))], ids=["adam", "lamb"]
-)
-def test_the_servers_together_make_the_step(num_ps, tx):
-    state = create(tx)
-    parts, *given = apart(train_step, state, BATCH)
+@pytest.mark.parametrize("case", CASES)
+def test_the_worker_and_the_servers_together_make_the_step(num_ps, case):
+    step, make, arguments, keywords = CASES[case]
+    parts, state, *given = apart(step, make(), BATCH, *arguments, **keywords)
     layout = make_layout([parts], num_ps=num_ps, partitioner=fixed_shards(2))
-    found = one_step(layout, parts, raw(state), *given[1:], packed=num_ps == 2)
-    expected, _ = jdist.distribute(train_step, jdist.one_device(), donate=False)(state, BATCH)
-    for a, b in zip(found, raw(expected), strict=True):
+    found, outputs = one_step(layout, parts, raw(state), *given, packed=num_ps == 2)
+    options = {"accumulate": keywords["accumulate"]} if "accumulate" in keywords else {}
+    called = {k: v for k, v in keywords.items() if k not in options}
+    distributed = jdist.distribute(step, jdist.one_device(), donate=False, **options)
+    expected, *wanted = distributed(state, BATCH, *arguments, **called)
+    for a, b in zip([*found, *outputs], [*raw(expected), *jax.tree.leaves(wanted)], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -62,6 +62,11 @@ def in_pieces(update, leaves, grads, rows):
     return [new[i] for i in range(len(leaves))]
 
 
+def check_in_pieces(update, leaves, grads, expected, *, rows=1, atol=0.0):
+    for found, wanted in zip(in_pieces(update, leaves, grads, rows), expected, strict=False):
+        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=atol)
+
+
 ELEMENTWISE = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, 0.9, nesterov=True),
@@ -87,8 +92,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
 def test_the_update_in_pieces_is_the_update(name, rows):
     update, leaves, grads, expected, _ = traced({**ELEMENTWISE, **WHOLE}[name]())
-    for found, wanted in zip(in_pieces(update, leaves, grads, rows), expected, strict=False):
-        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-7)
+    check_in_pieces(update, leaves, grads, expected, rows=rows, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -126,8 +130,7 @@ def test_a_norm_of_all_parameters_makes_one_unit_of_them():
     update, leaves, grads, expected, treedef = traced(tx)
     (unit,) = update.units
     assert (names(treedef, unit.leaves), unit.by_rows) == ({"params/a", "params/b", "params/c"}, False)
-    for found, wanted in zip(in_pieces(update, leaves, grads, 1), expected, strict=False):
-        np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    check_in_pieces(update, leaves, grads, expected)
 
 
 def test_what_depends_on_the_order_of_updates_is_nowhere_twice():
@@ -135,8 +138,7 @@ def test_what_depends_on_the_order_of_updates_is_nowhere_twice():
     (unit,) = (unit for unit in update.units if unit.pushed)  # whether an update counts depends on those before it
     assert names(treedef, unit.leaves) >= {"params/a", "params/b", "params/c"}
     assert names(treedef, update.everywhere) == {"step"}
-    for found, wanted in zip(in_pieces(update, leaves, grads, 1), expected, strict=False):
-        np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    check_in_pieces(update, leaves, grads, expected)
 
 
 def test_late_results_of_gradients_alone_are_the_workers():
@@ -155,8 +157,7 @@ def test_an_array_constant_of_the_step_keeps_its_leaf_whole():
     update, leaves, grads, expected, treedef = traced(optax.GradientTransformation(lambda params: (), update_fn))
     cut = {path: unit.by_rows for unit in update.units for path in names(treedef, unit.leaves)}
     assert cut == {"params/a": False, "params/b": True, "params/c": False}
-    for found, wanted in zip(in_pieces(update, leaves, grads, 1), expected, strict=False):
-        np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    check_in_pieces(update, leaves, grads, expected)
 
 
 def test_it_is_a_value():

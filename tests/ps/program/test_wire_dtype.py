@@ -1,7 +1,5 @@
 """float32 on its way as bfloat16: what is rounded, that it is, and that servers and `fetch` are in full."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,40 +7,26 @@ import optax
 import pytest
 
 import jdist
-from jdist.ps.program.artifact import pack
-from jdist.ps.program.layout import ROUNDED, make_layout, make_rounding
+from jdist.ps.program.layout import ROUNDED, make_rounding
 from jdist.ps.program.partition import fixed_shards
-from jdist.ps.protocol.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
-from jdist.ps.protocol.shard import Rules
-from jdist.ps.server.shard_server import ShardServer
-from jdist.ps.transport.shard_client import ShardClient
+from jdist.ps.protocol.messages import Commit, Pull
 from jdist.train import Checkpointer
 from tests.by_default import some
-from tests.ps.fake_transport import FakeChannel, FakeServer
-from tests.ps.hidden_layer import BATCH, create, loss, train_step
-from tests.ps.program.test_layout import raw
+from tests.ps.hidden_layer import BATCH, create, loss, rows, train_step
 from tests.ps.program.test_split_step import apart
-from tests.ps.server.test_shard_server import push, struct
+from tests.ps.real_cluster import local
+from tests.ps.server.test_shard_server import Job, push
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
-ROWS = {
-    "x": np.random.default_rng(0).normal(size=(320, 3)).astype(np.float32),
-    "y": np.random.default_rng(1).normal(size=320).astype(np.float32),
-}
+ROWS = rows(320)
 
 
 @pytest.fixture(scope="module", params=some(["async", "sync"], ["async"]))
 def strategy(request):
-    made = jdist.parameter_server(
-        mode=request.param,
-        local_workers=2 if request.param == "sync" else 1,
-        local_ps=2,
-        partitioner=fixed_shards(2),
-        wire="bf16",
-    )
-    yield made
-    made.coordinator.close()
+    workers = 2 if request.param == "sync" else 1
+    with local(mode=request.param, local_workers=workers, local_ps=2, partitioner=fixed_shards(2), wire="bf16") as made:
+        yield made
 
 
 def rounded(tree):
@@ -78,64 +62,42 @@ def test_arrays_are_rounded_but_no_single_number_and_nothing_that_workers_carry(
     assert (full.leaves, full.pushed) == (frozenset(), (frozenset(), frozenset()))
 
 
-class Shard:
-    """One keeper in synchronous mode, and its client."""
+def rounding(**rules):
+    """One shard, of which workers pull bfloat16; in synchronous mode unless there are rules."""
+    return Job(1, optax.sgd(1.0), layout={"wire": "bf16", "is_sync": not rules}, **rules).restore()
 
-    def __init__(self, **rules):
-        self.leaves = raw(create(optax.sgd(1.0)))
-        self.parts, *_ = apart(train_step, create(optax.sgd(1.0)), BATCH)
-        self.layout = make_layout(
-            [self.parts], num_ps=1, partitioner=fixed_shards(1), wire="bf16", rules=Rules(**rules), is_sync=not rules
-        )
-        (self.shard,) = self.layout.shards
-        self.client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), self.shard, give_up_s=2)
-        program = pack(self.layout.program(self.shard, 0), list(map(struct, self.shard.program_specs(0))))
-        kept = [rows.cut(self.leaves[rows.of]) for rows in self.shard.rows]
-        assert isinstance(self.client.restore(Restore(generation=1), kept, [program]), Done)
 
-    def pulled(self):
-        _, arrays, _ = self.client.say([Pull(generation=1, known=None)])
-        places = [*self.shard.views[0].pulled, *self.shard.views[0].pulled_once]
-        return {names(create(optax.sgd(1.0)))[self.shard.rows[k].of]: x for k, x in zip(places, arrays, strict=True)}
+def pulled(job):
+    (shard,) = job.layout.shards
+    _, arrays = job.clients[0].say([Pull(generation=1, known=None)])
+    places = [*shard.views[0].pulled, *shard.views[0].pulled_once]
+    return {job.names[shard.rows[k].of]: x for k, x in zip(places, arrays, strict=True)}
 
-    def gradients(self, value):
-        return [np.full(s.shape, value, s.numpy) for s in self.shard.views[0].pushes]
+
+def gradients(job, value):
+    return [np.full(s.shape, value, s.numpy) for s in job.layout.shards[0].views[0].pushes]
 
 
 def test_the_mean_of_rounded_gradients_is_taken_in_float32():
-    shard = Shard()
-    before = shard.pulled()
+    job = rounding()
+    before, b = pulled(job), job.kept(".params['b']")
     assert before[".params['a']"].dtype == ROUNDED
     assert before[".step"].dtype == np.int32
     for closure, value in enumerate([1.0, 1 + 2**-7]):  # both are bfloat16, their mean is not
-        shard.client.say([push(Stage, closure=closure, base=0)], shard.gradients(value))
-    shard.client.say([Commit(generation=1, closures=(0, 1), as_one=True)], [])
-    new = [np.asarray(x) for x in shard.leaves]
-    expected = new[names(create(optax.sgd(1.0))).index(".params['b']")] - np.float32(1 + 2**-8)
-    np.testing.assert_array_equal(np.asarray(shard.pulled()[".params['b']"]), expected.astype(ROUNDED))
-    assert np.all(kept_of(shard, ".params['b']") == expected)
-
-
-SNAPSHOTS = itertools.count(1)
-
-
-def kept_of(shard, name):
-    """What the shard keeps, by a snapshot."""
-    number = next(SNAPSHOTS)
-    shard.client.say([Freeze(generation=1, number=number)])
-    (cut,), _, _ = shard.client.say([Snapshot(generation=1, number=number)])
-    shard.client.say([Thaw(generation=1, number=number)])
-    place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.rows].index(name)
-    return shard.client.read(1, cut.version)[place]
+        job.clients[0].say([push(stage=True, closure=closure, base=0)], gradients(job, value))
+    job.clients[0].say([Commit(generation=1, closures=(0, 1), as_one=True)], [])
+    expected = b - np.float32(1 + 2**-8)
+    np.testing.assert_array_equal(np.asarray(pulled(job)[".params['b']"]), expected.astype(ROUNDED))
+    assert np.all(job.kept(".params['b']") == expected)
 
 
 def test_a_late_gradient_that_is_given_less_weight_is_weighted_in_float32():
-    shard = Shard(on_stale="down_weight", max_staleness=0)
-    before = kept_of(shard, ".params['b']")
+    job = rounding(on_stale="down_weight", max_staleness=0)
+    before = job.kept(".params['b']")
     for closure in (0, 1, 2):  # of staleness 0, 1 and 2
-        shard.client.say([push(closure=closure, base=0)], shard.gradients(1.0))
+        job.clients[0].say([push(closure=closure, base=0)], gradients(job, 1.0))
     expected = before - np.float32(1) - np.float32(0.5) - np.float32(1 / 3)
-    np.testing.assert_allclose(kept_of(shard, ".params['b']"), expected, rtol=1e-6)
+    np.testing.assert_allclose(job.kept(".params['b']"), expected, rtol=1e-6)
 
 
 def trained(strategy, step, state, epochs=1):

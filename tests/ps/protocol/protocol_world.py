@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jdist.ps.protocol import scheduler as coordinator
-from jdist.ps.protocol.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
+from jdist.ps.protocol.messages import Apply, Commit, Done, Push, Refused, Replace, Reply
 from jdist.ps.protocol.scheduler import Dispatch
 from jdist.ps.protocol.scheduler_events import (
     Answered,
@@ -271,11 +271,11 @@ def _computed(world: World, who: tuple[int, int]) -> World:
     """A worker has its gradients."""
     attempt = dict(world.attempts)[who]
     generation, closure = attempt.todo[0]
-    kind = Stage if len(world.shards) > 1 else Push
     every = range(len(world.shards))
     world = _attempt(world, who, dataclasses.replace(attempt, phase="staging", waits=frozenset(every)))
     for i in every:
-        message = kind(
+        message = Push(
+            stage=len(world.shards) > 1,
             call=who,
             generation=generation,
             worker=who[0],

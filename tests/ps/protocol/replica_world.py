@@ -14,7 +14,7 @@ from typing import Any
 
 from jdist.ps.protocol import leadership as coordinator
 from jdist.ps.protocol import replica_role
-from jdist.ps.protocol.leadership import Announce, Heartbeat, HeartbeatLost, Lead, Leadership, LinkCut, StateLost
+from jdist.ps.protocol.leadership import Announce, Heartbeat, Lead, Leadership, LinkCut, StateLost
 from jdist.ps.protocol.replica_role import Role
 
 
@@ -57,6 +57,8 @@ class Budget:
     cuts: int = 0
     losses: int = 0
     duplicates: int = 0
+    resets: int = 0
+    others: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ class World:
         flying: what is under way.
         rollbacks: how often the coordinator went back.
         budget: what may still go wrong.
+        is_single: whether copy 1 does not exist (`ps_replicas=1`).
     """
 
     replicas: Leadership
@@ -84,6 +87,7 @@ class World:
     flying: frozenset[Any] = frozenset()
     rollbacks: int = 0
     budget: Budget = Budget()
+    is_single: bool = False
 
 
 def start(*, closures: int, budget: Budget) -> World:
@@ -95,11 +99,13 @@ def start(*, closures: int, budget: Budget) -> World:
     return dataclasses.replace(world, closures=closures, budget=budget)
 
 
-def begun(copies: tuple[Copy, Copy], *, closures: int, budget: Budget = Budget()) -> World:
+def begun(copies: tuple[Copy, Copy], *, closures: int, budget: Budget = Budget(), is_single: bool = False) -> World:
     """A world in which a job begins over what an earlier one left, and nothing has arrived yet."""
-    replicas, commands = coordinator.begin(term=1 + max(copy.role.term for copy in copies), alive=("0.0", "1.0"))
+    alive = ("0.0", None if is_single else "1.0")
+    replicas, commands = coordinator.begin(term=1 + max(copy.role.term for copy in copies), alive=alive)
     generation = 1 + max(copy.state[0] for copy in copies)
-    return _commanded(World(replicas, copies, closures=closures, generation=generation, budget=budget), commands)
+    world = World(replicas, copies, closures=closures, generation=generation, budget=budget, is_single=is_single)
+    return _commanded(world, commands)
 
 
 def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
@@ -115,7 +121,7 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
             yield f"arrives twice {flying}", lambda flying=flying: _arrive(fewer("duplicates"), flying)
         if budget.losses and flying[0] != "heard":
             yield f"is lost {flying}", lambda flying=flying: _lost(_without(fewer("losses"), flying), flying)
-    for i, copy in enumerate(world.copies):
+    for i, copy in enumerate(world.copies[: 2 - world.is_single]):
         heard = _status(i, copy)
         known, commands = coordinator.handle(world.replicas, heard)
         asked = any(f[0] == "heard" and f[1].copy == i for f in world.flying)
@@ -123,12 +129,19 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
         if not asked and not told and (known != world.replicas or commands):
             yield f"is asked {i}", lambda heard=heard: _send(world, ("heard", heard))
         if not asked and budget.suspicions and world.replicas.alive[i] is not None:
-            yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), HeartbeatLost(copy=i))
+            yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), Heartbeat(copy=i, incarnation=None))
         if budget.cuts and copy.backup is not None and copy.role.name == "leads":
             cut = LinkCut(term=copy.role.term)
             yield f"is cut off {i}", lambda cut=cut: _happened(fewer("cuts"), cut)
         if budget.kills:
             yield f"is killed {i}", lambda i=i, n=copy.born + 1: _put(fewer("kills"), i, Copy(born=n))
+        if budget.resets:
+            reset = Copy(born=copy.born + 1, role=Role(term=copy.role.term))
+            yield f"fails half-way {i}", lambda i=i, reset=reset: _put(fewer("resets"), i, reset)
+        if budget.others:
+            term = 1 + copy.role.term
+            other = Lead(copy=i, incarnation=copy.incarnation(i), term=term, backup=None, new_job=True)
+            yield f"another leads {i}", lambda other=other: _led(fewer("others"), other)
         if copy.backup is not None and copy.calls is None and (copy.copy_is_due or copy.entries):
             yield f"sends {i}", lambda i=i: _calls(world, i)
     for what in ["restore"] if "restore" not in world.acknowledged else range(world.closures):
@@ -152,7 +165,7 @@ def problem(world: World) -> str | None:
         return None
     if len(done) != world.closures:
         return "nothing can happen any more, and not all closures are done"
-    if world.copies[0].state != world.copies[1].state or None in world.replicas.holds:
+    if not world.is_single and (world.copies[0].state != world.copies[1].state or None in world.replicas.holds):
         return "nothing can happen any more, and the copies are not in step"
     return None
 
@@ -232,7 +245,7 @@ def _led(world: World, command: Lead) -> World:
     copy = world.copies[command.copy]
     if copy.incarnation(command.copy) != command.incarnation:
         return world
-    found = replica_role.lead(copy.role, term=command.term, backup=command.backup is not None, anew=command.anew)
+    found = replica_role.lead(copy.role, term=command.term, backup=command.backup is not None, new_job=command.new_job)
     if found == copy.role:
         return world
     copy = dataclasses.replace(
@@ -314,8 +327,10 @@ def _took(world: World, i: int, born: int, call: Any, took: str, theirs: int) ->
 
 def _status(i: int, copy: Copy) -> Heartbeat:
     leads = copy.role.name == "leads"
-    in_sync = copy.backup if leads and copy.role.backup == "in_sync" else None
-    return Heartbeat(copy=i, incarnation=copy.incarnation(i), term=copy.role.term, leads=leads, in_sync=in_sync)
+    backup = copy.backup if leads else None
+    in_sync = backup if copy.role.backup == "in_sync" else None
+    incarnation, term = copy.incarnation(i), copy.role.term
+    return Heartbeat(copy=i, incarnation=incarnation, term=term, leads=leads, backup=backup, in_sync=in_sync)
 
 
 def _put(world: World, i: int, copy: Copy) -> World:

@@ -1,42 +1,17 @@
 """The promise: each closure takes effect on every shard or on none, once, with the gradients of one computation."""
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist.ps.protocol.shard import Rules
-from tests.ps.protocol.protocol_world import Budget, World, moves, problem, start
+from tests.ps.protocol import protocol_world
+from tests.ps.protocol.explore import explore, key, wander
+from tests.ps.protocol.protocol_world import Budget, start
 
 
-def key(x: Any) -> Any:
-    """A value that can be hashed, equal for equal worlds."""
-    if dataclasses.is_dataclass(x):
-        return (type(x).__name__, *(key(getattr(x, f.name)) for f in dataclasses.fields(x)))
-    if isinstance(x, Mapping):
-        return frozenset((k, key(v)) for k, v in x.items())
-    if isinstance(x, tuple):
-        return tuple(map(key, x))
-    return frozenset(map(key, x)) if isinstance(x, frozenset) else x
-
-
-def explore(world: World) -> int:
-    """Goes through all worlds that can come of one; the number of them."""
-    seen, todo = {hash(key(world))}, [(world, ())]
-    while todo:
-        world, story = todo.pop()
-        wrong = problem(world)
-        assert wrong is None, "\n".join([wrong, *story])
-        for what, make in moves(world):
-            after = make()
-            name = hash(key(after))
-            if name not in seen:
-                seen.add(name)
-                todo.append((after, (*story, what)))
-    return len(seen)
+def name(world):
+    return hash(key(world))
 
 
 EXHAUSTIVE = {
@@ -65,14 +40,15 @@ LARGE = {
 def test_in_every_order_of_a_small_history(case):
     shards, workers, closures, budget = {**EXHAUSTIVE, **LARGE}[case]
     rules = Rules(max_staleness=0 if "staleness" in case else None)
-    assert explore(start(shards=shards, workers=workers, closures=closures, budget=budget, rules=rules)) > 100
+    world = start(shards=shards, workers=workers, closures=closures, budget=budget, rules=rules)
+    assert explore(protocol_world, world, name=name) > 100
 
 
 def test_closures_of_two_parts_never_mix_after_a_rollback_either():
     world = start(shards=1, workers=2, closures=3, budget=Budget(rollbacks=1), rules=Rules(), depth=2, parts=(2,))
     assert world.dispatch.parts == (2,)
     assert sum(len(known.closures) for known in world.dispatch.workers.values()) == 2
-    assert explore(world) > 100
+    assert explore(protocol_world, world, name=name) > 100
 
 
 @pytest.mark.parametrize("max_staleness", [None, 0, 1])
@@ -88,12 +64,5 @@ def test_in_random_orders_of_long_histories(shards, max_staleness, randomness, w
     budget = Budget(crashes=3, suspicions=2, duplicates=8, rollbacks=1, cancels=1, declines=3)
     rules = Rules(max_staleness=max_staleness)
     how = {"budget": budget, "depth": depth, "rules": rules, "parts": parts}
-    world, story = start(shards=shards, workers=workers, closures=6, **how), []
-    while todo := sorted(moves(world), key=lambda move: move[0]):
-        what, make = randomness.choice(todo)
-        world = make()
-        story.append(what)
-        wrong = problem(world)
-        assert wrong is None, "\n".join([wrong, *story])
-        assert len(story) < 5000, story[-50:]
+    world = wander(protocol_world, start(shards=shards, workers=workers, closures=6, **how), randomness)
     assert world.dispatch.is_idle

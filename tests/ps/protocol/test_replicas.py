@@ -7,39 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.ps.protocol.leadership import Announce, Heartbeat, HeartbeatLost, Lead, StateLost, begin, handle
+from jdist.ps.protocol.leadership import Announce, Heartbeat, Lead, StateLost, begin, handle
 from jdist.ps.protocol.replica_role import Role, depose, install, lead, take
 from tests.by_default import some
-from tests.ps.protocol.replica_world import Budget, Copy, World, begun, moves, problem, start
-
-
-def explore(world: World, most: int = 5_000_000) -> int:
-    """Goes through all worlds that can come of one; the number of them."""
-    seen, todo = {hash(world)}, [(world, None)]
-    while todo:
-        world, story = todo.pop()
-        wrong = problem(world)
-        assert wrong is None, told(wrong, story)
-        for what, make in moves(world):
-            try:
-                after = make()
-            except AssertionError as exc:
-                raise AssertionError(told(str(exc), (what, story))) from exc
-            if (name := hash(after)) not in seen:
-                seen.add(name)
-                todo.append((after, (what, story)))
-        assert len(seen) < most, told("it does not end", story)
-    return len(seen)
-
-
-def told(wrong, story):
-    """What went wrong, and how it came to that."""
-    found = []
-    while story is not None:
-        what, story = story
-        found.append(what)
-    return "\n".join([wrong, *reversed(found[-60:] if len(found) > 200 else found)])
-
+from tests.ps.protocol import replica_world
+from tests.ps.protocol.explore import explore, wander
+from tests.ps.protocol.replica_world import Budget, Copy, begun, start
 
 BEGINNINGS = {
     "nothing wrong": Budget(),
@@ -82,7 +55,7 @@ def test_a_job_begins_over_whatever_an_earlier_one_left(case):
     long = case in ("one is killed", "one is suspected")
     for copies in itertools.product(LEFT, LEFT):
         if IN_PART in copies or not long:
-            explore(begun(copies, closures=1, budget=BEGINNINGS[case]))
+            explore(replica_world, begun(copies, closures=1, budget=BEGINNINGS[case]))
 
 
 @pytest.mark.parametrize(
@@ -94,27 +67,14 @@ def test_a_job_begins_over_whatever_an_earlier_one_left(case):
 )
 def test_in_every_order_of_a_small_history(case):
     closures, budget = {**EXHAUSTIVE, **LARGE}[case]
-    assert explore(start(closures=closures, budget=budget)) > 5
-
-
-def wander(world, randomness, most=4000):
-    """Goes one random way to its end."""
-    story = []
-    while todo := sorted(moves(world), key=lambda move: move[0]):
-        what, make = randomness.choice(todo)
-        story.append(what)
-        world = make()
-        wrong = problem(world)
-        assert wrong is None, "\n".join([wrong, *story])
-        assert len(story) < most, story[-50:]
-    return world
+    assert explore(replica_world, start(closures=closures, budget=budget)) > 5
 
 
 @settings(deadline=None, max_examples=150)
 @given(randomness=st.randoms(use_true_random=False))
 def test_in_random_orders_of_long_histories(randomness):
     budget = Budget(kills=3, suspicions=3, cuts=2, losses=3, duplicates=4)
-    wander(start(closures=6, budget=budget), randomness)
+    wander(replica_world, start(closures=6, budget=budget), randomness, most=4000)
 
 
 @pytest.mark.soak
@@ -122,6 +82,7 @@ def test_in_random_orders_of_long_histories(randomness):
 @given(randomness=st.randoms(use_true_random=False))
 def test_in_random_orders_of_very_long_histories(randomness):
     wander(
+        replica_world,
         start(closures=20, budget=Budget(kills=8, suspicions=8, cuts=6, losses=10, duplicates=15)),
         randomness,
         most=20_000,
@@ -132,13 +93,13 @@ def test_in_random_orders_of_very_long_histories(randomness):
 @given(randomness=st.randoms(use_true_random=False))
 def test_the_loss_of_one_copy_never_costs_the_state(randomness):
     budget = Budget(kills=1, losses=2, duplicates=3)
-    assert wander(start(closures=4, budget=budget), randomness).rollbacks == 0
+    assert wander(replica_world, start(closures=4, budget=budget), randomness, most=4000).rollbacks == 0
 
 
 def test_a_leader_that_acknowledges_at_once_would_be_found(monkeypatch):
     monkeypatch.setattr("jdist.ps.protocol.replica_role.may_answer", lambda role, number: role.name != "follows")
     with pytest.raises(AssertionError, match="counts as holding everything"):
-        explore(start(closures=1, budget=Budget(kills=1)))
+        explore(replica_world, start(closures=1, budget=Budget(kills=1)))
 
 
 def test_a_backup_that_heeds_a_lower_term_would_be_found(monkeypatch):
@@ -147,7 +108,7 @@ def test_a_backup_that_heeds_a_lower_term_would_be_found(monkeypatch):
 
     monkeypatch.setattr("jdist.ps.protocol.replica_role.take", heedless)
     with pytest.raises(AssertionError, match=r"counts as holding everything|took effect twice|not in step|copies"):
-        explore(start(closures=2, budget=Budget(suspicions=1)))
+        explore(replica_world, start(closures=2, budget=Budget(suspicions=1)))
 
 
 def test_a_copy_of_the_state_that_comes_twice_takes_nothing_back():
@@ -169,15 +130,53 @@ def test_a_leader_of_a_lower_term_is_told_of_the_higher_one():
 
 def test_who_is_promoted():
     replicas, (first,) = begin(term=1, alive=("a", "b"))
-    assert first == Lead(copy=0, incarnation="a", term=1, backup="b", anew=True)
-    replicas, commands = handle(replicas, Heartbeat(copy=0, incarnation="a", term=1, leads=True, in_sync="b"))
+    assert first == Lead(copy=0, incarnation="a", term=1, backup="b", new_job=True)
+    replicas, commands = handle(
+        replicas, Heartbeat(copy=0, incarnation="a", term=1, leads=True, backup="b", in_sync="b")
+    )
     assert commands == [Announce(copy=0, term=1)]
-    promoted, commands = handle(replicas, HeartbeatLost(copy=0))
+    promoted, commands = handle(replicas, Heartbeat(copy=0, incarnation=None))
     assert commands == [Lead(copy=1, incarnation="b", term=2, backup=None)]
-    alone, commands = handle(replicas, HeartbeatLost(copy=1))
+    alone, commands = handle(replicas, Heartbeat(copy=1, incarnation=None))
     assert commands == [Lead(copy=0, incarnation="a", term=2, backup=None)]
-    waits, commands = handle(alone, HeartbeatLost(copy=0))
+    waits, commands = handle(alone, Heartbeat(copy=0, incarnation=None))
     assert (waits.term, commands) == (2, [])  # who has the state may only be slow
     _, commands = handle(alone, Heartbeat(copy=0, incarnation="c", term=0, leads=False))
-    assert commands == [StateLost(), Lead(copy=0, incarnation="c", term=3, backup=None)]
+    assert commands == [StateLost(), Lead(copy=0, incarnation="c", term=3, backup=None, new_job=True)]
     assert promoted.holds == (None, "b")
+
+
+def test_a_copy_that_another_coordinator_has_led_leads_again():
+    replicas, _ = begin(term=1, alive=("a", None))
+    replicas, _ = handle(replicas, Heartbeat(copy=0, incarnation="a", term=1, leads=True))
+    led = Heartbeat(copy=0, incarnation="a", term=4, leads=True)
+    assert handle(replicas, led)[1] == [Lead(copy=0, incarnation="a", term=5, backup=None)]
+    # An update fails before that is heard: it knows the term still.
+    replicas, commands = handle(replicas, Heartbeat(copy=0, incarnation="b", term=2, leads=False))
+    assert commands == [StateLost(), Lead(copy=0, incarnation="b", term=2, backup=None, new_job=True)]
+    replicas, commands = handle(replicas, Heartbeat(copy=0, incarnation="b", term=2, leads=False))
+    assert commands == [Lead(copy=0, incarnation="b", term=3, backup=None, new_job=True)]
+    # A backup that was in sync follows the other coordinator's leader, and may have a part of its state.
+    replicas, _ = begin(term=1, alive=("a", "b"))
+    replicas, _ = handle(replicas, Heartbeat(copy=0, incarnation="a", term=1, leads=True, backup="b", in_sync="b"))
+    replicas, _ = handle(replicas, Heartbeat(copy=0, incarnation=None))
+    _, commands = handle(replicas, Heartbeat(copy=1, incarnation="b", term=2, leads=False))
+    assert commands == [StateLost(), Lead(copy=1, incarnation="b", term=3, backup=None, new_job=True)]
+
+
+def test_another_coordinator_that_led_under_the_same_number_is_told_by_the_backup_and_outbid():
+    replicas, _ = begin(term=1, alive=("a", "b"))
+    alone = Heartbeat(copy=0, incarnation="a", term=1, leads=True)  # this coordinator has given it a backup
+    replicas, commands = handle(replicas, alone)
+    assert commands == [Lead(copy=0, incarnation="a", term=2, backup=None, new_job=True)]
+    replicas, commands = handle(replicas, Heartbeat(copy=0, incarnation="a", term=2, leads=True))
+    assert commands == [Lead(copy=0, incarnation="a", term=3, backup="b")]
+    in_sync = Heartbeat(copy=0, incarnation="a", term=3, leads=True, backup="b", in_sync="b")
+    replicas, commands = handle(replicas, in_sync)
+    assert (replicas.holds, commands) == (("a", "b"), [Announce(copy=0, term=3)])
+
+
+@pytest.mark.parametrize("resets", [0, 1, 2])
+def test_another_coordinator_that_leads_the_only_copy_and_goes_keeps_nobody_waiting(resets):
+    budget = Budget(others=2, resets=resets)
+    explore(replica_world, begun((Copy(), Copy()), closures=2, budget=budget, is_single=True))

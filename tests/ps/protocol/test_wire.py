@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from jdist.errors import WireError
 from jdist.ps.protocol.messages import TRAVELLING as KINDS
-from jdist.ps.protocol.messages import Commit, Fence, Held, Pull, Push, Refused, Restore, Stage
+from jdist.ps.protocol.messages import Commit, Fence, Held, Pull, Push, Refused, Restore
 from jdist.ps.protocol.wire import ALIGNED, Buffers, Spec, chunks, decode, encode, from_plain, spec_of, to_plain, wide
 
 EXAMPLES = [
     Pull(generation=3, known=None),
     Pull(generation=3, known=4, worker=1, epoch=2, settled=9),
-    Stage(generation=1, closure=5, attempt=1, base=7, gradients=None, finite=False),
+    Push(generation=1, stage=True, closure=5, attempt=1, base=7, gradients=None, finite=False),
     Commit(generation=1, closures=(1, 2, 3), as_one=True),
     Fence(generation=1, fenced=2, below=3),
     Restore(generation=2, version=8, applied=frozenset({4, 5}), settled=3),
     Held(version=1, staged=frozenset({(4, 0), (5, 1)}), applied=frozenset()),
-    Refused(reason="stale", version=1, generation=2),
+    Refused(reason="stale", generation=2),
 ]
 
 
@@ -49,11 +49,11 @@ class Local(Push):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is": "Nobody"}, "kind that is not known"),
-        ({"generation": "1"}, "Pull.generation is no int"),
-        ({"generation": True}, "Pull.generation is no int"),
+        ({"is": "Nobody"}, "unknown message type"),
+        ({"generation": "1"}, "Pull.generation is not of type int"),
+        ({"generation": True}, "Pull.generation is not of type int"),
         ({"generation": 2**63}, "Pull.generation is out of range"),
-        ({"known": 1.5}, "Pull.known is no int"),
+        ({"known": 1.5}, "Pull.known is not of type int"),
         ({"other": 1}, "Pull has no field 'other'"),
     ],
 )
@@ -65,25 +65,25 @@ def test_what_is_no_message_is_refused(change, message):
 def test_a_field_without_default_must_be_there():
     with pytest.raises(WireError, match="Commit lacks `closures`"):
         from_plain(KINDS, {"is": "Commit", "generation": 1})
-    with pytest.raises(WireError, match=r"Commit\.closures is no list"):
+    with pytest.raises(WireError, match=r"Commit\.closures is not a list"):
         from_plain(KINDS, {"is": "Commit", "generation": 1, "closures": 3})
     with pytest.raises(WireError, match=r"Held\.staged has 1 entries, not 2"):
         from_plain(KINDS, {"is": "Held", "version": 1, "staged": [[1]], "applied": []})
-    with pytest.raises(WireError, match=r"Refused\.reason has a value that is not known"):
-        from_plain(KINDS, {"is": "Refused", "reason": "because", "version": 1, "generation": 1})
+    with pytest.raises(WireError, match=r"Refused\.reason has an unknown value"):
+        from_plain(KINDS, {"is": "Refused", "reason": "because", "generation": 1})
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"", "fewer bytes than its prefix"),
-        (b"GET / HTTP/1.1\r\n", "does not begin as"),
+        (b"GET / HTTP/1.1\r\n", "not a message of this protocol"),
         (b"jdp1\xff\xff\xff\xff", "a header of 4,294,967,295 bytes; at most"),
         (b"jdp1\x00\x00\x00\x09x", "cut off"),
-        (b"jdp1\x00\x00\x00\x01\xc1", "no msgpack"),
-        (b"jdp1\x00\x00\x00\x01\x05", "no map"),
-        (b"jdp1\x00\x00\x00\x05\xdd\xff\xff\xff\xff", "no msgpack"),
-        (b"jdp1" + (20000).to_bytes(4, "big") + b"\x91" * 20000, "no m"),
+        (b"jdp1\x00\x00\x00\x01\xc1", "not msgpack"),
+        (b"jdp1\x00\x00\x00\x01\x05", "not a map"),
+        (b"jdp1\x00\x00\x00\x05\xdd\xff\xff\xff\xff", "not msgpack"),
+        (b"jdp1" + (20000).to_bytes(4, "big") + b"\x91" * 20000, "not m"),
     ],
 )
 def test_bytes_that_are_no_frame_are_refused(data, message):
@@ -168,5 +168,5 @@ def test_too_many_too_few_and_too_large():
         buffers.arrays()
     with pytest.raises(WireError, match=r"a message of 4,000,000,000,000 bytes; at most 100 are taken"):
         Buffers([Spec((10**12,), "float32")], most_bytes=100)
-    with pytest.raises(WireError, match="a dtype that does not travel"):
+    with pytest.raises(WireError, match="a dtype that cannot be sent"):
         Buffers([Spec((1,), "object")], most_bytes=100)

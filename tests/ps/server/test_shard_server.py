@@ -19,7 +19,6 @@ from jdist.ps.protocol.messages import (
     Cut,
     Done,
     Fence,
-    Freeze,
     Held,
     Parameters,
     Pull,
@@ -27,31 +26,33 @@ from jdist.ps.protocol.messages import (
     Refused,
     Restore,
     Snapshot,
-    Stage,
-    Thaw,
 )
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.interface import CallFailed, FailedPrecondition
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from tests.ps.fake_transport import FakeChannel, FakeServer
-from tests.ps.hidden_layer import BATCH, create, train_step
-from tests.ps.program.test_layout import raw, shares
+from tests.ps.hidden_layer import BATCH, create, raw, train_step
+from tests.ps.program.test_layout import one_step, shares
 from tests.ps.program.test_split_step import apart, computed
 
 
 def program(layout, shard):
-    return pack(layout.program(shard, 0), list(map(struct, [*shard.kept, *shard.views[0].pushes])))
+    return pack(layout.program(shard, 0), list(map(struct, shard.program_specs(0))))
 
 
 class Job:
-    """A state over keepers of this process."""
+    """A state over keepers of this process; `layout` are options of `make_layout`."""
 
-    def __init__(self, num_ps, tx=None, fault=lambda method, header: None, **rules):
-        self.state = create(tx or optax.adam(0.1))
-        self.parts, *given = apart(train_step, self.state, BATCH)
+    def __init__(
+        self, num_ps, tx=None, fault=lambda method, header: None, *, step=train_step, state=None, layout=None, **rules
+    ):
+        self.state = state or create(tx or optax.adam(0.1))
+        self.parts, *given = apart(step, self.state, BATCH)
         self.given, self.leaves = given[1:], raw(self.state)
-        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps), rules=Rules(**rules))
+        options = {"partitioner": fixed_shards(num_ps), "rules": Rules(**rules), **(layout or {})}
+        self.layout = make_layout([self.parts], num_ps=num_ps, **options)
+        self.snapshots = itertools.count(1)
         self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = [FakeServer(f"ps{i}", keeper.methods()) for i, keeper in enumerate(self.keepers)]
         self.clients = [
@@ -72,41 +73,43 @@ class Job:
 
     def whole(self):
         """The state's leaves, as the shards have them."""
-        found = [np.array(x) for x in self.leaves]
+        found, number = [np.array(x) for x in self.leaves], next(self.snapshots)
         for client, shard in zip(self.clients, self.layout.shards, strict=True):
-            client.say([Freeze(generation=1)])
-            (answer,), _, _ = client.say([Snapshot(generation=1)])
+            client.say([Snapshot(phase="freeze", generation=1, number=number)])
+            (answer,), _ = client.say([Snapshot(phase="keep", generation=1, number=number)])
             assert isinstance(answer, Cut)
-            client.say([Thaw(generation=1)])
-            arrays = client.read(1, answer.version)
-            for rows, x in zip(shard.rows, arrays, strict=True):
-                found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
+            client.say([Snapshot(phase="thaw", generation=1, number=number)])
+            for rows, x in zip(shard.rows, client.read(1, answer.version), strict=True):
+                rows.put(found[rows.of], x)
         return found
+
+    @property
+    def names(self):
+        """Of the leaves."""
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.state)]
+
+    def kept(self, name):
+        """One of the leaves."""
+        return self.whole()[self.names.index(name)]
 
 
 def struct(spec):
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
 
-def push(cls=Push, closure=0, **fields):
-    return cls(generation=1, worker=0, epoch=1, closure=closure, **fields)
+def push(closure=0, **fields):
+    return Push(generation=1, worker=0, epoch=1, closure=closure, **fields)
 
 
-def expected(job, steps=1):
-    from tests.ps.program.test_layout import one_step
-
-    leaves = job.leaves
-    for _ in range(steps):
-        pushes = one_step(job.layout, job.parts, leaves, *job.given)
-        leaves = pushes
-    return leaves
+def expected(job):
+    return one_step(job.layout, job.parts, job.leaves, *job.given)[0]
 
 
 def test_a_push_updates_and_the_next_pull_is_one_call():
     calls = []
     job = Job(1, fault=lambda method, header: calls.append(method)).restore()
     calls.clear()
-    (done, pulled), arrays, _ = job.clients[0].say(
+    (done, pulled), arrays = job.clients[0].say(
         [push(base=0), Pull(generation=1, known=0)], job.computed()[0], b"result"
     )
     assert (done, pulled, calls) == (Done(version=1), Parameters(version=1, changed=True), ["say"])
@@ -133,14 +136,14 @@ def test_an_update_that_fails_half_way_leaves_an_empty_shard_under_another_name(
     (share, _), client, keeper = job.computed(), job.clients[0], job.keepers[0]
     before = client.status()["incarnation"]
     for closure in (0, 1):
-        client.say([push(Stage, closure, base=0)], share)
+        client.say([push(closure, stage=True, base=0)], share)
     fail_at(keeper, 1)
     commit = Commit(generation=1, worker=0, epoch=1, closures=(0, 1))
     with pytest.raises(ShardLostError):
         client.say([commit])
     found = client.status()
     assert (found["incarnation"] != before, found["generation"], found["version"]) == (True, 0, 0)
-    (answer,), _, _ = client.say([commit])
+    (answer,), _ = client.say([commit])
     assert (type(answer), answer.reason) == (Refused, "empty")
     assert not keeper._kept
     assert not keeper._held
@@ -152,14 +155,14 @@ def test_a_shard_that_nobody_thaws_thaws_by_itself_and_that_snapshot_is_void(cap
     keeper._frozen_s = 0.01
     job.restore()
     client, share = job.clients[0], job.computed()[0]
-    client.say([Freeze(generation=1, number=3)])
-    (cut,), _, _ = client.say([Snapshot(generation=1, number=3)])
-    (answer,), _, _ = client.say([push(base=0)], share, b"result")
+    client.say([Snapshot(phase="freeze", generation=1, number=3)])
+    (cut,), _ = client.say([Snapshot(phase="keep", generation=1, number=3)])
+    (answer,), _ = client.say([push(base=0)], share, b"result")
     assert answer == Done(version=1)
     assert client.read(1, cut.version) is None
-    for late in (Freeze(generation=1, number=3), Freeze(generation=1, number=2)):
+    for late in (Snapshot(phase="freeze", generation=1, number=3), Snapshot(phase="freeze", generation=1, number=2)):
         client.say([late])
-        (refused,), _, _ = client.say([Snapshot(generation=1, number=late.number)])
+        (refused,), _ = client.say([Snapshot(phase="keep", generation=1, number=late.number)])
         assert (refused.reason, keeper.shard.frozen) == ("unknown", 0)
     assert (keeper._answers, keeper._abandoned) == ({}, set())
     assert "no thaw for snapshot 3 within 0.01 s" in caplog.text
@@ -173,7 +176,7 @@ def test_faults_on_the_way_change_nothing(num_ps, fault):
     shares = job.computed()
     for client, share in zip(job.clients, shares, strict=True):
         faults = iter([fault])
-        client.say([push(Stage if num_ps > 1 else Push, base=0)], share)
+        client.say([push(stage=num_ps > 1, base=0)], share)
     for client in job.clients if num_ps > 1 else ():
         faults = iter([fault])
         client.say([Commit(generation=1, worker=0, epoch=1, closures=(0,))])
@@ -184,11 +187,11 @@ def test_faults_on_the_way_change_nothing(num_ps, fault):
 
 def test_a_fence_gives_back_what_a_closure_returned():
     job = Job(2).restore()
-    job.clients[0].say([push(Stage, base=0)], job.computed()[0], b"what it returned")
-    (held,), _, results = job.clients[0].say([Fence(generation=1, fenced=0, below=2)])
-    assert held == Held(version=0, staged=frozenset({(0, 0)}), applied=frozenset())
-    assert results == {0: b"what it returned"}
-    (answer,), _, _ = job.clients[0].say([push(Stage, closure=1, base=0)], job.computed()[0])
+    job.clients[0].say([push(stage=True, base=0)], job.computed()[0], b"what it returned")
+    (held,), _ = job.clients[0].say([Fence(generation=1, fenced=0, below=2)])
+    results = ((0, b"what it returned"),)
+    assert held == Held(version=0, staged=frozenset({(0, 0)}), applied=frozenset(), results=results)
+    (answer,), _ = job.clients[0].say([push(stage=True, closure=1, base=0)], job.computed()[0])
     assert isinstance(answer, Refused)
 
 
@@ -204,24 +207,24 @@ def test_arrays_of_refused_and_settled_closures_are_let_go():
 
 def test_a_pull_brings_what_never_changes_only_once():
     job = Job(1).restore()
-    (first,), arrays, _ = job.clients[0].say([Pull(generation=1)])
+    (first,), arrays = job.clients[0].say([Pull(generation=1)])
     shard = job.layout.shards[0]
     assert (first.changed, len(arrays)) == (True, len(shard.views[0].pulled) + len(shard.views[0].pulled_once))
     assert shard.views[0].pulled_once
-    (again,), arrays, _ = job.clients[0].say([Pull(generation=1, known=0)])
+    (again,), arrays = job.clients[0].say([Pull(generation=1, known=0)])
     assert (again.changed, arrays) == (False, [])
 
 
 def test_a_frozen_shard_answers_after_its_thaw():
     job = Job(1).restore()
     client = job.clients[0]
-    client.say([Freeze(generation=1)])
+    client.say([Snapshot(phase="freeze", generation=1)])
     share, answers = job.computed()[0], []
     thread = threading.Thread(target=lambda: answers.extend(client.say([push(base=0)], share)[0]))
     thread.start()
     client.say([Pull(generation=1, known=0)])
     assert not answers
-    client.say([Thaw(generation=1)])
+    client.say([Snapshot(phase="thaw", generation=1)])
     thread.join(30)
     assert answers == [Done(version=1)]
 
@@ -229,7 +232,7 @@ def test_a_frozen_shard_answers_after_its_thaw():
 def test_a_snapshot_contains_what_was_settled_since_it_was_asked_for():
     job = Job(2).restore()
     for client, share in zip(job.clients, job.computed(), strict=True):
-        client.say([push(Stage, closure=0, base=0)], share)
+        client.say([push(stage=True, closure=0, base=0)], share)
         client.say([Commit(generation=1, closures=(0,))])
     job.clients[0].say([Pull(generation=1, settled=1)])  # one shard has heard of it, and one has not
     together = ShardClients(job.clients)
@@ -246,8 +249,7 @@ def test_stale_gradients_may_count_less():
         for closure in range(2):
             job.clients[0].say([push(closure=closure, base=0)], share)
     moved = [[a - b for a, b in zip(job.whole(), job.leaves, strict=True)] for job in (plain, less)]
-    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(plain.state)]
-    i = names.index(".params['a']")
+    i = plain.names.index(".params['a']")
     np.testing.assert_allclose(moved[1][i], moved[0][i] * (1 + 1 / 2) / 2, rtol=1e-4)
 
 

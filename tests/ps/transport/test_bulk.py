@@ -40,8 +40,8 @@ def serving():
     """Makes servers and channels to them; ends them."""
     made = []
 
-    def serve(*, theirs=None, port=None, **options):
-        server = RpcServer("127.0.0.1:0" if port is None else f"127.0.0.1:{port}", METHODS, **options)
+    def serve(*, methods=METHODS, theirs=None, port=0, **options):
+        server = RpcServer(f"127.0.0.1:{port}", methods, **options)
         channel = RpcChannel(f"127.0.0.1:{server.port}", security=theirs or options.get("security") or Security())
         made.extend([channel.close, server.stop])
         return server, channel
@@ -69,7 +69,7 @@ def test_calls_at_the_same_time_have_connections_of_their_own(serving):
 
 
 @pytest.mark.parametrize("limited", [True, False])
-def test_of_a_limited_method_two_large_calls_are_under_way_at_once(limited, monkeypatch):
+def test_of_a_limited_method_two_large_calls_are_under_way_at_once(serving, limited):
     inside, most, lock, third = [], [], threading.Lock(), threading.Event()
 
     def run(header, arrays):
@@ -81,29 +81,16 @@ def test_of_a_limited_method_two_large_calls_are_under_way_at_once(limited, monk
             inside.remove(header["i"])
         return {}, []
 
-    methods = {"slow": Method(run, specs, limited=limited)}
-    server = RpcServer("127.0.0.1:0", methods, security=Security())
-    channel = RpcChannel(f"127.0.0.1:{server.port}", security=Security())
-    try:
-        with ThreadPoolExecutor(5) as pool:
-            called = [
-                pool.submit(channel.call, "slow", {"i": i, "arrays": described([X])}, [X], timeout_s=20, bulk=True)
-                for i in range(5)
-            ]
-            for each in called:
-                each.result(60)
-    finally:
-        channel.close()
-        server.stop()
+    _, channel = serving(methods={"slow": Method(run, specs, limited=limited)})
+    with ThreadPoolExecutor(5) as pool:
+        called = [
+            pool.submit(channel.call, "slow", {"i": i, "arrays": described([X])}, [X], timeout_s=20, bulk=True)
+            for i in range(5)
+        ]
+        for each in called:
+            each.result(60)
     assert len(most) == 5
     assert (max(most) <= bulk.MOST_LARGE) is limited
-
-
-def test_without_data_connections_all_goes_over_grpc(serving):
-    server, channel = serving(data_port=None)
-    doubled(channel)
-    assert server._data is None
-    assert channel.begin("double", {"say": "it"}, timeout_s=20)() == ({"arrays": [], "said": "it"}, [])
 
 
 def test_a_port_that_cannot_be_reached_is_said_and_gone_round(serving, caplog):
@@ -114,6 +101,15 @@ def test_a_port_that_cannot_be_reached_is_said_and_gone_round(serving, caplog):
     server._data.port = closed
     doubled(channel)
     assert f"no data connection to port {closed}" in caplog.text
+    assert channel.call("double", {"say": "it"}, timeout_s=20, data=True) == ({"arrays": [], "said": "it"}, [])
+
+
+def test_a_ticket_that_is_refused_is_said_and_gone_round(serving, caplog):
+    server, channel = serving()
+    server._methods["data connection"] = Method(lambda header, arrays: 1 / 0)
+    for _ in range(2):
+        doubled(channel)
+    assert caplog.text.count("no data connection, gRPC is slower: ") == 1
 
 
 _FULL = """
@@ -273,7 +269,7 @@ def test_what_is_wrong_with_a_call_is_refused_and_the_next_one_served(serving, c
         ("fail", {}, []),
     ):
         with pytest.raises(CallFailed) as info:
-            channel.begin(method, header, arrays, timeout_s=20)()
+            channel.call(method, header, arrays, timeout_s=20, data=True)
         assert (info.value.reason, "secret" in str(info.value)) == ("refused", False)
     assert "a secret of this process" in caplog.text
     doubled(channel)
@@ -353,9 +349,9 @@ def test_sizes_that_are_wrong_are_found_before_memory_is_taken(streams):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (bytes(8) + b"GET / HTTP/1.1", "does not begin as"),
+        (bytes(8) + b"GET / HTTP/1.1", "not a message of this protocol"),
         (bytes(8) + b"jdp1\xff\xff\xff\xff", "at most"),
-        (bytes(8) + b"jdp1\x00\x00\x00\x01\xc1", "no msgpack"),
+        (bytes(8) + b"jdp1\x00\x00\x00\x01\xc1", "not msgpack"),
         (struct.pack(">Q", 1 << 62) + encode({}), "4,611,686,018,427,387,904 bytes where 0"),
     ],
 )
@@ -382,7 +378,7 @@ def test_an_end_in_the_middle_and_a_deadline(streams):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_end_waits_for_calls_under_way_and_says_whether_they_have_ended(monkeypatch, ends):
+def test_the_end_waits_for_calls_under_way_and_says_whether_they_have_ended(serving, monkeypatch, ends):
     """A thread that comes back from XLA while the interpreter ends aborts the process."""
     monkeypatch.setattr(bulk, "_STOP_S", 20.0 if ends else 0.0)
     inside, left, over = threading.Event(), threading.Event(), []
@@ -393,9 +389,8 @@ def test_the_end_waits_for_calls_under_way_and_says_whether_they_have_ended(monk
         over.append(True)
         return {}, []
 
-    server = RpcServer("127.0.0.1:0", {"slow": Method(run)}, security=Security())
-    channel = RpcChannel(f"127.0.0.1:{server.port}", security=Security())
-    channel.begin("slow", {}, timeout_s=20)
+    server, channel = serving(methods={"slow": Method(run)})
+    channel.begin("slow", {}, timeout_s=20, data=True)
     assert inside.wait(20)
     channel.close()
     with ThreadPoolExecutor(1) as pool:

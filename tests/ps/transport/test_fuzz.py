@@ -23,17 +23,17 @@ from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol import wire
-from jdist.ps.protocol.messages import TRAVELLING, Commit, Done, Fence, Freeze, Pull, Restore, Snapshot, Stage, Thaw
+from jdist.ps.protocol.messages import TRAVELLING, Commit, Done, Fence, Pull, Push, Restore, Snapshot
 from jdist.ps.protocol.wire import Spec, encode, to_plain
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
 from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.routed import Route
 from jdist.ps.transport.shard_client import ShardClient
 from jdist.ps.transport.stream import Stream
 from jdist.ps.worker.server import WorkerServer
 from tests.ps.fake_transport import FakeChannel
-from tests.ps.hidden_layer import BATCH, create, train_step
-from tests.ps.program.test_layout import raw
+from tests.ps.hidden_layer import BATCH, create, raw, train_step
 from tests.ps.program.test_split_step import apart
 from tests.ps.server.test_shard_server import program
 
@@ -55,7 +55,8 @@ class Servers:
         self.layout = make_layout([parts], num_ps=1, partitioner=fixed_shards(1))
         (self.shard,) = self.layout.shards
         self.kept, self.program = self.layout.split_leaves(raw(state))[0], program(self.layout, self.shard)
-        self.keeper = ShardServer(frozen_s=0.1)
+        self.keeper = ShardServer()
+        self.keeper._frozen_s = 0.1
         self.worker = WorkerServer(lambda address: FakeChannel(None), timeout_s=0.1, give_up_s=0.1)
         self.servers = {
             "ps": RpcServer("127.0.0.1:0", self.keeper.methods(), most_bytes=MOST_BYTES, threads=4),
@@ -73,7 +74,7 @@ class Servers:
         self.generation = client.status()["generation"] + 1
         message = Restore(generation=self.generation)
         assert client.restore(message, self.kept, [self.program]) == Done(version=0)
-        (pulled,), arrays, _ = client.say([Pull(generation=self.generation)])
+        (pulled,), arrays = client.say([Pull(generation=self.generation)])
         assert pulled.changed
         for place, x in zip([*self.shard.views[0].pulled, *self.shard.views[0].pulled_once], arrays, strict=True):
             np.testing.assert_array_equal(x, self.kept[place])
@@ -119,7 +120,7 @@ def anything():
 def right_headers(servers):
     """Headers that a server takes, by `(server, method)`."""
     said = {"generation": servers.generation, "worker": 0, "epoch": 1}
-    push = to_plain(Stage(**said, closure=1, base=0))
+    push = to_plain(Push(**said, stage=True, closure=1, base=0))
     says = [
         to_plain(m)
         for m in (
@@ -127,9 +128,9 @@ def right_headers(servers):
             Commit(**said, closures=(1,)),
             Commit(**said, closures=(1, 2), as_one=True),
             Fence(generation=servers.generation, fenced=0, below=2),
-            Freeze(generation=servers.generation),
-            Snapshot(generation=servers.generation),
-            Thaw(generation=servers.generation),
+            Snapshot(phase="freeze", generation=servers.generation),
+            Snapshot(phase="keep", generation=servers.generation),
+            Snapshot(phase="thaw", generation=servers.generation),
             Done(version=1),
         )
     ]
@@ -144,7 +145,7 @@ def right_headers(servers):
         ("ps", "say", {"say": [to_plain(Commit(**said, closures=(1,), as_one=True))], "result": 3}),
         ("ps", "restore", restore),
         ("ps", "read", {"generation": servers.generation, "version": 0}),
-        ("worker", "attach", {"addresses": ["127.0.0.1:1"], "plans": [plan]}),
+        ("worker", "attach", {"routes": [to_plain(Route(address="127.0.0.1:1", slot=0, term=1))], "plans": [plan]}),
         ("worker", "install", {"function": function, "program": 5, "number": 0}),
         ("worker", "execute", execute),
     ]
@@ -305,7 +306,7 @@ NONSENSE = [
     ("ps", {"method": "say", "say": [{"is": "Push", "view": -1}], "result": 1}),
     ("ps", {"method": "restore", "plan": None, "programs": []}),
     ("worker", {"method": "execute", "closures": [[]], "functions": [{}]}),
-    ("worker", {"method": "attach", "addresses": ["127.0.0.1:1"] * 5000, "plans": [None] * 5000}),
+    ("worker", {"method": "attach", "routes": [None] * 5000, "plans": [None] * 5000}),
 ]
 
 
@@ -329,7 +330,7 @@ def test_arrays_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(serv
 
 def stalled(servers, over):
     """A push of which nothing comes but the header."""
-    push = to_plain(Stage(generation=servers.generation, worker=0, epoch=1, closure=1, base=0))
+    push = to_plain(Push(stage=True, generation=servers.generation, worker=0, epoch=1, closure=1, base=0))
     yield encode({"method": "say", "say": [push], "result": 10})
     over.wait(60)
 

@@ -41,14 +41,18 @@ def test_after_the_end_nothing_is_begun_and_what_is_under_way_goes_on():
 
 LATE = """
 import threading
+from jdist.ps.transport.interface import Method, ask_until_one_answers
 from jdist.ps.transport.threads import Threads
+from tests.ps.fake_transport import FakeChannel, FakeServer
 threads = Threads(1, "test")
+server = FakeServer("a", {"status": Method(lambda header, arrays: ({"is": "there"}, []))})
 threads.submit(int).result()
 stuck = Threads(1, "stuck")
 stuck.submit(threading.Event().wait)
 def late():
     threading.main_thread().join()
     print(threads.submit(lambda: "done").result())
+    print(ask_until_one_answers([lambda: FakeChannel(server)], 20, give_up_s=20))
 threading.Thread(target=late).start()
 """
 
@@ -57,4 +61,4 @@ def test_they_work_until_the_program_ends_and_do_not_keep_it():
     found = subprocess.run(
         [sys.executable, "-c", LATE], env=environment({}), capture_output=True, text=True, timeout=60, check=False
     )
-    assert (found.returncode, found.stdout, found.stderr) == (0, "done\n", "")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "done\n[{'is': 'there'}]\n", "")

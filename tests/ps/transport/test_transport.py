@@ -108,9 +108,9 @@ def test_a_channel_that_was_closed_says_so():
     server = RpcServer("127.0.0.1:0", METHODS)
     channel = RpcChannel(f"127.0.0.1:{server.port}")
     channel.close()
-    for call in (channel.call, lambda *given, **options: channel.begin(*given, **options)()):
+    for data in (False, True):
         with pytest.raises(CallFailed) as info:
-            call("double", {}, timeout_s=20)
+            channel.call("double", {}, timeout_s=20, data=data)
         assert info.value.reason == "closed"
     server.stop()
 
@@ -146,14 +146,13 @@ def test_what_is_wrong_with_a_call_is_refused_and_the_server_stays(server):
     assert refused(server, "double", {"arrays": [[[1], "object"]]}).reason == "refused"
 
 
-@pytest.mark.parametrize("way", ["call", "begin"])
-def test_what_only_comes_too_early_is_refused_without_a_warning(server, caplog, way):
+@pytest.mark.parametrize("data", [False, True])
+def test_what_only_comes_too_early_is_refused_without_a_warning(server, caplog, data):
     caplog.set_level(logging.INFO)
     channel = RpcChannel(f"127.0.0.1:{server.port}")
     x = np.zeros(1000, np.float32)
-    calls = {"call": channel.call, "begin": lambda *given, **options: channel.begin(*given, **options)()}
     with pytest.raises(CallFailed, match="refused"):
-        calls[way]("push", {"arrays": described([x])}, [x], timeout_s=20)
+        channel.call("push", {"arrays": described([x])}, [x], timeout_s=20, data=data)
     channel.close()
     (told,) = [r for r in caplog.records if "refused a call" in r.message]
     assert (told.levelname, told.message) == ("INFO", "refused a call: a push to an empty shard")

@@ -10,6 +10,7 @@ from jdist.errors import ClosureError
 from jdist.ps.worker.execute import WorkerScale
 from tests.by_default import some
 from tests.ps.hidden_layer import BATCH, create, loss
+from tests.ps.real_cluster import local
 
 pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
@@ -39,9 +40,8 @@ MODES = {
 
 @pytest.fixture(scope="module", params=some(MODES, ["async"]))
 def strategy(request):
-    made = jdist.parameter_server(partitioner=jdist.ps.fixed_shards(2), **MODES[request.param])
-    yield made
-    made.coordinator.close()
+    with local(partitioner=jdist.ps.fixed_shards(2), **MODES[request.param]) as made:
+        yield made
 
 
 def train_step(state, batch):

@@ -1,8 +1,0 @@
-"""A function of a notebook in several processes.
-
-launch   `jdist.notebook_launch`: pickles the function, launches its processes, and reads the result
-pickled  functions, classes and values of a notebook for other processes, and what is returned, by cloudpickle
-child    calls the function in each process
-
-May import: cluster, launcher and what is below them.
-"""

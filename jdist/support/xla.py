@@ -1,0 +1,29 @@
+"""XLA's flags, and a fault of gloo, by which XLA exchanges arrays between CPU devices. Imports no JAX by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# XLA reads XLA_FLAGS once, when it starts.
+CPU_DEVICES = "--xla_force_host_platform_device_count"
+_GLOO_RIGHT_SINCE = (0, 12, 0)  # jaxlib; JAX's issues 40830 and 40831
+
+
+def with_flags(existing: str, flags: Mapping[str, str]) -> str:
+    """Sets some flags (dashes included) in XLA_FLAGS; the other flags stay."""
+    kept = [flag for flag in existing.split() if flag.partition("=")[0] not in flags]
+    return " ".join(kept + [f"{name}={value}" for name, value in flags.items()])
+
+
+def gloo_scatters_wrongly() -> bool:
+    """Returns whether `jax.lax.psum_scatter` may silently return wrong values here."""
+    import jax  # here, as XLA_FLAGS are set before it is imported
+    import jaxlib.version
+
+    # It also gives up after 30 s. Until jaxlib 0.12 gloo's reduce-scatter overwrites data that it
+    # is still sending: of parts of several MiB the end is now and then wrong on the first device of
+    # a group, also if all devices of a group belong to one process. Exchange the parts by
+    # `all_to_all` and add them up instead, which sends as much. Asked where the axes are bound, so
+    # devices are known.
+    is_gloo = jax.distributed.is_initialized() and jax.default_backend() == "cpu"
+    return is_gloo and jaxlib.version.__version_info__ < _GLOO_RIGHT_SINCE

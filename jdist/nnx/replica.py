@@ -23,6 +23,7 @@ from flax import nnx
 from jdist.core import context
 from jdist.errors import StepError
 from jdist.replica import collectives, gradients
+from jdist.step.signature import argument_name
 from jdist.typing import PyTree
 
 MetricOps = Mapping[type, collectives.ReduceOp]  # how the replicas' states of a class of metrics come together
@@ -158,9 +159,9 @@ def holds_objects(value: Any) -> bool:
     return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
 
 
-def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., Any]:
+def pure_step(step: Callable[..., Any], positional: Sequence[str], metric_ops: MetricOps) -> Callable[..., Any]:
     """Wraps a step over objects as `(static, variables, *others) -> (variables, *results)`."""
-    # `metric_ops` are those of the metrics' classes that are not nnx's own.
+    # `positional` names its parameters; `metric_ops` are those of the metrics' classes that are not nnx's own.
 
     @functools.wraps(step)
     def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
@@ -192,8 +193,14 @@ def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., 
         results = result if isinstance(result, tuple) else (result,)
         return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
 
+    def names_of_arguments(static: Any) -> list[str]:
+        named = [(argument_name(i, positional), is_object) for i, is_object in enumerate(static[1])]
+        objects = ", ".join(name for name, is_object in named if is_object)
+        return ["the structure of the objects", objects, *(name for name, is_object in named if not is_object)]
+
     # Arguments are bound to the wrapper's own parameters, not to those of the step it wraps.
     del pure.__wrapped__
+    vars(pure)["names_of_arguments"] = names_of_arguments
     return pure
 
 

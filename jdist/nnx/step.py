@@ -98,7 +98,9 @@ class NNXStep(Distributed):
     def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any], metric_ops: MetricOps):
         functools.update_wrapper(self, step)
         options = {**options, "args": ("static", "state", *options["args"])}
-        distributed = distribute_pure(pure_step(step, metric_ops), strategy, **options)
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._positional = [p.name for p in inspect.signature(step).parameters.values() if p.kind in by_position]
+        distributed = distribute_pure(pure_step(step, self._positional, metric_ops), strategy, **options)
         if not isinstance(distributed, DistributedStep):
             raise StepError(
                 f"under {strategy.name} the state lives in other processes and is updated there later, so objects of "
@@ -109,8 +111,6 @@ class NNXStep(Distributed):
         self._distributed: DistributedStep = distributed
         self.strategy = strategy
         self.options = dataclasses.replace(distributed.options, args=distributed.options.args[1:])
-        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._positional = [p.name for p in inspect.signature(step).parameters.values() if p.kind in by_position]
         self._around: Any = None  # nnx objects have no room for residuals and loss scale, so the step holds them
 
     @property

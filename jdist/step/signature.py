@@ -145,6 +145,8 @@ class Signature:
             for name, role in zip(names, options.args, strict=False)
         }
         self.options, self._strategy = options, strategy
+        # A wrapper over another step may name its arguments as the wrapped one's caller does.
+        self._names: Callable[[Hashable], Sequence[str]] | None = getattr(step, "names_of_arguments", None)
         self._refusal = ""
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         for name in options.static_argnames:
@@ -190,7 +192,7 @@ class Signature:
             if i < len(names) and names[i] in static_names:
                 role = "static"
             if role is None:
-                undeclared[self._name_of(i)] = arg
+                undeclared[self._name_of(i, args)] = arg
             roles.append(role or "replicated")
             by_role["batch" if role == "per_replica" else roles[-1]].append(arg)
         by_role["batch"] += (kwargs.pop(name) for name in batch_names)
@@ -228,7 +230,7 @@ class Signature:
     def check_others(self, call: Call, others: Others) -> None:
         """Raises StepError for text and objects among the replicated arguments."""
         places = [i for i, role in enumerate(call.roles) if role == "replicated"]
-        named = [(self._name_of(i), value) for i, value in zip(places, others.replicated, strict=True)]
+        named = [(self._name_of(i, call.static), value) for i, value in zip(places, others.replicated, strict=True)]
         for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others.named.items())]:
             check_arrays(
                 value,
@@ -239,7 +241,7 @@ class Signature:
     def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
         """Raises DonatedStateError for an argument with buffers that an earlier call has consumed."""
         values = {"batch": iter(batches), "replicated": iter(others.replicated)}
-        named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
+        named = [(self._name_of(i, call.static), next(values[role])) for i, role in enumerate(call.roles) if role in values]
         by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]
         check_values_not_donated(self.name, [*named, *by_name])
 
@@ -247,7 +249,7 @@ class Signature:
         """Lists the arguments that were taken for state and batches, with their first leaves."""
         values = {"state": iter(split_states(state, call.roles.count("state"))), "batch": iter(batches)}
         lines = [
-            f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'
+            f'  {self._name_of(i, call.static)}, role "{role}": {summary(next(values[role]))}'
             for i, role in enumerate("batch" if role == "per_replica" else role for role in call.roles)
             if role in values
         ]
@@ -256,8 +258,13 @@ class Signature:
         ]
         return "\n".join([f"{self.name} was called with:", *lines])
 
-    def _name_of(self, place: int) -> str:
-        return f"argument {place + 1}" + (f" `{self.positional[place]}`" if place < len(self.positional) else "")
+    def _name_of(self, place: int, statics: Sequence[Any]) -> str:
+        return argument_name(place, self.positional) if self._names is None else self._names(statics[0])[place]
+
+
+def argument_name(place: int, positional: Sequence[str]) -> str:
+    """Names an argument of a call by its number and its parameter."""
+    return f"argument {place + 1}" + (f" `{positional[place]}`" if place < len(positional) else "")
 
 
 def check_no_batch(

@@ -516,6 +516,11 @@ class TestEma:
             expected = 0.8 * expected + 0.2 * w
         np.testing.assert_allclose(average.average()["w"], expected, rtol=1e-5)
 
+    def test_a_state_with_parameters_elsewhere(self):
+        average = callbacks.ema(params=lambda state: state.weights)
+        with pytest.raises(StepError, match=r"cannot find the parameters of a state of type TrainState \(.*`ema\(params="):
+            fit(average)
+
     def test_it_is_saved_and_comes_back(self, tmp_path):
         whole = callbacks.ema(0.8)
         fit(whole, epochs=4)

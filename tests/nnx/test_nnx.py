@@ -281,6 +281,52 @@ class TestRefused:
             jdist.nnx.value_and_grad(lambda m: m(X)[:, 0])(model)
 
 
+class TestWordsOfAnError:
+    """An error within the step names the arguments as its caller counts them."""
+
+    def test_an_error_in_the_model(self):
+        model, optimizer, metrics = objects()
+        with pytest.raises(TypeError, match="dot_general") as caught:
+            jdist.nnx.distribute(TWO)(train)(model, optimizer, metrics, {"x": np.ones((4, 3), np.float32)})
+        (note,) = caught.value.__notes__[-1:]
+        assert "\n  argument 1 `model`, argument 2 `optimizer`, argument 3 `metrics`, role \"state\": " in note
+        assert note.endswith("\n  argument 4 `batch`, role \"batch\": ['x'] float32[4, 3]")
+
+    def test_an_object_behind_the_batch(self):
+        def step(model, x, dropout):
+            return {}["none"]
+
+        held = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), X, nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        with pytest.raises(KeyError) as caught:
+            jdist.nnx.distribute(TWO)(step)(*held)
+        assert "  argument 1 `model`, argument 3 `dropout`, role" in caught.value.__notes__[-1]
+        assert '  argument 2 `x`, role "batch": float32[8, 1]' in caught.value.__notes__[-1]
+
+    def test_buffers_that_are_gone(self):
+        x = jnp.asarray(X)
+        x.delete()
+        with pytest.raises(jdist.errors.DonatedStateError, match=r"^argument 4 `batch` of train was donated"):
+            jdist.nnx.distribute(TWO)(train)(*objects(), {"x": x})
+
+    def test_the_gradient_of_jax(self):
+        def step(model, batch):
+            return jdist.value_and_grad(lambda model: jdist.mean(model(batch["x"])[:, 0]))(model)[0]
+
+        model = nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+        with pytest.raises(TypeError, match="uint32") as caught:
+            jdist.nnx.distribute(TWO)(step)(model, BATCH)
+        assert any("take `jdist.nnx.value_and_grad`" in note for note in caught.value.__notes__)
+
+    def test_an_object_from_outside(self):
+        model, optimizer, _ = objects()
+
+        def step(optimizer, batch):
+            optimizer.update(model, jdist.nnx.grad(loss_fn)(model, batch))
+
+        with pytest.raises(StepError, match=r"closes over\. Pass each object as an argument.*train_step\(model, optimizer"):
+            jdist.nnx.distribute(TWO)(step)(optimizer, BATCH)
+
+
 class TestAfterAnError:
     def test_nan_leaves_the_objects_as_they_were_before_that_step(self):
         held = objects()

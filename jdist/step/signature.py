@@ -241,7 +241,9 @@ class Signature:
     def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
         """Raises DonatedStateError for an argument with buffers that an earlier call has consumed."""
         values = {"batch": iter(batches), "replicated": iter(others.replicated)}
-        named = [(self._name_of(i, call.static), next(values[role])) for i, role in enumerate(call.roles) if role in values]
+        named = [
+            (self._name_of(i, call.static), next(values[role])) for i, role in enumerate(call.roles) if role in values
+        ]
         by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]
         check_values_not_donated(self.name, [*named, *by_name])
 

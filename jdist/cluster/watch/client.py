@@ -162,10 +162,8 @@ class Watch:
         self._wait_for(self._is_decided, min(_QUIET_S, left_s))
         if not self._is_decided() and self.lost is None:
             count = len(self.identity.addresses)
-            text = (
-                f"process {self.identity.process} waits for all of the {count} processes to come, up to {left_s:.0f} s"
-            )
-            print(f"jdist: {text}", file=sys.stderr, flush=True)
+            waits = f"process {self.identity.process} waits for all {count} processes to come"
+            print(f"jdist: {waits}, {start_timeout_s:g} s from process 0's start", file=sys.stderr, flush=True)
             self._wait_for(self._is_decided, left_s - _QUIET_S)
         if self._no_start is not None:
             raise self._no_start

@@ -34,12 +34,19 @@ def _picture(png: bytes) -> Any:
 
 
 @dataclass
-class _Service:
-    """A tracker with a run that has `log` and `finish`, and a type of images."""
+class _WandB:
+    """Weights & Biases, by the functions that Trackio has too."""
 
     service: Any
     options: Mapping[str, Any]
     run: Any = None
+
+    def start(self, run_id: str, config: Mapping[str, Any], *, resumed: bool) -> Started:
+        name = self.options.get("id") or run_id
+        # Several trackers and runs of one process go side by side.
+        beginning = {"reinit": "create_new", "allow_val_change": True} | dict(self.options)
+        self.run = self.service.init(**beginning | {"id": name, "resume": "allow", "config": dict(config)})
+        return Started()
 
     def log(self, step: int, scalars: Mapping[str, float], images: Mapping[str, bytes]) -> None:
         values: dict[str, Any] = dict(scalars)
@@ -48,7 +55,7 @@ class _Service:
         self.run.log(values, step=step)
 
     def finish(self, status: Status) -> None:
-        self.run.finish()
+        self.run.finish(exit_code=0 if status == "finished" else 1)
 
 
 def trackio(
@@ -71,7 +78,7 @@ def trackio(
 
 
 @dataclass(kw_only=True)
-class _Trackio(_Service):
+class _Trackio(_WandB):
     project: str
 
     def start(self, run_id: str, config: Mapping[str, Any], *, resumed: bool) -> Started:
@@ -88,6 +95,9 @@ class _Trackio(_Service):
             self.run.finish()
             raise LookupError(f"another run is called {name!r} by now; give each run its own `name`")
         return Started(run_id=f"{name}/{self.run.id}", logged=logged)
+
+    def finish(self, status: Status) -> None:
+        self.run.finish()
 
     def _last_steps(self, name: str, number: str) -> dict[str, int] | None:
         """Reads the last step of each metric, where the run is on this machine."""
@@ -122,18 +132,6 @@ def wandb(*, config: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT
     if options.get("mode") is not None:
         checks.choice("mode", options["mode"], _MODES, ConfigError, call="wandb")
     return track(_WandB(service, options), name="wandb", config=config, timeout_s=timeout_s)
-
-
-class _WandB(_Service):
-    def start(self, run_id: str, config: Mapping[str, Any], *, resumed: bool) -> Started:
-        name = self.options.get("id") or run_id
-        # Several trackers and runs of one process go side by side.
-        beginning = {"reinit": "create_new", "allow_val_change": True} | dict(self.options)
-        self.run = self.service.init(**beginning | {"id": name, "resume": "allow", "config": dict(config)})
-        return Started()
-
-    def finish(self, status: Status) -> None:
-        self.run.finish(exit_code=0 if status == "finished" else 1)
 
 
 _STATUS: Mapping[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

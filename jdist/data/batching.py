@@ -146,7 +146,7 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
         )
     local_rows = layout.rows // options.share.count
     mask = (np.arange(local_rows) < num_real).view(RowMask)
-    mask.jdist_real_rows = RealRows(part.sizes, local_rows)
+    mask.jdist_real_rows = part.sizes, local_rows
     filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=layout.copy), batch)
     if layout.is_dict:
         return {**filled, MASK: mask}
@@ -231,17 +231,11 @@ def _fill(leaf: np.ndarray, rows: int, *, copy: bool) -> np.ndarray:
     return filled
 
 
-class RealRows(NamedTuple):
-    """The number of real rows of a batch: a field of its mask, which takes it along into other trees."""
-
-    sizes: tuple[int, ...]  # by process; padding follows them
-    fed: int  # rows that each process feeds, padding included
-
-
 class RowMask(np.ndarray):
-    """A mask on the host with that field."""
+    """A mask on the host that takes the number of real rows along into other trees."""
 
-    jdist_real_rows: RealRows | None = None
+    # Real rows by process, padding follows them; and the rows that each process feeds, padding included.
+    jdist_real_rows: tuple[tuple[int, ...], int] | None = None
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
@@ -271,8 +265,10 @@ def filled_up(batch: PyTree) -> np.ndarray | None:
 
 def has_padding(batch: PyTree) -> bool:
     """Returns whether `distribute_dataset` filled a batch up."""
-    mask = _marked(batch)
-    return mask is not None and min(mask.jdist_real_rows.sizes) < mask.jdist_real_rows.fed
+    if (mask := _marked(batch)) is None:
+        return False
+    sizes, fed = mask.jdist_real_rows
+    return min(sizes) < fed
 
 
 def full_mask_place(batch: PyTree) -> int | None:

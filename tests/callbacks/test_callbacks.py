@@ -518,7 +518,9 @@ class TestEma:
 
     def test_a_state_with_parameters_elsewhere(self):
         average = callbacks.ema(params=lambda state: state.weights)
-        with pytest.raises(StepError, match=r"cannot find the parameters of a state of type TrainState \(.*`ema\(params="):
+        with pytest.raises(
+            StepError, match=r"cannot find the parameters of a state of type TrainState \(.*`ema\(params="
+        ):
             fit(average)
 
     def test_it_is_saved_and_comes_back(self, tmp_path):

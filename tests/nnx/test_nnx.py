@@ -289,7 +289,7 @@ class TestWordsOfAnError:
         with pytest.raises(TypeError, match="dot_general") as caught:
             jdist.nnx.distribute(TWO)(train)(model, optimizer, metrics, {"x": np.ones((4, 3), np.float32)})
         (note,) = caught.value.__notes__[-1:]
-        assert "\n  argument 1 `model`, argument 2 `optimizer`, argument 3 `metrics`, role \"state\": " in note
+        assert '\n  argument 1 `model`, argument 2 `optimizer`, argument 3 `metrics`, role "state": ' in note
         assert note.endswith("\n  argument 4 `batch`, role \"batch\": ['x'] float32[4, 3]")
 
     def test_an_object_behind_the_batch(self):
@@ -323,7 +323,9 @@ class TestWordsOfAnError:
         def step(optimizer, batch):
             optimizer.update(model, jdist.nnx.grad(loss_fn)(model, batch))
 
-        with pytest.raises(StepError, match=r"closes over\. Pass each object as an argument.*train_step\(model, optimizer"):
+        with pytest.raises(
+            StepError, match=r"closes over\. Pass each object as an argument.*train_step\(model, optimizer"
+        ):
             jdist.nnx.distribute(TWO)(step)(optimizer, BATCH)
 
 

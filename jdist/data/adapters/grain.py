@@ -210,10 +210,6 @@ def iterator(iterator: Any, global_batch: int | None) -> GrainSource:
     return GrainSource(kind, make, "its_own")
 
 
-class _Unknown(Exception):
-    """A transformation after which nobody knows which elements came."""
-
-
 def _nodes(dataset: Any) -> Iterator[Any]:
     """Yields a dataset and all those that it is made of."""
     yield dataset
@@ -241,7 +237,7 @@ def _batch_text(dataset: Any, number: int, error: Exception) -> str | None:
         return None
     try:
         found = list(_elements(dataset, number, 0, 1, ()))
-    except (_Unknown, AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None
     for node, index, maps in found:
         try:
@@ -279,14 +275,14 @@ def _elements(node: Any, number: int, worker: int, workers: int, maps: tuple) ->
             maps = (node._map_fn, *maps)
         yield from _elements(node.parents[0], number, worker, workers, maps)
     else:
-        raise _Unknown
+        raise ValueError("a transformation after which nobody knows which elements came")
 
 
 def _indexed(node: Any, index: int, maps: tuple) -> Iterator[tuple[Any, int, tuple]]:
     """Yields the elements of a MapDataset's element: those in it if it is a batch."""
     names = [type(each).__name__ for each in _nodes(node)]
     if any(name == "FilterMapDataset" for name in names):  # its elements are left out of the iteration
-        raise _Unknown
+        raise ValueError("a transformation after which nobody knows which elements came")
     if "BatchMapDataset" not in names:
         if index < len(node):
             yield node, index, maps
@@ -294,7 +290,7 @@ def _indexed(node: Any, index: int, maps: tuple) -> Iterator[tuple[Any, int, tup
     while type(node).__name__ in _SAME_INDEX:
         (node,) = node.parents
     if type(node).__name__ != "BatchMapDataset":
-        raise _Unknown
+        raise ValueError("a transformation after which nobody knows which elements came")
     (rows,) = node.parents
     epoch, within = divmod(index, len(node))
     for row in range(within * node._batch_size, min((within + 1) * node._batch_size, len(rows))):

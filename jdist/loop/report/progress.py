@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, RenderableColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -109,19 +109,19 @@ class Lines:
 class Bar:
     """A bar that fills, with the newest figures next to it; notes scroll past above it."""
 
-    def __init__(self, progress: Progress, *, step: int, total: int | None) -> None:
-        self._progress = progress
-        self._bar = progress.add_task("train", total=total, completed=step, figures=[_COMPILING])
+    def __init__(self, progress: Progress, shown: _Fitting, *, step: int, total: int | None) -> None:
+        self._progress, self._shown = progress, shown
+        self._bar = progress.add_task("train", total=total, completed=step)
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed, costs: Costs = _NONE) -> None:
         *figures, eta = _parts(metrics, speed, costs)
-        self._progress.update(self._bar, completed=step, figures=[eta, *figures])
+        self._shown.figures = [eta, *figures]
+        self._progress.update(self._bar, completed=step)
 
     def move(self, step: int) -> None:
         """Moves the bar and leaves its figures, if it has any: they come with the first compiled step."""
-        (task,) = (task for task in self._progress.tasks if task.id == self._bar)
-        figures = [each for each in task.fields["figures"] if each != _COMPILING]
-        self._progress.update(self._bar, completed=step, figures=figures)
+        self._shown.figures = [each for each in self._shown.figures if each != _COMPILING]
+        self._progress.update(self._bar, completed=step)
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, emoji=False)
@@ -134,21 +134,16 @@ class _Fitting:
     """Figures on one line, from the first to the last that has room there."""
 
     def __init__(self, figures: Sequence[str]) -> None:
-        self._figures = figures
+        self.figures = figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        line = "".join(self._figures[:1])
-        for figure in self._figures[1:]:
+        line = "".join(self.figures[:1])
+        for figure in self.figures[1:]:
             longer = f"{line}  {figure}"
             if cell_len(longer) > options.max_width:
                 break
             line = longer
         yield Text(line, no_wrap=True, overflow="ellipsis")
-
-
-class _FiguresColumn(ProgressColumn):
-    def render(self, task: Task) -> _Fitting:
-        return _Fitting(task.fields["figures"])
 
 
 class NotebookBar:
@@ -210,10 +205,11 @@ def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
     counter = Column(no_wrap=True, min_width=2 * digits + 1)
     columns = (TextColumn("step", table_column=Column(min_width=4)), MofNCompleteColumn(table_column=counter))
     bar = BarColumn(bar_width=max(8, console.width // 10))
-    figures = _FiguresColumn(table_column=Column(ratio=1))  # the room that the others leave
+    shown = _Fitting([_COMPILING])
+    figures = RenderableColumn(shown, table_column=Column(ratio=1))  # the room that the others leave
     progress = Progress(*columns, bar, figures, console=console, expand=True)
     progress.start()
-    return Bar(progress, step=step, total=total)
+    return Bar(progress, shown, step=step, total=total)
 
 
 def figures(metrics: Mapping[str, Any]) -> str:

@@ -25,20 +25,15 @@ from jdist.typing import PyTree
 
 
 @dataclass(frozen=True)
-class AffineUpdate:
-    """The rule `new = slope * old + offset` of a leaf."""
-
-    leaf: int  # its number in the state
-    slope: float | jax.ShapeDtypeStruct  # a number, or the shape of one that only the worker knows
-    rule: AffineRule  # computes the slope on the worker
-
-
-@dataclass(frozen=True)
 class CarriedLeaves:
     """The leaves that a step computes from a batch without a gradient."""
 
     leaves: tuple[int, ...]  # their numbers in the state
-    affine: tuple[AffineUpdate, ...]  # the rules of leaves that have one
+    affine: tuple[int, ...]  # those with a rule `new = slope * old + offset`
+    slopes: tuple[
+        float | jax.ShapeDtypeStruct, ...
+    ]  # of these: a number, or the shape of one that only the worker knows
+    rules: tuple[AffineRule, ...]  # of these: computes the slope on the worker
     known: tuple[Any, ...]  # variables of the traced step from which the slopes are computed
 
     def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, of_phases: PhaseResults) -> list[Any]:
@@ -49,8 +44,8 @@ class CarriedLeaves:
         new = after_phases(state, others, of_phases.combined, of_phases.carried)
         computed = self._computed_slopes(plan, state, batches, others, of_phases.combined)
         offsets = []
-        for update, slope in zip(self.affine, self._slopes(computed), strict=True):
-            kept, value = _times(slope, old[update.leaf]), wide(new[self.leaves.index(update.leaf)])
+        for i, slope in zip(self.affine, self._slopes(computed), strict=True):
+            kept, value = _times(slope, old[i]), wide(new[self.leaves.index(i)])
             if jnp.issubdtype(kept.dtype, jnp.floating):  # infinity less itself is NaN
                 offset = jnp.where(jnp.isfinite(kept), value - kept, value)
                 offsets.append(jnp.where(value == kept, jnp.zeros_like(value), offset))
@@ -68,17 +63,16 @@ class CarriedLeaves:
         """Computes new leaves from the server's old ones, the worker's new ones and the push."""
         leaves, n = list(new), len(self.leaves)
         offsets, slopes = pushed[n : n + len(self.affine)], pushed[n + len(self.affine) :]
-        for update, offset, slope in zip(self.affine, offsets, self._slopes(slopes), strict=True):
-            old = state[update.leaf]
-            leaves[update.leaf] = (_times(slope, old) + offset).astype(old.dtype)
+        for i, offset, slope in zip(self.affine, offsets, self._slopes(slopes), strict=True):
+            leaves[i] = (_times(slope, state[i]) + offset).astype(state[i].dtype)
         return leaves
 
     def _computed_slopes(
         self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combined: list[Any]
     ) -> list[Any]:
         """Computes the slopes that only the worker knows: the means of its microbatches'."""
-        wanted = [(update.rule, update.slope) for update in self.affine]
-        wanted = [(rule, shape) for rule, shape in wanted if isinstance(shape, jax.ShapeDtypeStruct)]
+        both = zip(self.rules, self.slopes, strict=True)
+        wanted = [(rule, shape) for rule, shape in both if isinstance(shape, jax.ShapeDtypeStruct)]
         if not wanted:
             return []
         by_variable = dict(zip(plan.split.traced.combined, combined, strict=True))
@@ -99,7 +93,7 @@ class CarriedLeaves:
     def _slopes(self, computed: Sequence[Any]) -> list[Slope]:
         """Puts the computed slopes in their places among all."""
         rest = iter(computed)
-        return [next(rest) if isinstance(x.slope, jax.ShapeDtypeStruct) else x.slope for x in self.affine]
+        return [next(rest) if isinstance(slope, jax.ShapeDtypeStruct) else slope for slope in self.slopes]
 
 
 def find_carried(split: Split, leaves: Sequence[int], by_slope: Sequence[int], sizes: tuple[int, int]) -> CarriedLeaves:
@@ -115,15 +109,17 @@ def find_carried(split: Split, leaves: Sequence[int], by_slope: Sequence[int], s
         traced.microbatch,
         *(v for v in traced.combined if v not in of_leaves),
     ]
-    affine = []
+    affine, slopes, rules = [], [], []
     for i in by_slope:
         old = traced.state[i]
         if not jnp.issubdtype(old.aval.dtype, jnp.floating) and not jnp.issubdtype(old.aval.dtype, jnp.integer):
             continue  # a key or a flag
         rule = AffineRule(traced.closed, old, traced.new_state[i], sizes, known)
         if (slope := rule.of_program()) is not None and slope != 0:
-            affine.append(AffineUpdate(i, slope, rule))
-    return CarriedLeaves(tuple(leaves), tuple(affine), tuple(known))
+            affine.append(i)
+            slopes.append(slope)
+            rules.append(rule)
+    return CarriedLeaves(tuple(leaves), tuple(affine), tuple(slopes), tuple(rules), tuple(known))
 
 
 def _times(slope: Slope, old: Any) -> Any:

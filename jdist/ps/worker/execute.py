@@ -71,7 +71,7 @@ class Installed:
         if len(function.read) != len(function.inputs):
             raise WireError(f"a function of {len(function.inputs)} inputs that reads {len(function.read)} leaves")
         self.function, self._shards, self._run = function, shards, run
-        self._scale: WorkerScale | None = None
+        self._scale: tuple[float, int] | None = None  # and how many gradients in a row were finite
         self._epoch_and_generation: tuple[int, int] | None = None  # of what was pulled
         self._plans = [] if function.view is None else [client.plan for client in shards.clients]
         _check_plans(function, self._plans)
@@ -124,11 +124,15 @@ class Installed:
             return run()
         place, growth_interval = function.loss_scale
         arguments = list(arguments)
-        self._scale = self._scale or WorkerScale(float(arguments[place]), growth_interval)
+        scale, good = self._scale or (float(arguments[place]), 0)
         while True:
-            arguments[place] = np.float32(self._scale.scale)
+            arguments[place] = np.float32(scale)
             results = run()
-            if self._scale.takes(is_finite=bool(results[len(function.pushed) + function.num_scalars])):
+            is_finite = bool(results[len(function.pushed) + function.num_scalars])
+            # At the smallest scale non-finite gradients stand: no other scale would mend them.
+            stands = is_finite or scale <= SMALLEST
+            scale, good = self._scale = moved_scale(scale, good, is_finite=is_finite, growth_interval=growth_interval)
+            if stands:
                 return results
 
     def _push(
@@ -223,22 +227,8 @@ def _check_plans(function: FunctionPlan, plans: Sequence[ShardPlan]) -> None:
         raise WireError("a function of another state than the shards'")
 
 
-class WorkerScale:
-    """A worker's loss scale; moves as `jdist.core.precision.LossScaling` says."""
-
-    def __init__(self, scale: float, growth_interval: int):
-        self.scale = scale
-        self._growth_interval, self._good = growth_interval, 0
-
-    def takes(self, *, is_finite: bool) -> bool:
-        """Returns whether gradients of this scale stand; if not, they are computed again."""
-        if not is_finite:
-            self._good = 0
-            stands = self.scale <= SMALLEST
-            self.scale = max(self.scale / FACTOR, SMALLEST)
-            # At the smallest scale non-finite gradients stand: no other scale would mend them.
-            return stands
-        self._good += 1
-        if self._good == self._growth_interval:
-            self.scale, self._good = min(self.scale * FACTOR, 2.0**127), 0
-        return True
+def moved_scale(scale: float, good: int, *, is_finite: bool, growth_interval: int) -> tuple[float, int]:
+    """Moves a worker's loss scale, and how many gradients in a row were finite, as `jdist.core.precision.LossScaling` says."""
+    if not is_finite:
+        return max(scale / FACTOR, SMALLEST), 0
+    return (min(scale * FACTOR, 2.0**127), 0) if good + 1 == growth_interval else (scale, good + 1)

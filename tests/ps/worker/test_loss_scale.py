@@ -7,7 +7,7 @@ import pytest
 
 import jdist
 from jdist.errors import ClosureError
-from jdist.ps.worker.execute import WorkerScale
+from jdist.ps.worker.execute import moved_scale
 from tests.by_default import some
 from tests.ps.hidden_layer import BATCH, create, loss
 from tests.ps.real_cluster import local
@@ -16,20 +16,13 @@ pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 
 def test_it_moves_as_the_scale_beside_a_state_does():
-    scale, found = WorkerScale(8.0, growth_interval=2), []
+    moved, found = (8.0, 0), []
     for is_finite in (True, True, True, False, True, True, False, False):
-        found.append((scale.takes(is_finite=is_finite), scale.scale))
-    assert [x for _, x in found] == [8, 16, 16, 8, 8, 16, 8, 4]
-    assert [stands for stands, _ in found] == [True, True, True, False, True, True, False, False]
-
-
-def test_at_the_smallest_scale_what_is_not_finite_stands():
-    scale = WorkerScale(2.0, growth_interval=1)
-    assert [scale.takes(is_finite=False) for _ in range(3)] == [False, True, True]
-    assert scale.scale == 1.0
-    large = WorkerScale(2.0**127, growth_interval=1)
-    assert large.takes(is_finite=True)
-    assert large.scale == 2.0**127
+        moved = moved_scale(*moved, is_finite=is_finite, growth_interval=2)
+        found.append(moved[0])
+    assert found == [8, 16, 16, 8, 8, 16, 8, 4]
+    assert moved_scale(1.0, 0, is_finite=False, growth_interval=2) == (1.0, 0)
+    assert moved_scale(2.0**127, 0, is_finite=True, growth_interval=1) == (2.0**127, 0)
 
 
 MODES = {

@@ -298,6 +298,7 @@ def follow(config: Config, document: Document) -> int:
             known=[row["step"] for row in read_rows(folder.evaluations)],
         ):
             measured = measure(eval_step, restored.state, eval_set, metrics=task.metrics)
+            assert measured is not None, "nothing stops it"
             if file is None:  # not before there is a checkpoint: the folder is the job's to make
                 file = MetricsFile.open(folder.evaluations, step=sys.maxsize)
                 stack.callback(file.close)

@@ -83,6 +83,7 @@ def evaluate(
         state = eval_step.prepare(state, feed.batches.element_spec)
         names_of(eval_step, state, feed, wanted)  # warns of a mask that is not read
     measured = measure(eval_step, state, feed.batches, strategy.cluster, wanted)
+    assert measured is not None, "nothing stops it"
     for name in metrics if isinstance(metrics, Mapping) else ():
         if not any(result == name or result.startswith(f"{name}/") for result in measured):
             raise StepError(
@@ -155,10 +156,6 @@ def _on_host(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else np.asarray(to_host(x))
 
 
-class _Stopped(Exception):
-    """All processes stop at a batch of an evaluation."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The evaluation of a run, a function of its state: where it is evaluated, and by which strategy it is trained."""
@@ -172,10 +169,7 @@ class Evaluation:
     def __call__(self, state: PyTree, stops_at: Callable[[int], bool]) -> Measured | None:
         """Measures a state, by name; None if it is to stop at a batch, of a number from 1."""
         state_here = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
-        try:
-            return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics, stops_at)
-        except _Stopped:
-            return None
+        return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics, stops_at)
 
     def names(self, state: PyTree, *, depth: int) -> frozenset[str] | None:
         """Lists the names of what it will measure, of a training state or its shapes; see `names_of`."""
@@ -191,8 +185,8 @@ def measure(
     cluster: Runtime | None = None,
     metrics: Metrics = None,
     stops_at: Callable[[int], bool] = lambda part: False,
-) -> Measured:
-    """Computes the means and metrics of a state over all rows of distributed batches, padding left out; the same everywhere."""
+) -> Measured | None:
+    """Computes means and metrics of a state over all rows, padding left out, the same everywhere; None if it is stopped."""
     cluster = cluster or alone()
     totals = MetricTotals(metrics)
     with cluster.blocked():
@@ -200,7 +194,7 @@ def measure(
             batches.rewind()
         for part, batch in enumerate(batches, 1):
             if stops_at(part):
-                raise _Stopped
+                return None
             totals.add(eval_step(state, batch), batch)
         measured, weight = totals.take(cluster=cluster)
     if math.isnan(weight) and not measured:

@@ -254,6 +254,11 @@ def test_a_signal_to_the_launcher_while_only_the_evaluator_is_left():
     assert (done.exit_code, done.now) == (130, 151)
 
 
+def test_an_evaluator_that_was_asked_to_leave_is_not_asked_again():
+    done = simulate(WITH_EVALUATOR, by_task({"evaluator": Child(leaves_after_s=5)}), [(402, INT)])
+    assert (done.sent, done.now) == ([(400, EVALUATOR, TERM)], 405)
+
+
 # ---- servers, each of which is started again alone
 
 

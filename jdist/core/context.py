@@ -68,6 +68,7 @@ class ReplicaTrace:
         return self.level == _trace_level()
 
 
+_TRANSFERS = ("", "_host_to_device", "_device_to_device", "_device_to_host")  # those that JAX may guard
 # A weak reference, as JAX's caches keep every context that they meet, and would keep the strategy with it.
 _trace = jax.make_user_context(None)
 _scoped: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("jdist_strategy", default=None)
@@ -124,9 +125,15 @@ def is_foreign(strategy: Strategy) -> bool:
     return _compiles_nothing() or _has_foreign_mesh(strategy) or _keeps_tracers(strategy)
 
 
-@contextlib.contextmanager
-def own_settings(strategy: Strategy) -> Iterator[None]:
+def own_settings(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
     """Keeps the caller's JAX settings out: programs are compiled, new arrays lie on no mesh in context, all may be moved."""
+    guards = {getattr(jax.config, f"jax_transfer_guard{part}") for part in _TRANSFERS}
+    # Entering them takes longer than putting a small batch on a device.
+    return _own_settings(strategy) if is_foreign(strategy) or guards - {None, "allow"} else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _own_settings(strategy: Strategy) -> Iterator[None]:
     with (
         jax.transfer_guard("allow"),
         jax.disable_jit(False),

@@ -35,11 +35,17 @@ class LeafSpec:
 
 def to_numpy(tree: PyTree) -> PyTree:
     """Converts the leaves of a batch to numpy arrays; copies only if it must convert."""
+    if (arrays := jax.tree.leaves(tree)) and all(map(_is_ready, arrays)):
+        return tree
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
         forgotten = "; the function that makes it must return it" if tree is None else ""
         raise BatchError(f"a batch must hold at least one array, but this one has no leaves: {tree!r}{forgotten}")
     return structure.unflatten([_leaf_to_numpy(_name(path), leaf) for path, leaf in leaves])
+
+
+def _is_ready(leaf: Any) -> bool:
+    return type(leaf) is np.ndarray and leaf.ndim > 0 and leaf.dtype.kind in "biufc" and leaf.dtype.isnative
 
 
 def is_numeric(dtype: np.dtype) -> bool:
@@ -94,8 +100,8 @@ def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
 
 def check_fits(batch: PyTree) -> None:
     """Raises a `BatchError` for integers that would wrap round: JAX has 32 bits for those of 64, unless told otherwise."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        if not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size):
+    for number, leaf in enumerate(jax.tree.leaves(batch)):
+        if not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.itemsize > 4 and leaf.size):
             continue
         kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if kept == leaf.dtype:
@@ -103,6 +109,7 @@ def check_fits(batch: PyTree) -> None:
         least, most = int(leaf.min()), int(leaf.max())
         if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
             wrong = most if most > np.iinfo(kept).max else least
+            path, _ = jax.tree_util.tree_flatten_with_path(batch)[0][number]
             raise BatchError(
                 f"batch leaf {_name(path)} has {wrong:,} in {leaf.dtype}, which JAX stores as {kept}, so it would become "
                 'another number. Make it smaller, or set `jax.config.update("jax_enable_x64", True)`'
@@ -111,12 +118,12 @@ def check_fits(batch: PyTree) -> None:
 
 def count_rows(tree: PyTree) -> int:
     """Counts the rows of a tree of numpy arrays [rows, ...]; refuses leaves that disagree."""
-    leaves = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    sizes = {path: leaf.shape[0] for path, leaf in leaves}
-    if len(set(sizes.values())) == 1:
-        rows = leaves[0][1].shape[0]
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(tree)}
+    if len(counts) == 1:
+        (rows,) = counts
         check_static_parts(tree, rows)
         return rows
+    sizes = {_name(path): leaf.shape[0] for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
     raise BatchError(
         f"the leaves of a batch must agree on their leading (batch) axis, but have rows {listed}. {ROWS_REMEDY}"
@@ -182,10 +189,15 @@ def differences(first: TreeSpec, now: TreeSpec) -> str:
     return "; ".join(sorted(changes))
 
 
-def check_same(first: TreeSpec, now: TreeSpec) -> None:
+def check_same(first: TreeSpec, batch: PyTree) -> None:
     """Refuses a batch that does not look like the first one."""
-    if now == first:
+    leaves, structure = jax.tree.flatten(batch)
+    if structure == first.structure and all(
+        leaf.dtype == spec.dtype and leaf.shape[1:] == spec.shape
+        for leaf, spec in zip(leaves, first.leaves, strict=True)
+    ):
         return
+    now = tree_spec(batch)
     before = {leaf.path: leaf.dtype.kind for leaf in first.leaves}
     kinds = [{before.get(leaf.path), leaf.dtype.kind} for leaf in now.leaves]
     missing = " (a value that is missing makes floats of integers: fill it in)" if {"i", "f"} in kinds else ""

@@ -238,10 +238,10 @@ class LocalBatches:
             if self._filler is None and (last := self._last()) is not None:
                 self._filler = _last_row(last)
             return 0
-        spec, rows = tree_spec(batch), count_rows(batch)
+        rows = count_rows(batch)
         if self._first is None:
-            self._first, self._full = spec, self._full_rows() or rows
-        check_same(self._first, spec)
+            self._first, self._full = tree_spec(batch), self._full_rows() or rows
+        check_same(self._first, batch)
         check_rows(rows, self._full, "a full batch of this process")
         self._batch = batch
         self._filler = _last_row(batch) if rows else self._filler

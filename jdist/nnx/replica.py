@@ -12,8 +12,10 @@ state, and the objects receive the new state after it. Three kinds of variables 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdist.core import context
+from jdist.core.step_state import user_state
 from jdist.errors import StepError
 from jdist.replica import collectives, gradients
 from jdist.step.signature import argument_name
@@ -139,18 +142,104 @@ def grad(
     return grad_of_all
 
 
-def split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Splits a call's arguments: `((graph definition, which are objects), variables by kind, others, objects)`."""
-    which = tuple(map(holds_objects, args))
-    if not any(which[:1]):
-        raise StepError(
-            "jdist.nnx.distribute: the step's first argument holds no nnx object. It must be the model, the optimizer "
-            "or a tuple of them; for steps over pure states use `jdist.distribute`."
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The static part of a call: the objects' graph definition, and which arguments are objects."""
+
+    graphdef: Any
+    which: tuple[bool, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # once: nnx computes it anew from every node
+        return hash((self.graphdef, self.which))
+
+
+class Objects:
+    """A call's arguments with nnx objects, split; later calls take them as they are while their structure stays."""
+
+    def __init__(self, args: tuple[Any, ...]):
+        which = tuple(map(holds_objects, args))
+        if not any(which[:1]):
+            raise StepError(
+                "jdist.nnx.distribute: the step's first argument holds no nnx object. It must be the model, the optimizer "
+                "or a tuple of them; for steps over pure states use `jdist.distribute`."
+            )
+        self.objects = tuple(arg for arg, is_object in zip(args, which, strict=True) if is_object)
+        graphdef, *state = nnx.split(self.objects, *_KINDS)
+        self.structure = Structure(graphdef, which)
+        self._live = _Variables(*state)  # holds the objects' own variables
+        self._variables = _variables(self._live)
+        self._newest: PyTree = None  # the state that a step returned last, with these arrays
+        self._arrays: list[Any] = []
+        self._treedef: Any = None
+        self._nodes: list[tuple[Any, list[Any], list[Any]]] | None = (
+            None  # of the graph, each with names and values when it was split
         )
-    objects = tuple(arg for arg, is_object in zip(args, which, strict=True) if is_object)
-    rest = tuple(arg for arg, is_object in zip(args, which, strict=True) if not is_object)
-    graphdef, *state = nnx.split(objects, *_KINDS)
-    return (graphdef, which), _Variables(*state), rest, objects
+
+    def rest(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Selects the arguments without objects."""
+        return tuple(arg for arg, is_object in zip(args, self.structure.which, strict=True) if not is_object)
+
+    def are_in(self, args: tuple[Any, ...]) -> bool:
+        """Returns whether a call has the same objects in the same places, with all their attributes."""
+        if self._nodes is None or len(args) != len(self.structure.which):
+            return False
+        mine = iter(self.objects)
+        for arg, is_object in zip(args, self.structure.which, strict=True):
+            if not (_is_same(arg, next(mine)) if is_object else not holds_objects(arg)):
+                return False
+        return all(
+            _names(node) == names and all(map(operator.is_, _values(node), then)) for node, names, then in self._nodes
+        )
+
+    def state(self) -> PyTree:
+        """Returns what a step returned last, the same object, if the variables still hold it; else their state now."""
+        arrays, treedef = jax.tree.flatten(self._live)
+        is_newest = len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
+        return self._newest if is_newest and treedef == self._treedef else self._live
+
+    def put(self, state: PyTree) -> None:
+        """Gives the objects a new state."""
+        new = user_state(state)
+        if not all(isinstance(variable, nnx.Variable) for variable in self._variables):
+            nnx.update(self.objects, nnx.merge_state(*new))  # also arrays that are attributes themselves
+            return
+        for variable, value in zip(self._variables, _variables(new), strict=True):
+            variable.update_from_state(value)
+        self._arrays, self._treedef = jax.tree.flatten(new)
+        self._newest = state
+        if self._nodes is None:
+            nodes = [_contents(node) for _, node in nnx.iter_graph(self.objects)]
+            self._nodes = [(node, _names(node), [*_values(node)]) for node in nodes if node is not None]
+
+
+def _variables(state: PyTree) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(_is_same, a, b)))
+
+
+def _contents(node: Any) -> Any:
+    """Returns the dict or list in which a node of a graph holds its children and attributes; None where that cannot change."""
+    if isinstance(node, nnx.State):
+        return node.raw_mapping
+    if isinstance(node, dict | list):
+        return node
+    is_leaf = isinstance(node, nnx.Variable) or jax.tree_util.all_leaves((node,))
+    return None if is_leaf else getattr(node, "__dict__", None)
+
+
+def _names(contents: Any) -> list[Any]:
+    return [len(contents)] if isinstance(contents, list) else [*contents]
+
+
+def _values(contents: Any) -> Iterable[Any]:
+    return contents if isinstance(contents, list) else contents.values()
 
 
 def holds_objects(value: Any) -> bool:
@@ -165,7 +254,7 @@ def pure_step(step: Callable[..., Any], positional: Sequence[str], metric_ops: M
 
     @functools.wraps(step)
     def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
-        graphdef, which = static
+        graphdef, which = static.graphdef, static.which
         keys, metrics, statistics, others = state
         own_keys = jax.tree.map(collectives.replica_rng, keys)
         bound = collectives.replica_axes() is not None or collectives.num_replicas() > 1
@@ -194,7 +283,7 @@ def pure_step(step: Callable[..., Any], positional: Sequence[str], metric_ops: M
         return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
 
     def names_of_arguments(static: Any) -> list[str]:
-        named = [(argument_name(i, positional), is_object) for i, is_object in enumerate(static[1])]
+        named = [(argument_name(i, positional), is_object) for i, is_object in enumerate(static.which)]
         objects = ", ".join(name for name, is_object in named if is_object)
         return ["the structure of the objects", objects, *(name for name, is_object in named if not is_object)]
 

@@ -11,11 +11,11 @@ from typing import Any, Unpack, get_args
 import jax
 from flax import nnx
 
-from jdist.core.step_state import user_state, with_user_state
+from jdist.core.step_state import StepState, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
-from jdist.nnx.replica import MetricOps, holds_objects, pure_step, split
+from jdist.nnx.replica import MetricOps, Objects, holds_objects, pure_step
 from jdist.replica import collectives
 from jdist.step.base import Distributed, Preview
 from jdist.step.decorator import distribute as distribute_pure
@@ -111,6 +111,7 @@ class NNXStep(Distributed):
         self._distributed: DistributedStep = distributed
         self.strategy = strategy
         self.options = dataclasses.replace(distributed.options, args=distributed.options.args[1:])
+        self._held: Objects | None = None  # of the newest call
         self._around: Any = None  # nnx objects have no room for residuals and loss scale, so the step holds them
 
     @property
@@ -131,8 +132,8 @@ class NNXStep(Distributed):
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """Returns the objects' pure state as a call with `*args` and `**kwargs` keeps it; see `DistributedStep.prepare`."""
         args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, _ = split(args)
-        return self._distributed.prepare(static, with_user_state(self._around, state), *rest, **kwargs)
+        distributed, args = self.pure(args)
+        return distributed.prepare(*args, **kwargs)
 
     def over(self, objects: PyTree) -> ObjectsStep:
         """Makes a step over the pure state of some objects, as a loop takes it.
@@ -154,49 +155,63 @@ class NNXStep(Distributed):
         return ObjectsStep(self, objects, arguments)
 
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        static, state, rest, _ = split(args)
-        return self._distributed, (static, with_user_state(self._around, state), *rest)
+        held = self._hold(args)
+        return self._distributed, (held.structure, self._state(held), *held.rest(args))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers a call with `*args` and `**kwargs`, without running it; see `DistributedStep.lower`."""
         args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, _ = split(args)
-        self._check_undeclared(args, rest, kwargs)
-        return self._distributed.lower(static, state, *rest, **kwargs)
+        held = self._hold(args)
+        self._check_undeclared(args, held.rest(args), kwargs)
+        return self._distributed.lower(held.structure, user_state(held.state()), *held.rest(args), **kwargs)
 
     @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, objects = split(args)
+        held = self._hold(args)
+        rest = held.rest(args)
         self._check_undeclared(args, rest, kwargs)
-        _, *results = self.run(static, with_user_state(self._around, state), rest, kwargs, objects)
+        _, *results = self.run(held, self._state(held), rest, kwargs)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def run(
-        self, static: Any, state: PyTree, rest: tuple[Any, ...], kwargs: dict[str, Any], objects: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
+    def run(self, held: Objects, state: PyTree, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Runs the step over a pure state and gives the objects the new one.
 
         Args:
-            static: graph definition, and the places of the objects among the arguments.
-            state: the state of the objects, with what the step adds to it.
+            held: the objects.
+            state: their state, with what the step adds to it.
             rest: the arguments other than objects.
             kwargs: the arguments by keyword.
-            objects: the objects.
 
         Returns:
             The new state, then what the step returns.
         """
         try:
-            state, *results = self._distributed(static, state, *rest, **kwargs)
-            return state, *results
-        finally:
-            # Also after an interrupt or an error: the arrays that the objects held may have been donated.
+            state, *results = self._distributed(held.structure, state, *rest, **kwargs)
+        except BaseException:
+            # After an interrupt too: the arrays that the objects held may have been donated.
             newest = self._distributed.last_state
             if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
                 state = newest
-            self._around = with_user_state(state, None)
-            nnx.update(objects, nnx.merge_state(*user_state(state)))
+            self._put(held, state)
+            raise
+        self._put(held, state)
+        return state, *results
+
+    def _put(self, held: Objects, state: PyTree) -> None:
+        self._around = with_user_state(state, None)
+        held.put(state)
+
+    def _hold(self, args: tuple[Any, ...]) -> Objects:
+        """Splits the arguments of a call, unless they are those of the newest one."""
+        if self._held is None or not self._held.are_in(args):
+            self._held = Objects(args)
+        return self._held
+
+    def _state(self, held: Objects) -> PyTree:
+        """Returns the state of the objects with what the step adds to it."""
+        state = held.state()
+        return state if isinstance(state, StepState) else with_user_state(self._around, state)
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts arguments that are named by position where they can be."""
@@ -231,22 +246,22 @@ class ObjectsStep(Distributed):
     def __init__(self, step: NNXStep, objects: PyTree, arguments: tuple[Any, ...]):
         # The user's objects, a tuple or one; the arguments before the batch.
         self._step, self._user_objects, self._objects = step, objects, arguments
-        self._static, state, _, _ = split((*arguments, None))
+        self._held = Objects((*arguments, None))
         # With the values that the step carries next to it.
-        self.state: PyTree = with_user_state(step._around, state)
+        self.state: PyTree = with_user_state(step._around, self._held.state())
         self.strategy, self.options, self.__name__ = step.strategy, step.options, step.__name__
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, ...]:
         """Runs the step; returns the new state and what the step returns."""
-        return self._step.run(self._static, state, (batch,), {}, self._objects)
+        return self._step.run(self._held, state, (batch,), {})
 
     def prepare(self, state: PyTree, batch: PyTree) -> PyTree:
         """Returns the state as a call takes and returns it."""
-        return self._step._distributed.prepare(self._static, state, batch)
+        return self._step._distributed.prepare(self._held.structure, state, batch)
 
     def preview(self, state: PyTree, batch: PyTree) -> Preview:
         """Describes what a call would do, with nothing compiled."""
-        return self._step._distributed.preview(self._static, state, batch)
+        return self._step._distributed.preview(self._held.structure, state, batch)
 
     def count_left_out(self, state: PyTree) -> Any:
         return self._step._distributed.count_left_out(state)
@@ -256,7 +271,7 @@ class ObjectsStep(Distributed):
         return self._step._distributed.newest_token
 
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        return self._step._distributed, (self._static, *args)
+        return self._step._distributed, (self._held.structure, *args)
 
     def verify_next(self, how: Verify, *, pads: bool = False, tell: Callable[[str], Any] | None = None) -> None:
         self._step._distributed.verify_next(how, pads=pads, tell=tell)
@@ -270,12 +285,12 @@ class ObjectsStep(Distributed):
 
         @functools.wraps(function)
         def of_state(state: PyTree, batch: PyTree) -> Any:
-            objects = nnx.merge(self._static[0], *user_state(state))
+            objects = nnx.merge(self._held.structure.graphdef, *user_state(state))
             return function(objects if self._user_objects is self._objects else objects[0], batch)
 
         return of_state
 
     def with_state(self, state: PyTree) -> PyTree:
         """Gives the objects this state; returns them in the form in which they were passed."""
-        nnx.update(self._objects, nnx.merge_state(*user_state(state)))
+        self._held.put(state)
         return self._user_objects

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-
 from jdist.support.words import closest, nearest
 
 Key = tuple[str, ...]
@@ -39,7 +36,6 @@ _WORDS = {
     "string_too_long": "at most {max_length} characters long",
 }
 _LISTS = (tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +139,15 @@ def misfit(value: Any, parameter: inspect.Parameter, key: Key) -> Problem | None
     """Finds why a YAML value misfits a parameter's annotation; None if it fits, or if only the function can tell."""
     if value is None and parameter.default is None:
         return None
+    # Here, as it takes a tenth of a second, which only configs need.
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic.errors import PydanticUserError
+
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
     errors = []
     for annotation in alternatives(parameter.annotation):
         try:
-            TypeAdapter(_as_in_yaml(annotation), config=_STRICT).validate_python(value)
+            TypeAdapter(_as_in_yaml(annotation), config=strict).validate_python(value)
             return None
         except ValidationError as exc:
             errors.append(exc.errors(include_url=False)[0])

@@ -9,7 +9,7 @@ copy inside another `shard_map`, and the hashes are compared on the host.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ from jdist.core.strategy import Strategy
 from jdist.errors import ReplicaDivergenceError
 from jdist.jaxpr import graph, variation
 from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
+from jdist.support.arrays import to_host
 from jdist.typing import PyTree
 
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
+_SMALL, _FEW = 2**12, 4  # elements of a small leaf; large leaves of a program
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -57,13 +59,31 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def make_check(strategy: Strategy) -> Any:
-    """Compiles the function that hashes every leaf on every replica: `leaves -> uint32 [num_replicas, num_leaves]`."""
+def make_check(strategy: Strategy) -> Callable[[list[jax.Array]], np.ndarray]:
+    """Makes the function that hashes every leaf on every replica: `leaves -> uint32 [num_replicas, num_leaves]`."""
+    # Compiling takes as long as the program has kernels. Small leaves of one shape are hashed as one array. Large ones, of
+    # which that would be a copy, come a few at a time, by one program for each shape.
+    own = PartitionSpec(strategy.axes)
 
-    def hashes(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([hash_leaf(leaf) for leaf in leaves])[None]
+    def of_small(groups: list[list[jax.Array]]) -> jax.Array:
+        return jnp.concatenate([jax.vmap(hash_leaf)(jnp.stack(group)) for group in groups])[None]
 
-    return jax.jit(over_replicas(strategy, hashes, PartitionSpec(), PartitionSpec(strategy.axes)))
+    small = jax.jit(over_replicas(strategy, of_small, PartitionSpec(), own))
+    large = jax.jit(over_replicas(strategy, lambda few: jnp.stack([*map(hash_leaf, few)])[None], PartitionSpec(), own))
+    joined = jax.jit(over_replicas(strategy, lambda parts: jnp.concatenate(parts, axis=1), own, own))
+
+    def check(leaves: list[jax.Array]) -> np.ndarray:
+        groups: dict[Any, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            groups.setdefault((leaf.size > _SMALL, leaf.shape, leaf.dtype), []).append(i)
+        together = [places for (is_large, *_), places in groups.items() if not is_large]
+        several = [places for (is_large, *_), places in groups.items() if is_large]
+        few = [places[i : i + _FEW] for places in several for i in range(0, len(places), _FEW)]
+        parts = [small([[leaves[i] for i in places] for places in together])] if together else []
+        parts += [large([leaves[i] for i in places]) for places in few]
+        return to_host(joined(parts))[:, np.argsort([i for places in (*together, *few) for i in places])]
+
+    return check
 
 
 def compare(hashes: np.ndarray, paths: list[str], holders: np.ndarray | None = None) -> None:

@@ -227,7 +227,7 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
     paths, leaves = [path for path, _ in replicated], [leaf for _, leaf in replicated]
     if strategy not in _checks:
         _checks[strategy] = make_check(strategy)
-    return to_host(_checks[strategy](leaves)), paths, leaves
+    return _checks[strategy](leaves), paths, leaves
 
 
 def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:

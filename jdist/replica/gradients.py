@@ -301,10 +301,10 @@ def _own_part(x: jax.Array) -> jax.Array:
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Returns whether no element of a floating-point array is NaN or infinite; bool scalar."""
-    # Zero times a finite number is zero, and NaN otherwise: on CPU a sum takes half the time of
-    # `isfinite(x).all()`.
-    return ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))
+    """Returns whether no element of a floating-point array is NaN or infinite, nor their sum in float32; bool scalar."""
+    # A sum is not finite where an element is not. On CPU it takes half the time of `isfinite(x).all()`, and XLA need not
+    # write out the elements as it does for products with zero.
+    return jnp.isfinite(jnp.sum(x, dtype=x.dtype if x.dtype.itemsize >= 4 else jnp.float32))
 
 
 def global_loss(fun: Callable[[PyTree], jax.Array]) -> Callable[[PyTree], jax.Array]:

@@ -59,8 +59,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
             arguments are the same for all steps of the call.
         max_in_flight: number of calls that may run ahead of the host.
         check_replicas: compare the replicas after the first step and every so many steps; 0: never.
-        non_finite: what a NaN or infinite gradient does: "raise" (the state stays as it was before that step), "skip"
-            the step, or "apply" it.
+        non_finite: what a gradient does that is NaN or infinite, or that has such a sum in float32: "raise" (the state stays
+            as it was before that step), "skip" the step, or "apply" it.
         precision: "bf16", "fp16", or what `jdist.precision` returns: forward and backward pass in 16 bits, parameters in
             float32.
         verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch

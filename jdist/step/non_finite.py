@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -117,8 +118,8 @@ def guarded(
     _, before_flags = graph.needed(closed, flag_vars, given=())
     known = graph.values_at_start(closed, jax.tree.leaves((state, rest)))
     taken = {*known, *before_flags}
-    places = {v: i for i, v in enumerate(new_vars) if not graph.is_literal(v) and v not in taken}
-    places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
+    counts = collections.Counter(v for v in new_vars if not graph.is_literal(v))
+    places = {v: i for i, v in enumerate(new_vars) if not graph.is_literal(v) and counts[v] == 1 and v not in taken}
     if not names or graph.effects_of(closed):  # in stages, prints and the like would come in another order
         places = {}
     # Each leaf of the new state is replaced by the chosen one once computed, so that

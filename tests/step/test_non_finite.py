@@ -9,6 +9,7 @@ from jax.experimental import io_callback
 
 import jdist
 from jdist.errors import NonFiniteError
+from jdist.replica.gradients import all_finite
 from jdist.step import non_finite as guard
 from jdist.step.non_finite import decide
 from jdist.step.program_spec import FiniteFlags
@@ -261,6 +262,26 @@ def test_a_leaf_set_to_a_constant_from_outside_is_kept_too():
         sevens = np.full(3, 7, np.float32)
         state, _ = run({"w": 1.0, "window": sevens, "other": sevens}, {"x": np.full(4, np.nan, np.float32)})
         assert {k: np.asarray(v).tolist() for k, v in state.items()} == {"w": 1.0, "window": [7] * 3, "other": [7] * 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "is_finite"),
+    [
+        ([6e4] * 8, "float16", True),  # the sum is beyond the dtype, not beyond float32
+        ([3e38] * 4, "bfloat16", False),
+        ([3e38] * 4, "float32", False),  # finite, but for their sum: so the guard is defined
+        ([3e38, -3e38, 3e38], "float32", True),
+        ([1e308] * 2, "float64", False),
+        ([1e300] * 2, "float64", True),
+        ([np.inf, -np.inf], "float32", False),
+        ([0.0, np.nan], "float8_e4m3fn", False),
+        ([400.0] * 8, "float8_e4m3fn", True),
+        ([1.0, complex(0, np.inf)], "complex64", False),
+    ],
+)
+def test_what_counts_as_finite(values, dtype, is_finite):
+    with jax.enable_x64(True):
+        assert bool(all_finite(jnp.array(values, dtype))) == is_finite
 
 
 @pytest.mark.parametrize("non_finite", ["raise", "apply"])

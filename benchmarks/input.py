@@ -1,10 +1,14 @@
 """What feeding costs: the digits CNN at a 64 MB batch, from arrays through the distributed dataset.
 
     python benchmarks/input.py [--megabytes 64] [--steps 6] [--devices 1]
+    python benchmarks/input.py --small [--devices 1]
 
 The same step alternates between batches that come from the dataset (shuffled, gathered, sliced, put on the devices by
 the background thread) and one batch held in memory. Target: step time within 5 %. The input thread's share of the CPU
 is its own CPU time over the wall time.
+
+`--small`: batches of 8 digits, from arrays to the devices, with nothing else to do; against rows that are gathered and put
+there by hand, without a mask and without checks.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--devices", type=int, default=1, help="number of virtual CPU devices; 0: those JAX sees")
+    parser.add_argument("--small", action="store_true", help="batches of 8 rows, against gather and device_put by hand")
     args = parser.parse_args()
     if args.devices:
         os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={args.devices}"}
@@ -40,8 +45,10 @@ def main() -> None:
     import jdist
     from jdist.tasks import digits
 
-    task = digits.make(width=args.width)
     strategy = jdist.mirrored()
+    if args.small:
+        return small_batches(strategy, args.rounds)
+    task = digits.make(width=args.width)
     image = next(iter(task.train_data(8, 0, 1)))["image"][0]
     rows = args.megabytes * 1_000_000 // image.nbytes
     rows -= rows % strategy.num_replicas
@@ -82,6 +89,44 @@ def main() -> None:
             f"{c.seconds / args.steps * 1e3:,.0f} ms a step"
         )
     print(f"input thread: {cpu_s / args.steps / rounds * 1e3:.0f} ms of CPU a step, {cpu_s / fed_s:.1%} of one core")
+
+
+def small_batches(strategy, rounds: int, *, rows: int = 8, calls: int = 1000) -> None:
+    """Measures one batch of a few rows, without and with prefetching."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    from pairs import alternate, compare
+
+    import jdist
+
+    rng = np.random.default_rng(0)
+    arrays = {"image": rng.normal(size=(80_000, 8, 8, 1)).astype(np.float32), "label": rng.integers(0, 10, 80_000)}
+    sharding = NamedSharding(strategy.mesh, PartitionSpec(strategy.mesh.axis_names))
+
+    def by_hand():
+        while True:
+            for chosen in rng.permutation(80_000).reshape(-1, rows):
+                yield jax.device_put({name: array[chosen] for name, array in arrays.items()}, sharding)
+
+    def fed(prefetch):
+        source = jdist.data.from_arrays(arrays, global_batch=rows, shuffle_seed=0, epochs=None)
+        return iter(strategy.distribute_dataset(source, options=jdist.InputOptions(prefetch=prefetch)))
+
+    batches = {"by hand": by_hand(), "prefetch=0": fed(0), "prefetch=2": fed(2), "by hand again": by_hand()}
+
+    def run(iterator):
+        for _ in range(calls):
+            batch = next(iterator)
+        jax.block_until_ready(batch)
+
+    times = alternate({name: lambda iterator=iterator: run(iterator) for name, iterator in batches.items()}, rounds)
+    for name in batches:
+        c = compare(times[name], times["by hand"])
+        each = f"{c.seconds / calls * 1e6:,.0f} us a batch"
+        print(
+            f"{strategy.num_replicas} replica(s), {name}: {each}, ratio {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}]"
+        )
 
 
 def input_cpu_s() -> float:

@@ -153,12 +153,12 @@ class Structure:
         return self._hash
 
     @functools.cached_property
-    def _hash(self) -> int:  # once: nnx computes it anew from every node
+    def _hash(self) -> int:  # once: nnx computes it again from every node
         return hash((self.graphdef, self.which))
 
 
 class Objects:
-    """A call's arguments with nnx objects, split; later calls take them as they are while their structure stays."""
+    """A call's arguments with nnx objects, split; later calls keep the split while the structure stays."""
 
     def __init__(self, args: tuple[Any, ...]):
         which = tuple(map(holds_objects, args))

@@ -61,8 +61,8 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def make_check(strategy: Strategy) -> Callable[[list[jax.Array]], np.ndarray]:
     """Makes the function that hashes every leaf on every replica: `leaves -> uint32 [num_replicas, num_leaves]`."""
-    # Compiling takes as long as the program has kernels. Small leaves of one shape are hashed as one array. Large ones, of
-    # which that would be a copy, come a few at a time, by one program for each shape.
+    # Compiling takes as long as the program has kernels. Small leaves of one shape are hashed as one array. Large ones, as
+    # that would copy them, come a few at a time, by one program for each shape.
     own = PartitionSpec(strategy.axes)
 
     def of_small(groups: list[list[jax.Array]]) -> jax.Array:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +20,29 @@ _TRAINING: dict[str, Any] = {"alpha": 0.4, "linewidth": 1}
 _MOST_COUNTED = 20  # rows of a matrix with a number in each cell; of more the colours alone can be read
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure of matplotlib with panels below each other, from above; `shade` maps a number from 0 to 1 to a colour."""
-
-    figure: Any
-    panels: list[Any]
-    shade: Callable[[float], Any]
-
-
-def new_figure(num_panels: int) -> Figure | None:
-    """Makes an empty figure; None if matplotlib is not installed."""
+def new_figure(num_panels: int) -> Any:
+    """Makes an empty figure of matplotlib with panels (`axes`) below each other; None if that is not installed."""
     try:
-        from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as MatplotlibFigure
+        from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         return None
-    figure = MatplotlibFigure(figsize=(7, 3 * num_panels), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7, 3 * num_panels), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
-    for panel in panels:
+    figure.subplots(num_panels, 1, sharex=True)
+    for panel in figure.axes:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    return Figure(figure, panels, colormaps["viridis"])
+    figure.axes[-1].set_xlabel("step")
+    figure.axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return figure
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Any) -> bytes:
     """Draws a figure as a PNG."""
     picture = io.BytesIO()
-    figure.figure.savefig(picture, format="png")
+    figure.savefig(picture, format="png")
     return picture.getvalue()
 
 
@@ -85,7 +74,7 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
     figure = new_figure(len(names))
     if figure is None:
         return NO_MATPLOTLIB
-    for panel, name in zip(figure.panels, names, strict=True):
+    for panel, name in zip(figure.axes, names, strict=True):
         for label, column, style in (
             ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),
             ("training, mean of an epoch", EPOCH + name, {"color": "C0", "marker": "o", "markersize": 3.5}),
@@ -98,7 +87,7 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
         panel.set_ylabel(name)
         if panel.lines:
             panel.legend(frameon=False)
-    figure.panels[0].set_title(title)
+    figure.axes[0].set_title(title)
     return png(figure)
 
 
@@ -118,12 +107,14 @@ def plot_runs(
     figure = new_figure(len(metrics))
     if figure is None:
         return NO_MATPLOTLIB
-    many = len(runs) > _DISTINCT
+    from matplotlib import colormaps
+
+    shade, many = colormaps["viridis"], len(runs) > _DISTINCT
     legend, faint = {}, False
-    for panel, metric in zip(figure.panels, metrics, strict=True):
+    for panel, metric in zip(figure.axes, metrics, strict=True):
         for i, (label, rows) in enumerate(runs.items()):
             evaluations, training = points_of(rows, EVAL + metric), points_of(rows, metric)
-            color = figure.shade(i / (len(runs) - 1)) if many else f"C{i}"
+            color = shade(i / (len(runs) - 1)) if many else f"C{i}"
             if evaluations:
                 if training and not many:
                     faint = True
@@ -132,7 +123,7 @@ def plot_runs(
             elif training:
                 legend[label] = panel.plot(*zip(*training, strict=True), color=color, linewidth=1, label=label)[0]
         panel.set_ylabel(metric)
-    first = figure.panels[0]
+    first = figure.axes[0]
     first.set_title(title)
     if faint:  # what the colours do not say
         for name, style in (("evaluation", _EVALUATION), ("training", _TRAINING)):
@@ -148,8 +139,8 @@ def matrix_as_png(matrix: np.ndarray, *, title: str) -> bytes | None:
     figure = new_figure(1)
     if figure is None:
         return None
-    figure.figure.set_size_inches(5, 5)
-    panel = figure.panels[0]
+    figure.set_size_inches(5, 5)
+    panel = figure.axes[0]
     panel.grid(False)
     totals = matrix.sum(1, keepdims=True)
     shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals != 0)

@@ -18,14 +18,14 @@ def drawn(tmp_path, monkeypatch, runs, **options):
 
 
 def entries(figure):
-    return [text.get_text() for text in figure.panels[0].get_legend().get_texts()]
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
 def test_the_legend_says_which_line_is_what_whichever_panel_has_it(tmp_path, monkeypatch):
     a = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "eval/loss": 2.5, "eval/confusion": [[1]]}]
     b = [{"step": 1, "eval/accuracy": 0.5}]
     figure = drawn(tmp_path, monkeypatch, {"a": a, "b": b})
-    assert [panel.get_ylabel() for panel in figure.panels] == ["loss", "accuracy"]
+    assert [panel.get_ylabel() for panel in figure.axes] == ["loss", "accuracy"]
     assert entries(figure) == ["a", "b", "evaluation", "training"]
 
 

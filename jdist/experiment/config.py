@@ -211,6 +211,11 @@ class PlatformSection(Section):
         default=False,
         description="Set XLA's deterministic flags: on GPU two equal runs are then bit-equal, and slower.",
     )
+    compilation_cache: bool = Field(
+        default=True,
+        description="Keep what XLA has compiled in the run folder, so that a run that goes on starts sooner. A folder that "
+        "you have given JAX is taken instead.",
+    )
 
 
 class Config(Section):

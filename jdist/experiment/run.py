@@ -30,6 +30,7 @@ from jdist.errors import NonFiniteError
 from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, describe
+from jdist.experiment.platform import compiled_in
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import (
     Result,
@@ -108,6 +109,8 @@ def run(
                 if not folder.config.exists():
                     write_atomically(folder.config, resolved)  # first: it marks the folder as a run
 
+        if config.platform.compilation_cache:
+            stack.enter_context(compiled_in(folder.compiled))
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
         if config.init_from is not None:

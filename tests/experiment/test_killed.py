@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import toy_regression
 
+from jdist.experiment import platform
 from jdist.loop.report.times import Earlier, read_times
 from tests.experiment.test_run import rows_of, saved_by
 
@@ -157,3 +158,36 @@ def test_a_signal_while_it_prepares_or_compiles(folder, number):
     assert left == 128 + number, out
     assert "Traceback" not in out
     assert re.search("stopped (before the first of|at step \\S+ of) 1,500", out), out
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_that_goes_on_takes_what_was_compiled(folder, monkeypatch, keeps):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    kept: list[set[str]] = []
+    for steps in (150, 300):
+        config = CONFIG.replace("steps: 1500", f"steps: {steps}").replace(
+            "{cpu_devices: 2}", "{cpu_devices: 2, compilation_cache: %s}"
+        )
+        (folder / "toy.yaml").write_text(config % str(keeps).lower())
+        code, out = run_to_end(folder)
+        assert code == 0, out
+        kept.append({file.name for file in folder.glob("runs/toy/compiled/*-cache")})
+    assert bool(kept[0]) == keeps
+    assert {name for name in kept[1] - kept[0] if not name.startswith("jit_copy")} == set()  # all of it was there
+
+
+def test_what_was_compiled_does_not_grow_without_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "_MOST_COMPILED_BYTES", 10)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        (tmp_path / "old").write_bytes(b"x" * 11)
+        with platform.compiled_in(tmp_path):
+            assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+            assert not (tmp_path / "old").exists()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    with platform.compiled_in(tmp_path):  # not where there is one of the user's
+        assert jax.config.jax_compilation_cache_dir == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,17 +46,10 @@ class BatchLayout:
     is_dict: bool
     copy: bool = True  # the source may reuse or keep the memory of its batches
 
-    @functools.cached_property
+    @property
     def global_batch(self) -> int:
         """Rows of a full batch as the sources give it."""
         return sum(self.full)
-
-    @functools.cached_property
-    def full_mask(self) -> RowMask:
-        """The mask of every batch without padding; read-only, so that it is put on the devices once."""
-        mask = _mask(self.rows // len(self.full), self.rows // len(self.full), self.full)
-        mask.flags.writeable = False
-        return mask
 
 
 class Shapes:
@@ -153,8 +145,8 @@ def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
             '`(batch, mask)`), a dict (it gains a `mask` leaf), or partial="drop" with a global batch that divides'
         )
     local_rows = layout.rows // options.share.count
-    is_full = part.sizes == layout.full and num_real == local_rows
-    mask = layout.full_mask if is_full else _mask(num_real, local_rows, part.sizes)
+    mask = (np.arange(local_rows) < num_real).view(RowMask)
+    mask.jdist_real_rows = part.sizes, local_rows
     filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=layout.copy), batch)
     if layout.is_dict:
         return {**filled, MASK: mask}
@@ -244,25 +236,6 @@ class RowMask(np.ndarray):
 
     # Real rows by process, padding follows them; and the rows that each process feeds, padding included.
     jdist_real_rows: tuple[tuple[int, ...], int] | None = None
-
-
-def _mask(num_real: int, rows: int, sizes: tuple[int, ...]) -> RowMask:
-    mask = (np.arange(rows) < num_real).view(RowMask)
-    mask.jdist_real_rows = sizes, rows
-    return mask
-
-
-def without_full_mask(batch: PyTree) -> tuple[PyTree, RowMask | None]:
-    """Splits a batch from its mask, if that is the one of all batches without padding."""
-    mask = mask_of(batch)
-    if not isinstance(mask, RowMask) or mask.flags.writeable:
-        return batch, None
-    return batch.batch if isinstance(batch, Masked) else {k: x for k, x in batch.items() if k != MASK}, mask
-
-
-def with_mask(batch: PyTree, mask: Any, like: PyTree) -> PyTree:
-    """Gives a batch its mask back, where `like` has it."""
-    return Masked(batch, mask) if isinstance(like, Masked) else {**batch, MASK: mask}
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:

@@ -35,8 +35,9 @@ class LeafSpec:
 
 def to_numpy(tree: PyTree) -> PyTree:
     """Converts the leaves of a batch to numpy arrays; copies only if it must convert."""
-    if (arrays := jax.tree.leaves(tree)) and all(map(_is_ready, arrays)):
-        return tree
+    arrays, structure = jax.tree.flatten(tree)
+    if arrays and all(map(_is_ready, arrays)):
+        return structure.unflatten(arrays)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not leaves:
         forgotten = "; the function that makes it must return it" if tree is None else ""

@@ -159,7 +159,8 @@ def _asked(state: State, event: Asked) -> tuple[State, Commands]:
     state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None)
     # The evaluator may have been told to finish: a second signal would cut a save short.
     state, sent = _send(state, state.running - state.sent.keys(), event.signal)
-    text = f"{name} passed on; all have {settings.stop_timeout_s:g} s to save and leave, a second signal kills them"
+    name += " passed on" if sent else ""
+    text = f"{name}; all have {settings.stop_timeout_s:g} s to save and leave, a second signal kills them"
     return state, (text, *sent)
 
 

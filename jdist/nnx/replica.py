@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ from jdist.typing import PyTree
 
 MetricOps = Mapping[type, collectives.ReduceOp]  # how the replicas' states of a class of metrics come together
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
+
+
+# Static attributes that cannot change by themselves.
+_FIXED = int | float | complex | str | bytes | type | types.FunctionType | types.BuiltinFunctionType | None
 
 
 class _Variables(NamedTuple):
@@ -158,7 +163,7 @@ class Structure:
 
 
 class Objects:
-    """A call's arguments with nnx objects, split; later calls keep the split while the structure stays."""
+    """A call's nnx objects, split into structure and state; reused while the structure stays the same."""
 
     def __init__(self, args: tuple[Any, ...]):
         which = tuple(map(holds_objects, args))
@@ -172,48 +177,77 @@ class Objects:
         self.structure = Structure(graphdef, which)
         self._live = _Variables(*state)  # holds the objects' own variables
         self._variables = _variables(self._live)
+        self._treedef = jax.tree.structure(self._live)  # with the variables' metadata
         self._newest: PyTree = None  # the state that a step returned last, with these arrays
         self._arrays: list[Any] = []
-        self._treedef: Any = None
-        self._nodes: list[tuple[Any, list[Any], list[Any]]] | None = (
-            None  # of the graph, each with names and values when it was split
-        )
+        self._contents = _contents_of(self.objects, self._variables)
 
     def rest(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Selects the arguments without objects."""
         return tuple(arg for arg, is_object in zip(args, self.structure.which, strict=True) if not is_object)
 
     def are_in(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether a call has the same objects in the same places, with all their attributes."""
-        if self._nodes is None or len(args) != len(self.structure.which):
+        """Returns whether a call passes the same objects, unchanged in structure."""
+        if len(args) != len(self.structure.which):
             return False
         mine = iter(self.objects)
         for arg, is_object in zip(args, self.structure.which, strict=True):
             if not (_is_same(arg, next(mine)) if is_object else not holds_objects(arg)):
                 return False
-        return all(
-            _names(node) == names and all(map(operator.is_, _values(node), then)) for node, names, then in self._nodes
-        )
+        return self._are_unchanged() and jax.tree.structure(self._live) == self._treedef
 
     def state(self) -> PyTree:
-        """Returns what a step returned last, the same object, if the variables still hold it; else their state now."""
-        arrays, treedef = jax.tree.flatten(self._live)
-        is_newest = len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
-        return self._newest if is_newest and treedef == self._treedef else self._live
+        """Returns the last returned state (same object) if the variables still hold it, else their present state."""
+        arrays, newest = jax.tree.leaves(self._live), self._newest
+        if newest is None or not all(map(operator.is_, arrays, self._arrays)):
+            return self._live
+        return self._live if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)) else newest
 
     def put(self, state: PyTree) -> None:
         """Gives the objects a new state."""
-        new = user_state(state)
-        if not all(isinstance(variable, nnx.Variable) for variable in self._variables):
-            nnx.update(self.objects, nnx.merge_state(*new))  # also arrays that are attributes themselves
+        new, self._newest = user_state(state), None
+        if not self._are_unchanged():
+            nnx.update(self.objects, nnx.merge_state(*new))  # also variables that have taken the place of others
             return
         for variable, value in zip(self._variables, _variables(new), strict=True):
             variable.update_from_state(value)
         self._arrays, self._treedef = jax.tree.flatten(new)
         self._newest = state
-        if self._nodes is None:
-            nodes = [_contents(node) for _, node in nnx.iter_graph(self.objects)]
-            self._nodes = [(node, _names(node), [*_values(node)]) for node in nodes if node is not None]
+
+    def _are_unchanged(self) -> bool:
+        if self._contents is None:
+            return False
+        nodes, hashes = self._contents
+        return all(
+            _names(node) == names and all(map(operator.is_, _values(node), then)) for node, names, then in nodes
+        ) and all(hash(value) == then for value, then in hashes)
+
+
+def _contents_of(objects: PyTree, variables: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    """Lists each node with its names and values, and static values with their hashes; None where a change would not show."""
+    if not all(isinstance(variable, nnx.Variable) for variable in variables):
+        return None  # arrays that are attributes themselves
+    nodes: list[Any] = []
+    hashes: list[Any] = []
+    for path, node in nnx.iter_graph(objects):
+        if path and str(path[-1]).startswith("_pytree__"):
+            continue  # nnx's own account of the attributes
+        if isinstance(node, nnx.State | nnx.Pytree | dict | list):
+            contents = (
+                node.raw_mapping
+                if isinstance(node, nnx.State)
+                else vars(node)
+                if isinstance(node, nnx.Pytree)
+                else node
+            )
+            nodes.append((contents, _names(contents), [*_values(contents)]))
+        elif isinstance(node, nnx.Variable | tuple | _FIXED):
+            continue  # a tuple's items are nodes as well
+        elif nnx.graph.is_node(node):
+            return None  # a container of the user's own
+        elif type(node).__hash__ is not object.__hash__:
+            hashes.append((node, hash(node)))  # perhaps of fields that can be set
+    return nodes, hashes
 
 
 def _variables(state: PyTree) -> list[Any]:
@@ -222,16 +256,6 @@ def _variables(state: PyTree) -> list[Any]:
 
 def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(_is_same, a, b)))
-
-
-def _contents(node: Any) -> Any:
-    """Returns the dict or list in which a node of a graph holds its children and attributes; None where that cannot change."""
-    if isinstance(node, nnx.State):
-        return node.raw_mapping
-    if isinstance(node, dict | list):
-        return node
-    is_leaf = isinstance(node, nnx.Variable) or jax.tree_util.all_leaves((node,))
-    return None if is_leaf else getattr(node, "__dict__", None)
 
 
 def _names(contents: Any) -> list[Any]:

@@ -123,7 +123,8 @@ class NNXStep(Distributed):
     def last_state(self) -> PyTree:
         """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
         state = user_state(self._distributed.last_state)
-        return None if state is None else nnx.merge_state(*state)
+        # Copies: what a caller does to the variables is no call's state.
+        return None if state is None else jax.tree.map(lambda x: x, nnx.merge_state(*state))
 
     def wait(self) -> None:
         """Waits for every call in flight; raises what `DistributedStep.wait` raises."""
@@ -186,17 +187,16 @@ class NNXStep(Distributed):
         Returns:
             The new state, then what the step returns.
         """
+        new = None
         try:
-            state, *results = self._distributed(held.structure, state, *rest, **kwargs)
-        except BaseException:
-            # After an interrupt too: the arrays that the objects held may have been donated.
-            newest = self._distributed.last_state
-            if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
-                state = newest
-            self._put(held, state)
-            raise
-        self._put(held, state)
-        return state, *results
+            new, *results = self._distributed(held.structure, state, *rest, **kwargs)
+            return new, *results
+        finally:
+            if new is None:  # after an error or interrupt, which may come once the objects' arrays were donated
+                newest = self._distributed.last_state
+                gone = any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+                new = newest if gone and newest is not None else state
+            self._put(held, new)
 
     def _put(self, held: Objects, state: PyTree) -> None:
         self._around = with_user_state(state, None)
@@ -204,9 +204,10 @@ class NNXStep(Distributed):
 
     def _hold(self, args: tuple[Any, ...]) -> Objects:
         """Splits the arguments of a call, unless they are those of the newest one."""
-        if self._held is None or not self._held.are_in(args):
-            self._held = Objects(args)
-        return self._held
+        held = self._held  # another thread may replace it
+        if held is None or not held.are_in(args):
+            held = self._held = Objects(args)
+        return held
 
     def _state(self, held: Objects) -> PyTree:
         """Returns the state of the objects with what the step adds to it."""

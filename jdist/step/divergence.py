@@ -81,7 +81,8 @@ def make_check(strategy: Strategy) -> Callable[[list[jax.Array]], np.ndarray]:
         few = [places[i : i + _FEW] for places in several for i in range(0, len(places), _FEW)]
         parts = [small([[leaves[i] for i in places] for places in together])] if together else []
         parts += [large([leaves[i] for i in places]) for places in few]
-        return to_host(joined(parts))[:, np.argsort([i for places in (*together, *few) for i in places])]
+        hashes = to_host(parts[0] if len(parts) == 1 else joined(parts))
+        return hashes[:, np.argsort([i for places in (*together, *few) for i in places])]
 
     return check
 

@@ -14,7 +14,6 @@ import jax
 from jdist.core.context import own_settings
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, on_host, turn_back
-from jdist.data.batching import with_mask, without_full_mask
 from jdist.data.dataset import DistributedDataset
 from jdist.data.feed import distributed_dataset
 from jdist.data.lockstep import Peers
@@ -82,8 +81,6 @@ def _onto_devices(strategy: Strategy, options: FeedOptions) -> FeedOptions:
     is_turned = not is_first(options.batch_axis)
     sharding_of = functools.cache(lambda axis: rows_sharding(strategy, lead=axis))
 
-    masks: dict[int, tuple[Any, jax.Array]] = {}  # of batches without padding: on the host, and on the devices
-
     def turned_back(tree: PyTree) -> tuple[PyTree, PyTree]:
         if is_turned:
             return turn_back(tree, options.batch_axis, lead=lead)
@@ -92,13 +89,7 @@ def _onto_devices(strategy: Strategy, options: FeedOptions) -> FeedOptions:
     def place(batch: PyTree) -> PyTree:
         with own_settings(strategy):  # of the thread that puts batches on the devices
             if share.count == 1 and not is_turned:
-                rest, mask = without_full_mask(batch)
-                placed = jax.device_put(rest, sharding_of(lead))
-                if mask is None:
-                    return placed
-                if id(mask) not in masks:
-                    masks[id(mask)] = mask, jax.device_put(mask, sharding_of(lead))
-                return with_mask(placed, masks[id(mask)][1], like=batch)
+                return jax.device_put(batch, sharding_of(lead))
             batch, axes = turned_back(batch)
             shardings = jax.tree.map(sharding_of, axes)
             if share.count == 1:

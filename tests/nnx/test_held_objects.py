@@ -35,6 +35,25 @@ class Pair:
         return cls(*children, factor)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(slots=True)
+class Slots:
+    inner: nnx.Variable
+    factor: float = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Config:
+    gain: float
+
+
+class Unlisted(nnx.Module, pytree=False):
+    """A module that JAX does not know as a tree."""
+
+    def __init__(self):
+        self.gain = 1.0
+
+
 class Net(nnx.Module):
     def __init__(self, seed):
         rngs = nnx.Rngs(seed)
@@ -44,21 +63,16 @@ class Net(nnx.Module):
         self.several = nnx.List([nnx.Linear(4, 4, rngs=rngs)])
         self.listed = nnx.data([nnx.Linear(4, 4, rngs=rngs)])
         self.named = nnx.Dict({"last": nnx.Linear(4, 1, rngs=rngs)})
-        self.pair = nnx.data(Pair(nnx.Param(jnp.float32(1.5)), 2.0))
         self.scale = 1.0
         self.unused = 5.0
+        self.unlisted, self.config = Unlisted(), Config(1.0)
 
     def __call__(self, x):
         x = self.dropout(self.norm(self.first(x)))
         for layer in [*self.several, *self.listed]:
             x = layer(x)
-        return (
-            getattr(self, "gain", 1.0)
-            * self.scale
-            * self.pair.inner[...]
-            * self.pair.factor
-            * self.named["last"](x)[:, 0]
-        )
+        gain = self.unlisted.gain * self.config.gain * getattr(self, "gain", 1.0)
+        return gain * self.scale * self.named["last"](x)[:, 0]
 
 
 def step(model, optimizer, metrics, batch):
@@ -109,8 +123,9 @@ CHANGES = {
     "items swapped": swap,
     "a name": rename,
     "an item of a Dict": lambda model, *_: model.named.__setitem__("last", nnx.Linear(4, 1, rngs=nnx.Rngs(8))),
-    "a variable in a container": lambda model, *_: setattr(model.pair, "inner", nnx.Param(jnp.float32(-1.0))),
-    "a number in a container": lambda model, *_: setattr(model.pair, "factor", -3.0),
+    "an attribute of a module that is no tree": lambda model, *_: setattr(model.unlisted, "gain", 2.0),
+    "a field of a static value": lambda model, *_: setattr(model.config, "gain", 2.0),
+    "metadata": lambda model, *_: model.first.bias.set_metadata(note="new"),
     "a key": lambda model, *_: model.dropout.rngs.key.set_value(jax.random.key(9)),
     "metrics": lambda model, optimizer, metrics: metrics.reset(),
     "a variable of the optimizer": clear,
@@ -133,6 +148,64 @@ def test_a_change_between_two_calls_counts(change):
     split = trained(lambda _: distribute(step))
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(split), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("container", [Pair, Slots])
+def test_containers_of_the_users_own(container):
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.pair = nnx.data(container(nnx.Param(jnp.float32(2.0)), 1.0))
+
+    def product(model, batch):
+        return {"y": model.pair.inner[...] * model.pair.factor * jdist.mean(jnp.ones_like(batch["x"][:, 0]))}
+
+    model, distributed = Scaled(), distribute(product)
+    assert float(distributed(model, BATCH)["y"]) == 2
+    model.pair.factor = 10.0
+    assert float(distributed(model, BATCH)["y"]) == 20
+    model.pair.inner = nnx.Param(jnp.float32(3.0))
+    assert float(distributed(model, BATCH)["y"]) == 30
+
+
+def test_what_is_done_to_the_last_state_changes_no_later_call():
+    held, distributed = objects(), distribute(step)
+    distributed(*held, BATCH)
+    wanted = [np.asarray(x) for x in jax.tree.leaves(nnx.state(held[0], nnx.Param))]
+    for variable in jax.tree.leaves(distributed.last_state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        if isinstance(variable, nnx.Param):
+            variable.set_value(variable[...] + 100)
+    found = [np.asarray(x) for x in jax.tree.leaves(nnx.state(held[0], nnx.Param))]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(distributed(*held, BATCH)["loss"]) < 50
+
+
+def test_objects_whose_arrays_another_program_has_taken_are_refused():
+    held, distributed = objects(), distribute(step)
+    for _ in range(2):
+        distributed(*held, BATCH)
+    jax.jit(lambda state: jax.tree.map(lambda x: x * 2, state), donate_argnums=0)(nnx.state(held[0], nnx.Param))
+    with pytest.raises(jdist.errors.DonatedStateError, match="was donated"):
+        distributed(*held, BATCH)
+
+
+def test_a_variable_that_a_callback_replaces_is_trained_on():
+    def train(model, optimizer, batch):
+        loss, grads = jdist.nnx.value_and_grad(lambda model: jdist.mean(model(batch["x"])[:, 0] ** 2))(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def replace(moment):
+        if moment.step == 2:
+            model.bias = nnx.Param(jnp.full(1, 100.0))
+
+    data = {"x": BATCH["x"].repeat(4, 0)}
+    options = {"global_batch": 8, "progress": False, "log_to": None, "verify": "off"}
+    (trained, _), _ = jdist.fit(distribute(train), (model, optimizer), data, callbacks=[replace], **options)
+    assert abs(float(trained.bias[...][0])) < 1
 
 
 def test_the_same_objects_are_split_once(monkeypatch):

@@ -1,4 +1,7 @@
-"""The differences between replicas and microbatches in a traced step, and where they are combined."""
+"""The differences between replicas and microbatches in a traced step, and where they are combined.
+
+In doubt a value counts as differing: a wrong "equal" gives wrong results, a wrong "differs" a refusal or more work.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from jdist.jaxpr import graph
 
 Var = graph.Var
 
-# JAX's collectives with the same result on every replica, and primitives with results that differ even for equal operands.
+# JAX's primitives: those with the same result everywhere, draws (equal for equal keys), and those that differ in any case.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 DRAWS = frozenset({"random_bits", "random_gamma"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
-# Is shown an equation, its operands that vary, and whether the branch or number of rounds that it takes varies.
+# Called with an equation, which operands vary, and whether replicas may take another branch or number of rounds.
 Visit = Callable[[Any, list[bool], bool], None]
 
 

@@ -61,7 +61,6 @@ def value_and_grad(
     Returns:
         A function that returns `(value, grads)` or `((value, aux), grads)`.
     """
-
     which = argnums if isinstance(argnums, Sequence) else (argnums,)
     places = [i.argnum if isinstance(i, nnx.DiffState) else i for i in which]
 

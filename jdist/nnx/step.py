@@ -123,7 +123,7 @@ class NNXStep(Distributed):
     def last_state(self) -> PyTree:
         """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
         state = user_state(self._distributed.last_state)
-        # Copies: what a caller does to the variables is no call's state.
+        # Copies: a caller may change the variables.
         return None if state is None else jax.tree.map(lambda x: x, nnx.merge_state(*state))
 
     def wait(self) -> None:

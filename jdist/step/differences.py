@@ -1,8 +1,8 @@
-"""Differences between two results of a step, and the measure of rounding that tells them from errors of rounding.
+"""The comparison behind `jdist.verify`: differences between two results of a step, and how much of each is rounding.
 
 How much rounding may change a leaf depends on the step: AdamW turns a gradient that is zero but for rounding into a whole
-step. So the step runs again with other errors of rounding in its sums, each as its own dtype rounds; what they change in a
-leaf is the leaf's measure. Arguments stay unchanged: the errors must not change the decisions that a program makes on them.
+step. So the step runs again with small random errors in its sums, as large as each dtype's rounding; what they change in
+a leaf is the leaf's measure. Arguments stay unchanged: the errors must not change the decisions that a program makes on them.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ class Found:
         return [pair for pair in self.pairs if apart(pair.one, pair.other) > self.within[pair.name]]
 
     def coarse(self) -> Iterator[str]:
-        """Says which leaves are the same, but could differ by much without being told from rounding"""
-        same = [pair for pair in self.pairs if pair not in self.differing and change(pair.one).any()]
-        relative = {pair.name: of_change(self.within[pair.name], pair.one) for pair in same}
-        coarse = sorted(((x, name) for name, x in relative.items() if x > _COARSE), reverse=True)
+        """Ends a sentence "Not compared ..." with leaves that are the same, but could differ by much for all one knows."""
+        differing = {pair.name for pair in self.differing}
+        same = [pair for pair in self.pairs if pair.name not in differing and change(pair.one).any()]
+        tolerances = {pair.name: of_change(self.within[pair.name], pair.one) for pair in same}
+        coarse = sorted(((x, name) for name, x in tolerances.items() if x > _COARSE), reverse=True)
         if coarse:
             named = ", ".join(
                 f"{name} (within {x:.0%} of its change)"

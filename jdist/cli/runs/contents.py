@@ -19,7 +19,7 @@ from jdist.support.words import size
 from jdist.weights.files import Reader, has_files
 
 _TIMEOUT_S = 60.0
-_MOST_LETTERS = 400  # of a position in the data, which may have a state for each worker
+_MOST_LETTERS = 400  # of the saved position in the data that are printed; it may have a state for each worker
 
 
 def show(path: str) -> int:

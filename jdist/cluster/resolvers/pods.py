@@ -1,7 +1,7 @@
 """Pods of Kubernetes, and hosts of a Cloud TPU slice, which GKE runs as pods.
 
-Jobs and JobSets, LeaderWorkerSets, Kubeflow's Trainer and JAXJob; TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*. A TFJob
-sets TF_CONFIG, a PyTorchJob the variables of `torchrun`.
+Reads the variables of Jobs, JobSets, LeaderWorkerSets, Kubeflow's Trainer and JAXJobs, and of TPU slices
+(TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*). A TFJob sets TF_CONFIG, a PyTorchJob the variables of `torchrun`.
 """
 
 from __future__ import annotations

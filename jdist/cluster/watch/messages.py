@@ -1,4 +1,7 @@
-"""Messages over a socket: one JSON object a line, bounded in length. Nothing here ever blocks."""
+"""Messages over a socket: one JSON object a line, bounded in length. Nothing here ever blocks.
+
+`membership` has their types. Whoever changes the form of a message raises `PROTOCOL` in support/versions.py.
+"""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ class SplitStep:
         return jax.tree.unflatten(self.treedef, _typed(every, self.impls))
 
     def worker(self, values: Sequence[Any]) -> list[Any]:
-        """Computes the worker's part of inputs and arguments, both flat; returns the results in `FunctionPlan`."""
-        # This is traced. PRNG keys of the state come as their data.
+        """Computes the worker's part of inputs and arguments, both flat; returns the results in `FunctionPlan`'s order."""
+        # Traced on a worker. PRNG keys of the state come as their data. Whoever changes the order changes `FunctionPlan`.
         plan, strategy, n = self.plan, self.spec.strategy, len(self.read)
         batches, others = jax.tree.unflatten(jax.tree.structure(self.arguments), values[n:])
         traced, kinds, num_outputs = plan.split.traced, plan.kinds, self.outputs_treedef.num_leaves

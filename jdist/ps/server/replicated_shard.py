@@ -1,7 +1,7 @@
 """A copy of a shard: a shard server that leads, alone or with a backup, or follows the other copy as its backup.
 
 Both run the same machine over the same messages in the same order, and the same programs, so they have the same state.
-What a copy may do in its role, `replica_role` decides.
+What a copy may do in its role, `replica_role` decides, by docs/parameter_server_replicas.md.
 """
 
 from __future__ import annotations

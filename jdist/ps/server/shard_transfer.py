@@ -1,4 +1,7 @@
-"""A shard's whole state as it travels to its backup: the machine's state, the arrays, the programs."""
+"""A shard's whole state as it travels to its backup: that of `protocol.shard`'s machine, the arrays, the programs.
+
+The names of the fields travel too: whoever changes them raises `PROTOCOL` in support/versions.py.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TIMEOUT_S = 30.0
 
 
 class TrackerWarning(UserWarning):
-    """A tracker failed, or did not take all; training goes on without it."""
+    """A tracker failed or lost rows; training goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,8 @@ class Started:
     """An answer of `Tracker.start`.
 
     Attributes:
-        run_id: the tracker's own name of the run, which `start` gets when the run goes on; None: the one that it was given.
-        logged: the last step of each number and picture that the run has already, by name; None: the tracker cannot say, and
-            what it was given before counts.
+        run_id: the tracker's own id, passed to `start` when the run resumes; None keeps the given one.
+        logged: for each name, the last step that the tracker already has; None if it cannot say: jdist's record counts.
     """
 
     run_id: str | None = None
@@ -61,7 +60,7 @@ class Tracker(Protocol):
         Args:
             run_id: of the run; of a new one eight hexadecimal digits, which are kept before this is called.
             config: hyperparameters, as plain JSON values.
-            resumed: whether an earlier process has begun it, and may have been killed before anything came of that.
+            resumed: whether an earlier process started it, and may have been killed before the tracker saw anything.
         """
         ...
 
@@ -161,7 +160,7 @@ def _record(row: Mapping[str, Any]) -> Record:
 
 def _report(delivery: Delivery) -> None:
     for message in delivery.take_messages():
-        # Of its own registry, so that the next run of this process is told the same again.
+        # A registry of its own: otherwise Python shows the same warning only once per process.
         warnings.warn_explicit(message, TrackerWarning, __file__, 0, module=__name__, registry={})
 
 

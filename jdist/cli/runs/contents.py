@@ -19,12 +19,11 @@ from jdist.support.words import size
 from jdist.weights.files import Reader, has_files
 
 _TIMEOUT_S = 60.0
-_MOST_LETTERS = 400  # of the saved position in the data that are printed; it may have a state for each worker
+_MOST_LETTERS = 400  # longest text printed of the saved position, which may have a state for each worker
 
 
 def show(path: str) -> int:
-    """Prints the leaves and metadata of a checkpoint, safetensors or an Orbax tree."""
-    # Of a run folder or a folder of checkpoints, the newest is shown.
+    """Prints the leaves and metadata of a checkpoint (the newest in a folder), a safetensors file or an Orbax tree."""
     try:
         return _show(path)
     except BrokenPipeError:  # of what is printed
@@ -50,13 +49,13 @@ def _show(path: str) -> int:
             leaves = [{"path": name, "shape": each.shape, "dtype": str(each.numpy_dtype)} for name, each in tensors]
         print(f"{place}: safetensors")
     elif isinstance(place, BucketPath):
-        raise CheckpointError(f"{place}: found no checkpoint of jdist's")
+        raise CheckpointError(f"{place}: found no jdist checkpoint")
     else:
         try:
             found, leaves = list_orbax(path)
         except CheckpointError as error:
-            raise CheckpointError(f"no checkpoint of jdist's, no safetensors, and none of Orbax: {error}") from error
-        print(f"{found}: a checkpoint of Orbax")
+            raise CheckpointError(f"no jdist checkpoint, no safetensors, and no Orbax tree: {error}") from error
+        print(f"{found}: an Orbax checkpoint")
     sizes = [_num_bytes(leaf) for leaf in leaves]
     rows = [
         (leaf["path"], leaf["dtype"], str(list(leaf["shape"])), f"{num_bytes:,}")
@@ -75,7 +74,7 @@ def _checkpoints(place: disk.Place) -> list[disk.Place]:
 
 
 def _newest(there: list[disk.Place]) -> tuple[disk.Place, dict[str, Any]]:
-    """Reads the manifest of the newest checkpoint that has one, as a run goes on from it; names those that it passes over."""
+    """Reads the newest manifest that can be read, as resuming does; prints what it skips."""
     for place in there[:0:-1]:
         try:
             return place, disk.read_manifest(place)

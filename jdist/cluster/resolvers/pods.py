@@ -24,7 +24,7 @@ from jdist.cluster.spec import ClusterSpec
 POD = "KUBERNETES_SERVICE_HOST"  # set in every pod
 COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # set in every pod of an Indexed Job
 LEADER, GROUP_SIZE, WORKER = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
-LEADER_PORT = 2223  # a pod's ports are its own
+LEADER_PORT = 2223  # any free port: a pod has its own network address
 _HOST, _PORT, _COUNT, _INDEX = "COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID"
 TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 TPU_ADDRESSES = "TPU_PROCESS_ADDRESSES"
@@ -46,7 +46,7 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
       JAX_PROCESS_ID.
     - In a JobSet, or an Indexed Job with a headless service, the manifest sets JAX_COORDINATOR_ADDRESS and
       JAX_NUM_PROCESSES (configs/cluster/jobset.yaml), and Kubernetes JOB_COMPLETION_INDEX; in a LeaderWorkerSet
-      LWS_WORKER_INDEX. JAX_PROCESS_ID, if set, replaces these two.
+      LWS_WORKER_INDEX. JAX_PROCESS_ID, if set, is used instead of either index.
     - A JAXJob of Kubeflow's training operator has COORDINATOR_ADDRESS, COORDINATOR_PORT, NUM_PROCESSES and PROCESS_ID.
 
     Example:
@@ -100,7 +100,7 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
             process on each host. Several processes on a host, each with chips of its own, are in TPU_PROCESS_ADDRESSES and
             CLOUD_TPU_TASK_ID. Of several slices (multislice) GKE also sets MEGASCALE_COORDINATOR_ADDRESS,
             MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID; their processes are numbered slice by slice.
-            MEGASCALE_COORDINATOR_ADDRESS alone tells where process 0 of one slice is.
+            In one slice, MEGASCALE_COORDINATOR_ADDRESS may be set alone; it then names process 0's host.
 
     On a Cloud TPU VM only the metadata server knows the hosts, and a resolver opens no connection:
     configs/cluster/cloud_tpu.sh asks that server, and sets the variables of `jax_env`. The chips of a host, and their
@@ -156,7 +156,7 @@ def _split(entry: str, variable: str) -> tuple[str, int | None]:
 
 
 def _free_port(entries: list[tuple[str, int | None]]) -> int:
-    """Finds two ports in a row that are not libtpu's: eight processes of a host have 8476 to 8483."""
+    """Returns a port that, like the next, libtpu does not use; a host's eight processes use 8476 to 8483."""
     of_libtpu = {port for _, port in entries}
     return next(
         port for port in range(TPU_PORT, TPU_PORT + 4 * len(entries) + 4, 2) if not {port, port + 1} & of_libtpu
@@ -176,7 +176,7 @@ def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """Finds the host of process 0 in the first slice; the port next to it is that of another service."""
+    """Returns the host in MEGASCALE_COORDINATOR_ADDRESS; its port belongs to another service."""
     address = environment.text(environ, FIRST)
     if address is None:
         raise refused(FIRST, None, "the first host of the first slice", _MEND_SLICES)

@@ -10,8 +10,8 @@ import json
 import socket
 from typing import Any
 
-Message = dict[str, Any]  # what JSON can hold, with a "type"
-MOST_BYTES = 1 << 20  # of a message; the values that processes exchange are small
+Message = dict[str, Any]  # with a "type" of `membership`; a new format raises `PROTOCOL` in support/versions.py
+MOST_BYTES = 1 << 20  # most bytes of one process's message; the values that processes exchange are small
 _CHUNK = 1 << 16
 
 
@@ -24,8 +24,8 @@ def encode(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def decode(data: bytes, most_bytes: int = MOST_BYTES) -> tuple[list[Message], bytes]:
-    """Decodes the complete messages; returns them and the bytes after them."""
+def decode(data: bytes, most_bytes: int) -> tuple[list[Message], bytes]:
+    """Decodes the complete messages; returns them and the bytes after them, or raises BadMessage."""
     *lines, rest = data.split(b"\n")
     if any(len(line) > most_bytes for line in (*lines, rest)):
         raise BadMessage(f"a line is longer than {most_bytes} bytes")
@@ -63,24 +63,24 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Sends a message, or as much of it as possible now."""
+        """Sends as much of a message as it can now; raises ConnectionError if too much stays unread."""
         self._unsent += encode(message)
         self.flush()
         if len(self._unsent) > self._most_unsent_bytes:
             raise ConnectionError("it does not read its messages")
 
     def flush(self) -> None:
-        """Sends what can be sent now; `receive` reports a broken connection, after its last words."""
+        """Sends what it can now, and drops the unsent bytes of a broken connection."""
         try:
             while self._unsent:
                 del self._unsent[: self.connection.send(self._unsent)]
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # `receive` reports it once all that had arrived is read
             self._unsent.clear()
 
     def receive(self) -> list[Message]:
-        """Receives the messages that are complete by now."""
+        """Receives the messages that are complete by now; raises BadMessage, or ConnectionError at the end."""
         try:
             data = self.connection.recv(_CHUNK)
         except BlockingIOError:

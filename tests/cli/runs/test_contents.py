@@ -60,7 +60,7 @@ def test_what_is_not_jdists(tmp_path, listed):
         checkpointer.save(tmp_path / "orbax", {"w": np.arange(4.0), "n": 3})
     code, out, _ = listed(tmp_path / "orbax")
     assert code == 0
-    assert out.startswith(f"{tmp_path}/orbax: a checkpoint of Orbax\n")
+    assert out.startswith(f"{tmp_path}/orbax: an Orbax checkpoint\n")
     assert "\nw     float64     [4]       32\n" in out
 
 
@@ -69,7 +69,7 @@ def test_a_bucket(listed):
         checkpoints.save(1, STATE)
     assert listed("memory://bucket/run")[1].endswith("\n\n3 leaves, 256 B\n")
     code, _, err = listed("memory://bucket/none")
-    assert (code, err) == (1, "jdist: memory:///bucket/none: found no checkpoint of jdist's\n")
+    assert (code, err) == (1, "jdist: memory:///bucket/none: found no jdist checkpoint\n")
 
 
 def test_a_damaged_one_is_passed_over_and_named(tmp_path, listed):
@@ -96,7 +96,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path, listed, name):
 def test_there_is_none(tmp_path, listed):
     code, out, err = listed(tmp_path / "none")
     assert (code, out) == (1, "")
-    assert f"no safetensors, and none of Orbax: {tmp_path}/none: the folder does not exist." in err
+    assert f"no safetensors, and no Orbax tree: {tmp_path}/none: the folder does not exist." in err
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path, monkeypatch):

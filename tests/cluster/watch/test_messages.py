@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.cluster.watch.messages import BadMessage, Connection, decode, encode
+from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, decode, encode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -26,7 +26,7 @@ def cut(data, places):
 def test_messages_arrive_whole_however_they_are_cut(messages, places):
     rest, found = b"", []
     for piece in cut(b"".join(map(encode, messages)), places):
-        whole, rest = decode(rest + piece)
+        whole, rest = decode(rest + piece, MOST_BYTES)
         found += whole
     assert found == messages
 
@@ -60,7 +60,7 @@ def test_any_bytes_are_messages_or_refused(data, places):
 )
 def test_what_is_no_message_is_refused(line):
     with pytest.raises(BadMessage):
-        decode(line + b"\n")
+        decode(line + b"\n", MOST_BYTES)
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])

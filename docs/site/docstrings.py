@@ -44,7 +44,7 @@ def faults() -> Iterator[str]:
         for node, text in internal_docstrings(ast.parse(path.read_text()), False):
             prose = text.partition("\nExample:")[0].rstrip()
             if prose.count("\n") > 1 or SECTION.search(text):
-                yield f"{name}:{node.lineno}: internal docstring: make it one line; a reason is a comment at its line"
+                yield f"{name}:{node.lineno}: internal docstring: make it one line, or list a public object in docs/api"
 
 
 if __name__ == "__main__":

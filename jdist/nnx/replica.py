@@ -231,19 +231,16 @@ def _contents_of(objects: PyTree, variables: list[Any]) -> tuple[list[Any], list
     for path, node in nnx.iter_graph(objects):
         if path and str(path[-1]).startswith("_pytree__"):
             continue  # nnx's own account of the attributes
-        if isinstance(node, nnx.State | nnx.Pytree | dict | list):
-            contents = (
-                node.raw_mapping
-                if isinstance(node, nnx.State)
-                else vars(node)
-                if isinstance(node, nnx.Pytree)
-                else node
-            )
-            nodes.append((contents, _names(contents), [*_values(contents)]))
+        if isinstance(node, nnx.Pytree):
+            node = vars(node)
+        elif isinstance(node, nnx.State):
+            node = node.raw_mapping
+        if isinstance(node, Mapping | list):
+            nodes.append((node, _names(node), [*_values(node)]))
         elif isinstance(node, nnx.Variable | tuple | _FIXED):
             continue  # a tuple's items are nodes as well
-        elif nnx.graph.is_node(node):
-            return None  # a container of the user's own
+        elif nnx.graph.is_node(node) or type(node).__hash__ is None:
+            return None  # a container of the user's own; or a static value that the call refuses
         elif type(node).__hash__ is not object.__hash__:
             hashes.append((node, hash(node)))  # perhaps of fields that can be set
     return nodes, hashes

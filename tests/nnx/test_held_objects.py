@@ -167,6 +167,19 @@ def test_containers_of_the_users_own(container):
     assert float(distributed(model, BATCH)["y"]) == 30
 
 
+def test_a_static_value_that_cannot_be_hashed_is_refused_in_words():
+    @dataclasses.dataclass
+    class Unhashable:
+        gain: float
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.config, self.w = Unhashable(1.0), nnx.Param(jnp.ones(()))
+
+    with pytest.raises(jdist.errors.StepError, match="cannot be hashed: unhashable type: 'Unhashable'"):
+        distribute(lambda model, batch: {"y": model.w[...]})(Scaled(), BATCH)
+
+
 def test_what_is_done_to_the_last_state_changes_no_later_call():
     held, distributed = objects(), distribute(step)
     distributed(*held, BATCH)

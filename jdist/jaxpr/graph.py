@@ -5,6 +5,8 @@ It alone builds and evaluates jaxprs, and so alone knows how they differ between
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +50,9 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
     # from them: their readers must not seem to depend on the scan.
 
     def results_of(eqn: Any) -> dict[int, Var]:
-        if collective_of(eqn) is None:
-            places = _forwarded_results(eqn)
-        else:  # collectives of a single replica are the identity
-            places = _forwarded_by_one_replica(eqn) if collectives else {}
+        # Collectives of a single replica are the identity.
+        is_one = collectives and collective_of(eqn) is not None
+        places = _forwarded_by_one_replica(eqn) if is_one else _forwarded_results(eqn)
         return {result: eqn.invars[operand] for result, operand in places.items()}
 
     return substituted(closed, results_of, drops=False)
@@ -61,18 +62,24 @@ def substituted(closed: Any, results_of: Callable[[Any], dict[int, Var]], *, dro
     """Replaces results of equations, by number, by other variables, and drops these equations."""
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
-    def resolved(v: Var) -> Var:
-        return v if is_literal(v) else source.get(v, v)
+    def resolved(variables: Sequence[Var]) -> list[Var]:
+        return [v if is_literal(v) else source.get(v, v) for v in variables]
 
     equations = []
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[resolved(v) for v in eqn.invars])
+        if source:
+            eqn = _with_operands(eqn, resolved(eqn.invars))
         results = results_of(eqn)
         source.update((eqn.outvars[i], v) for i, v in results.items())
         if not (results and drops):
             equations.append(eqn)
-    replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
+    replaced = jaxpr.replace(eqns=equations, outvars=resolved(jaxpr.outvars))
     return ClosedJaxpr(replaced, closed.consts)
+
+
+def _with_operands(eqn: Any, operands: list[Var]) -> Any:
+    changes = any(v is not before for v, before in zip(operands, eqn.invars, strict=True))
+    return eqn.replace(invars=operands) if changes else eqn
 
 
 def without(closed: Any, left_out: Callable[[Any], bool]) -> Any:
@@ -84,7 +91,7 @@ def without(closed: Any, left_out: Callable[[Any], bool]) -> Any:
 def _forwarded_results(eqn: Any) -> dict[int, int]:
     """Maps results of an equation to the operands that they are: of a call its arguments, of a scan what it scans over."""
     if eqn.primitive.name in CALLS:
-        return _arguments_returned(nested_jaxprs(eqn)[0])
+        return {} if collective_of(eqn) is not None else _arguments_returned(nested_jaxprs(eqn)[0])
     if eqn.primitive.name == "cond":
         each = [_arguments_returned(branch) for branch in nested_jaxprs(eqn)]
         return {i: 1 + j for i, j in each[0].items() if all(other.get(i) == j for other in each)}
@@ -135,9 +142,20 @@ def number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
 
 def _arguments_returned(closed: Any) -> dict[int, int]:
     """Maps results of a function to the arguments that they are."""
-    jaxpr = body_of(forwarded(closed))
+    jaxpr = body_of(closed)
     place = {v: i for i, v in enumerate(jaxpr.invars)}
-    return {i: place[v] for i, v in enumerate(jaxpr.outvars) if is_in(v, place)}
+    made_by = {v: (number, i) for number, eqn in enumerate(jaxpr.eqns) for i, v in enumerate(eqn.outvars)}
+    results_of = functools.cache(lambda number: _forwarded_results(jaxpr.eqns[number]))
+
+    def argument(v: Var) -> int | None:
+        while not is_literal(v) and v in made_by:
+            number, i = made_by[v]
+            if (operand := results_of(number).get(i)) is None:
+                return None
+            v = jaxpr.eqns[number].invars[operand]
+        return None if is_literal(v) else place.get(v)
+
+    return {i: found for i, v in enumerate(jaxpr.outvars) if (found := argument(v)) is not None}
 
 
 def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
@@ -151,11 +169,37 @@ def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None
 
 def entered(closed: Any, is_entered: Callable[[Any], bool]) -> Any:
     """Enters some of the calls of a function, also in what they call."""
+    jaxpr, constants, bodies = body_of(closed), dict[Var, Any](), set[int]()
 
-    def results(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
-        return run(entered(nested_jaxprs(eqn)[0], is_entered), operands) if is_entered(eqn) else None
+    def equations_of(closed: Any, source: dict[Var, Var]) -> Iterator[Any]:
+        # A function that is called twice is one jaxpr, whose variables are made again for the second call.
+        body = body_of(closed)
+        make = (lambda v: jex.Var(v.aval)) if id(body) in bodies else (lambda v: v)
+        bodies.add(id(body))
+        for v, value in zip(body.constvars, closed.consts, strict=True):
+            constants[source.setdefault(v, make(v))] = value
+        for eqn in body.eqns:
+            operands = [v if is_literal(v) else source.get(v, v) for v in eqn.invars]
+            if is_entered(eqn):
+                called = nested_jaxprs(eqn)[0]
+                inside = dict(zip(body_of(called).invars, operands, strict=True))
+                yield from equations_of(called, inside)
+                results = [v if is_literal(v) else inside.get(v, v) for v in body_of(called).outvars]
+                source.update(zip(eqn.outvars, results, strict=True))
+                continue
+            eqn = _with_operands(eqn, operands)
+            results = [v if is_dropped(v) else make(v) for v in eqn.outvars]
+            if results != eqn.outvars:
+                source.update(zip(eqn.outvars, results, strict=True))
+                eqn = eqn.replace(outvars=results)
+            yield eqn
 
-    return replaced(closed, results) if any(map(is_entered, body_of(closed).eqns)) else closed
+    if not any(map(is_entered, jaxpr.eqns)):
+        return closed
+    source = dict[Var, Var]()
+    equations = list(equations_of(closed, source))
+    results = [v if is_literal(v) else source.get(v, v) for v in jaxpr.outvars]
+    return ClosedJaxpr(jaxpr.replace(constvars=[*constants], eqns=equations, outvars=results), [*constants.values()])
 
 
 def all_equations(closed: Any) -> Iterator[Any]:
@@ -173,7 +217,19 @@ def uses_primitive(eqn: Any, *names: str) -> bool:
 
 def contains_primitive(closed: Any, *names: str) -> bool:
     """Returns whether a jaxpr applies one of these primitives anywhere."""
-    return any(eqn.primitive.name in names for eqn in all_equations(closed))
+    return not _primitives_in(body_of(closed)).isdisjoint(names)
+
+
+def _primitives_in(jaxpr: Any) -> frozenset[str]:
+    # Of the functions that a step calls most are of `jax.numpy`, one jaxpr for all calls.
+    found = _PRIMITIVES.get(jaxpr)
+    if found is None:
+        nested = [_primitives_in(body_of(inner)) for eqn in jaxpr.eqns for inner in nested_jaxprs(eqn)]
+        found = _PRIMITIVES[jaxpr] = frozenset(eqn.primitive.name for eqn in jaxpr.eqns).union(*nested)
+    return found
+
+
+_PRIMITIVES: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def prints(closed: Any) -> bool:
@@ -183,18 +239,31 @@ def prints(closed: Any) -> bool:
 
 def nested_jaxprs(eqn: Any) -> list[Any]:
     """Lists the jaxprs of an equation, closed: a loop's body, the branches of a condition, a called function."""
-    return list(jaxprs_in(eqn.params.values()))
+    params = eqn.params
+    return (
+        [params["jaxpr"]]
+        if eqn.primitive.name in ("jit", "pjit")
+        else list(jaxprs_in(params.values()))
+        if params
+        else []
+    )
 
 
 def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
     """Iterates over the jaxprs among an equation's parameters, closed; enters tuples and lists."""
     for param in params:
+        if type(param) in _ATOMS:
+            continue
         if isinstance(param, ClosedJaxpr):
             yield param
         elif isinstance(param, jex.Jaxpr):
             yield ClosedJaxpr(param, ())
         elif isinstance(param, tuple | list):
             yield from jaxprs_in(param)
+
+
+# Most parameters; they are asked for by the hundred thousand.
+_ATOMS = frozenset({type(None), bool, int, float, str, np.dtype(np.float32).__class__})
 
 
 def effects_of(closed: Any) -> list[Any]:
@@ -234,12 +303,38 @@ def subfunction(
     closed: Any, given: Sequence[Var], wanted: Sequence[Var], effects: Sequence[Any] = ()
 ) -> Callable[[Sequence[jax.Array]], list[Any]]:
     """Cuts out the function that computes the variables `wanted` from `given`, with these effects and nothing else."""
-    return _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted)
+    return functools.partial(run, _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted))
 
 
 def run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced function."""
+    """Evaluates a traced function, equation by equation."""
     return list(jex.jaxpr_as_fun(closed)(*arguments))
+
+
+def call(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Calls a traced function, as one equation of the trace that is being made."""
+    # A call of `jax.jit` would trace the function again: its equation is made of that of another function.
+    jaxpr = body_of(closed)
+    jaxpr = jaxpr.replace(
+        constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
+    )
+    (eqn,) = body_of(jax.make_jaxpr(_another)(0.0)).eqns
+    params = {**eqn.params, "jaxpr": ClosedJaxpr(jaxpr, ()), "name": _CALLED}
+    for name, value in eqn.params.items():
+        if name.startswith("in_") or name == "donated_invars":
+            params[name] = value * len(jaxpr.invars)
+        elif name.startswith("out_"):
+            params[name] = value * len(jaxpr.outvars)
+    return list(eqn.primitive.bind(*closed.consts, *arguments, **params))
+
+
+def is_called(eqn: Any) -> bool:
+    """Returns whether an equation is one of `call`."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params.get("name") == _CALLED
+
+
+_CALLED = "jdist_called"
+_another = jax.jit(lambda x: -x)
 
 
 @dataclass(frozen=True)
@@ -270,20 +365,15 @@ def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
         reads = tuple(dict.fromkeys(v for eqn in equations for v in eqn.invars if not is_literal(v) and v not in own))
         writes = tuple(v for v in written if v in later)
         later.update(reads)
-        result.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
+        result.append(Stage(reads, writes, functools.partial(call, _piece(closed, reads, equations, writes))))
     return result[::-1]
 
 
-def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Callable[..., list[Any]]:
+def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Any:
     jaxpr = body_of(closed)
-    piece = jaxpr.replace(
-        invars=list(given),
-        outvars=list(wanted),
-        eqns=equations,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    run = jex.jaxpr_as_fun(ClosedJaxpr(piece, closed.consts))
-    return lambda values: list(run(*values))
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    piece = jaxpr.replace(invars=list(given), outvars=list(wanted), eqns=equations, debug_info=unnamed)
+    return ClosedJaxpr(piece, closed.consts)
 
 
 def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
@@ -362,7 +452,7 @@ def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Computes the results of one equation; None for those that nothing reads."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
     wanted = [v for v in eqn.outvars if not is_dropped(v)]
-    results = iter(_piece(closed, list(given), [eqn], wanted)(list(given.values())))
+    results = iter(run(_piece(closed, list(given), [eqn], wanted), list(given.values())))
     return [None if is_dropped(v) else next(results) for v in eqn.outvars]
 
 

@@ -124,7 +124,13 @@ def _propagate(jaxpr: Any, varying: set[Var], visit: Visit) -> None:
     """Adds to the variables that vary those computed from them."""
     for eqn in jaxpr.eqns:
         flags = [graph.is_in(v, varying) for v in eqn.invars]
-        varying.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags, visit), strict=True) if varies)
+        if True in flags or _may_differ(eqn):
+            varying.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags, visit), strict=True) if varies)
+
+
+def _may_differ(eqn: Any) -> bool:
+    """Returns whether an equation may give replicas different results for equal operands."""
+    return graph.uses_primitive(eqn, *_MAKE_OWN, *_MAKE_ALIKE) or is_transposed_gather(eqn)
 
 
 def _results_vary(eqn: Any, flags: list[bool], visit: Visit) -> list[bool]:
@@ -217,8 +223,11 @@ class Origin:
     drawn: frozenset[int] = frozenset()  # axes along which it was drawn at random, from a key that all replicas share
 
 
+_ALIKE = Origin()
+
+
 def origins(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> Iterator[tuple[Any, list[Origin]]]:
-    """Iterates over a step's equations, also nested ones, with the origins of their operands."""
+    """Iterates over those of a step's equations, also nested ones, that read what varies or was drawn, with the origins."""
     # `batch` are its arguments with the rows first, `own` others that vary.
     known = {v: Origin(varies=True, rows=frozenset({0} if v.aval.ndim else ())) for v in batch}
     yield from _origins(graph.body_of(closed), {**known, **dict.fromkeys(own, Origin(varies=True))})
@@ -226,7 +235,13 @@ def origins(closed: Any, batch: Collection[Var], own: Collection[Var] = ()) -> I
 
 def _origins(jaxpr: Any, known: dict[Var, Origin]) -> Iterator[tuple[Any, list[Origin]]]:
     for eqn in jaxpr.eqns:
-        operands = [Origin() if graph.is_literal(v) else known.get(v, Origin()) for v in eqn.invars]
+        operands = [_ALIKE if graph.is_literal(v) else known.get(v, _ALIKE) for v in eqn.invars]
+        if (
+            all(origin is _ALIKE for origin in operands)
+            and not graph.uses_primitive(eqn, *DRAWS)
+            and not _may_differ(eqn)
+        ):
+            continue
         yield eqn, operands
         bodies = [] if collective_of(eqn) is not None else graph.nested_jaxprs(eqn)
         results: list[list[Origin]] = []
@@ -239,7 +254,7 @@ def _origins(jaxpr: Any, known: dict[Var, Origin]) -> Iterator[tuple[Any, list[O
                 continue
             known_inside = dict(zip(body.invars, inside, strict=True))
             yield from _origins(body, known_inside)
-            after = [Origin() if graph.is_literal(v) else known_inside.get(v, Origin()) for v in body.outvars]
+            after = [_ALIKE if graph.is_literal(v) else known_inside.get(v, _ALIKE) for v in body.outvars]
             if eqn.primitive.name == "scan":
                 carry = graph.number_not_scanned(eqn.outvars, body.outvars)
                 after = [*after[:carry], *(_moved(origin, 1) for origin in after[carry:])]
@@ -249,7 +264,8 @@ def _origins(jaxpr: Any, known: dict[Var, Origin]) -> Iterator[tuple[Any, list[O
             origin = (
                 _union(each[i] for each in results) if results else _of_result(eqn, v.aval, operands, varies=varies)
             )
-            known[v] = Origin(varies, origin.rows if varies else frozenset(), origin.drawn)
+            origin = Origin(varies, origin.rows if varies else frozenset(), origin.drawn)
+            known[v] = _ALIKE if origin == _ALIKE else origin
 
 
 def _of_result(eqn: Any, aval: Any, operands: Sequence[Origin], *, varies: bool) -> Origin:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jdist.core import context
@@ -242,13 +243,10 @@ def combine_gradients(
     if trace is not None and not trace.at_step_level():
         trace.hidden.append(op)
     elif trace is not None:
-        own_part = _own_part if trace.looks_at_parts else lambda x: x
-        trace.finite.append(("the loss", all_finite(value)))
-        trace.finite.extend(
-            (f"the gradient of {paths[i] or 'the parameters'}", all_finite(own_part(out[i])))
-            for i in real
-            if jnp.issubdtype(out[i].dtype, jnp.inexact)
-        )
+        places = [i for i in real if jnp.issubdtype(out[i].dtype, jnp.inexact)]
+        names = ["the loss", *(f"the gradient of {paths[i] or 'the parameters'}" for i in places)]
+        flags = _flags([value, *(out[i] for i in places)], in_parts=trace.looks_at_parts)
+        trace.finite.extend(zip(names, flags, strict=True))
     return value, jax.tree.unflatten(jax.tree.structure(grads), out)
 
 
@@ -294,17 +292,29 @@ def _unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
     return jax.tree.map(divided, tree)
 
 
-def _own_part(x: jax.Array) -> jax.Array:
-    """Takes this replica's share of an array that all hold; the last shares overlap where it does not divide."""
-    size = -(-x.size // num_replicas())
-    return jax.lax.dynamic_slice_in_dim(x.reshape(-1), replica_id() * size, size)
+def _flags(grads: Sequence[jax.Array], *, in_parts: bool) -> list[jax.Array]:
+    """Looks whether gradients are finite, one bool scalar each; in parts, each replica at its share of those that all hold."""
+    count, number = num_replicas(), jnp.uint32(0)
+    if in_parts and count > 1:
+        number = replica_id().astype(jnp.uint32)
+
+    def share(x: jax.Array) -> jax.Array:
+        # The last shares overlap where the size does not divide.
+        size = -(-x.size // count)
+        return jax.lax.dynamic_slice(jax.lax.reshape(x, (x.size,)), (number * np.uint32(size),), (size,))
+
+    return [all_finite(share(x) if in_parts and x.size > _SMALL else x) for x in grads]
+
+
+_SMALL = 2048  # elements that every replica looks at, as the cut would cost more
 
 
 def all_finite(x: jax.Array) -> jax.Array:
     """Returns whether no element of a floating-point array is NaN or infinite, nor their sum in float32; bool scalar."""
     # A sum is not finite where an element is not. On CPU it takes half the time of `isfinite(x).all()`, and XLA need not
     # write out the elements as it does for products with zero.
-    return jnp.isfinite(jnp.sum(x, dtype=x.dtype if x.dtype.itemsize >= 4 else jnp.float32))
+    wide = x if x.dtype.itemsize >= 4 else jax.lax.convert_element_type(x, jnp.float32)
+    return jnp.isfinite(jax.lax.reduce_sum(wide, range(x.ndim)))
 
 
 def global_loss(fun: Callable[[PyTree], jax.Array]) -> Callable[[PyTree], jax.Array]:

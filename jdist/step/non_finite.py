@@ -111,7 +111,7 @@ def guarded(
         return new, outputs, flags.finite
 
     closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, rest)
-    closed = graph.forwarded(closed, collectives=True)
+    closed = graph.forwarded(graph.entered(closed, graph.is_called), collectives=True)
     invars, outvars = graph.body_of(closed).invars, graph.body_of(closed).outvars
     old = jax.tree.leaves(state)
     new_vars, flag_vars = outvars[: len(old)], outvars[len(outvars) - len(names) :]
@@ -135,7 +135,7 @@ def guarded(
             )
         for v in stage.writes:
             if v in places:
-                known[v] = jnp.where(keep, known[v], old[places[v]])
+                known[v] = jax.lax.select(keep, known[v], old[places[v]])
     values = [graph.value_of(v, known) for v in outvars]
     for i, v in enumerate(new_vars):
         if names and v is not invars[i] and (graph.is_literal(v) or v not in places):

@@ -72,7 +72,7 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
         notice(spec.name, closed, own, strategy.num_replicas if bound else 1)
         new_state, outputs, finite = jax.tree.unflatten(
             jax.tree.structure(shapes),
-            graph.run(graph.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
+            graph.call(graph.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
         )
         if spec.compares_replicas and "state" in spec.traced.returns:
             new = variables.outvars[: len(jax.tree.leaves(shapes[0]))]

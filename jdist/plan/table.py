@@ -6,14 +6,16 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jdist.plan import roofline
 from jdist.plan.collectives import Collective
-from jdist.plan.compile import Memory, MemoryCheck, TooLarge
 from jdist.support.chips import Chip, ProductKind
 from jdist.support.table import Table, paragraph
 from jdist.support.words import size
+
+if TYPE_CHECKING:  # brings what reads configs, which `jdist.explain` need not wait for
+    from jdist.plan.compile import Memory, MemoryCheck, TooLarge
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -63,24 +63,34 @@ def compare(measured: Sequence[float], reference: Sequence[float]) -> Comparison
 
 
 def on_cpu_devices(
-    measure: Callable[[int], None], description: str | None, script: str, *, devices: list[int], rounds: int
+    measure: Callable[..., None],
+    description: str | None,
+    script: str,
+    *,
+    devices: list[int],
+    rounds: int,
+    cases: tuple[str, ...] = (),
 ) -> None:
     """The command line of a script that measures on several numbers of virtual CPU devices, each in a process of its own.
 
     Args:
-        measure: `(rounds) -> None`, measures on the devices that JAX sees and prints.
+        measure: `(rounds) -> None`, or `(rounds, cases) -> None`; measures on the devices that JAX sees and prints.
         description: the script's docstring.
         script: its file.
         devices: numbers of devices, if none are asked for.
         rounds: rounds, if none are asked for.
+        cases: names of what can be measured alone.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=devices, help="numbers of virtual CPU devices")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--here", action="store_true", help="measure on the devices that JAX sees, in this process")
+    if cases:
+        parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     args = parser.parse_args()
     if args.here:
-        return measure(args.rounds)
+        return measure(args.rounds, tuple(args.cases)) if cases else measure(args.rounds)
     for n in args.devices:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
-        subprocess.run([sys.executable, script, "--here", "--rounds", str(args.rounds)], env=env, check=True)
+        chosen = ["--cases", *args.cases] if cases else []
+        subprocess.run([sys.executable, script, "--here", "--rounds", str(args.rounds), *chosen], env=env, check=True)

@@ -98,7 +98,7 @@ def _memory(svg: Svg, plan: Plan, top: float) -> float:
 
 
 def _time(svg: Svg, plan: Plan, top: float) -> float:
-    svg.text(MARGIN, top, "Time of a step: a model from public peaks, not a measurement", "title")
+    svg.text(MARGIN, top, "Time of a step: a model, not a measurement", "title")
     if not plan.estimates:
         why = "nothing was compiled" if plan.memory is None else f"{plan.device_kind!r} has no public figures"
         svg.text(MARGIN, top + 24, f"no model: {why}", "small soft")

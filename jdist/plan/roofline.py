@@ -1,4 +1,4 @@
-"""A model of a step's time from the public peaks of `jdist.support.chips`: no measurement, overlap, latency or contention."""
+"""A model of a step's time: the public peaks of `jdist.support.chips`, and the shares of them that steps have reached."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from jdist.plan.collectives import BETWEEN_SLICES, Collective
 from jdist.support.chips import Chip, ProductKind
 
 CHIPS = (8, 64, 512, 4096)
+# Measured on one H100: steps of three models took 0.88 to 1.09 of this model's time (benchmarks/RESULTS.md, "Plan").
+OF_PEAK, OF_BANDWIDTH = 0.65, 0.75
 FORMULA = (
-    "device = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
+    f"device = FLOPs / {OF_PEAK:.0%} of the peak + bytes / {OF_BANDWIDTH:.0%} of the memory bandwidth: the shares that three "
+    "models reached on an H100, within 14%, assumed for every chip; exchange = sum over collectives of f(k) x bytes / link "
     "bandwidth, each over all n chips; the links join k = min(n, d), f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
     "gather, scatter or all-to-all, 1 for a permute; beyond d + sum of f(m) x what crosses / network bandwidth over the "
     "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / k (of a "
     "permute or all-to-all all bytes); a collective of smaller groups over its k chips of a domain and its m domains; host = "
-    "bytes that all chips copy to and from their hosts / n / host link; step = device + exchange + host, without overlap or "
-    "latency; share = exchange / step; the batch of a replica stays the same"
+    "bytes that all chips copy to and from their hosts / n / host link; links and network reach their peaks; step = device + "
+    "exchange + host, without overlap or latency; share = exchange / step; the batch of a replica stays the same"
 )
 _DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # cross the network unchanged
 
@@ -29,7 +32,7 @@ class Estimate:
     device_s: float  # time of the chip's own work, seconds
     exchange_s: float | None  # time of communication; None where the network's figure is not published
     host_s: float | None  # time of copies between the chip and its host; None where the link's figure is not published
-    bound: str  # the limit of the computation, "compute" or "memory"
+    bound: str  # the larger part of the computation's time, "compute" or "memory"
 
     @property
     def step_s(self) -> float | None:
@@ -61,7 +64,8 @@ def estimate(
     # `exchanged` the bytes of one device; `host_bytes` travel between all chips together and their
     # hosts. Links join `domain_chips` if a topology of several slices says so; None: as many as
     # this kind of chip can join.
-    by_flops, by_memory = chip.compute_s(products), memory_bytes / chip.hbm_bytes_per_s
+    by_flops = chip.compute_s(products) / OF_PEAK
+    by_memory = memory_bytes / chip.hbm_bytes_per_s / OF_BANDWIDTH
     domain = chip.domain_chips if domain_chips is None else domain_chips
     messages = any(c.kind.endswith(BETWEEN_SLICES) for c in exchanged)
     within = crossing = 0.0
@@ -81,7 +85,7 @@ def estimate(
     link = chip.host_bytes_per_s
     return Estimate(
         chips=chips,
-        device_s=max(by_flops, by_memory),
+        device_s=by_flops + by_memory,
         exchange_s=exchange,
         host_s=0.0 if not host_bytes else None if link is None else host_bytes / chips / link,
         bound="compute" if by_flops >= by_memory else "memory",

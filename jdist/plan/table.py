@@ -291,7 +291,7 @@ def _model(plan: Plan) -> Table:
         f"{network}{host} ({chip.source})"
     )
     return Table(
-        "time of a step: a model from public peaks, not a measurement",
+        "time of a step: a model, not a measurement",
         rows,
         header=("chips", "device", "exchange", "host", "step", "exchange / step", "bound by"),
         notes=[*missing, *formula, peaks],

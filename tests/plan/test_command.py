@@ -68,8 +68,8 @@ def test_a_tpu_that_is_not_here(toy, capsys):
         "global batch 20 = 8 replicas x 3 - 4 padding",
         "memory of each of 8 TPU v5 lite devices",
         "of 16.00 GiB: fits",
-        "a model from public peaks, not a measurement",
-        "device = max(FLOPs / peak, bytes / memory bandwidth)",
+        "a model, not a measurement",
+        "device = FLOPs / 65% of the peak + bytes / 75%",
         "https://docs.cloud.google.com/tpu/docs/v5e",
     ):
         assert part in text
@@ -96,7 +96,7 @@ def test_as_json(toy, capsys):
     for estimate in plan["estimates"]:
         assert 0 <= estimate["exchange_share"] < 1
         assert estimate["step_s"] == estimate["device_s"] + estimate["exchange_s"]
-    assert "max(FLOPs / peak" in plan["formula"]
+    assert "FLOPs / 65% of the peak" in plan["formula"]
 
 
 @needs_libtpu

@@ -172,7 +172,7 @@ def entered(closed: Any, is_entered: Callable[[Any], bool]) -> Any:
     jaxpr, constants, bodies = body_of(closed), dict[Var, Any](), set[int]()
 
     def equations_of(closed: Any, source: dict[Var, Var]) -> Iterator[Any]:
-        # A function that is called twice is one jaxpr, whose variables are made again for the second call.
+        # A function that is called twice is one jaxpr; the second call needs variables of its own.
         body = body_of(closed)
         make = (lambda v: jex.Var(v.aval)) if id(body) in bodies else (lambda v: v)
         bodies.add(id(body))

@@ -154,7 +154,7 @@ def _parts(leaf: Any, is_chief: bool) -> list[_Part]:
     return [_Part(start, data.shape, [(..., data)], on_host) for start, (_, data) in zip(starts, shards, strict=True)]
 
 
-def _fetch(sources: Iterable[tuple[Any, jax.Array]]) -> list[tuple[Any, jax.Array]]:
+def _fetch(sources: Iterable[tuple[Any, jax.Array]]) -> Sequence[tuple[Any, jax.Array]]:
     """Begins to fetch arrays by others with the same buffers: an array keeps a copy of what was fetched of it."""
     fresh = [(place, jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])) for place, x in sources]
     for _, array in fresh:

@@ -169,6 +169,7 @@ bench: setup
 	$(BIN)/python benchmarks/sharded.py
 	$(BIN)/python benchmarks/central_storage.py
 	$(BIN)/python benchmarks/multi_worker.py
+	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/parameter_server_costs.py

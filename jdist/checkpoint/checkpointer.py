@@ -129,7 +129,8 @@ class Checkpointer:
         self._check = check
         self._timeout_s = seconds
         self._damaged: set[str] = set()
-        self._saving: tuple[int, Job] | None = None
+        self._saving: tuple[int, Job, codec.HostMemory] | None = None
+        self._memory: codec.HostMemory | None = None  # of the last save; None while one may still use it
         self._waiting_s: float | None = None  # when the last wait for it began
         self._closed = False
         self._let_go: Callable[[], None] | None = None
@@ -194,10 +195,11 @@ class Checkpointer:
                 self._check(state)
             # Not on the thread: all processes have to run these computations in the same order.
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
-            copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
+            memory, self._memory = self._memory or codec.HostMemory(), None
+            copying = Job(lambda: codec.to_host(numbers, memory, is_chief=self._cluster.is_chief))
             copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
         write = functools.partial(save_together, self._directory, body, copied, prune=self._prune, **self._shared)
-        self._saving, self._waiting_s = (step, Job(write)), None
+        self._saving, self._waiting_s = (step, Job(write), memory), None
         if wait:
             self.wait()
 
@@ -227,10 +229,11 @@ class Checkpointer:
 
     def _wait(self, since_s: float | None) -> None:
         if self._saving is not None:
-            step, job = self._saving
+            step, job, memory = self._saving
             try:
                 with self._cluster.blocked():
                     job.result(self._timeout_s, f"saving step {step} in {self._directory}", since_s)
+                self._memory = None if self._closed else memory
             finally:
                 if job.done():
                     self._saving = None
@@ -243,7 +246,7 @@ class Checkpointer:
         Raises:
             CheckpointError: as `wait`.
         """
-        self._closed = True
+        self._closed, self._memory = True, None
         try:
             self._wait(self._waiting_s)
         finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,49 +75,103 @@ def without_keys(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
-    """Copies this process's part of a leaf to the host: the shards with replica id 0."""
+class HostMemory:
+    """Memory for the host copies of one save at a time; the next save finds its pages mapped."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def arrays(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> Iterator[np.ndarray]:
+        """Yields arrays of these shapes and dtypes, not set; they take the memory of those of the call before."""
+        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in kinds]  # aligned
+        if self._bytes.size != sum(sizes):
+            self._bytes = np.empty(0, np.uint8)  # released before the new memory is allocated
+            self._bytes = np.empty(sum(sizes), np.uint8)
+        for (shape, dtype), offset in zip(kinds, itertools.accumulate(sizes, initial=0), strict=False):
+            yield np.ndarray(shape, dtype, self._bytes, offset)
+
+
+class _Part(NamedTuple):
+    """A box of a leaf that this process copies, and the arrays that make it, each with its place in the box."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sources: Sequence[tuple[Any, Any]]
+    on_host: bool  # NumPy views the arrays without a copy
+
+    @property
+    def is_fetched(self) -> bool:
+        """Returns whether one transfer makes the host copy of the box."""
+        return not self.on_host and len(self.sources) == 1
+
+    def begun(self) -> _Part:
+        return self._replace(sources=_fetch(self.sources)) if self.is_fetched else self
+
+    def copy(self, copies: Iterator[np.ndarray]) -> Box:
+        """Copies the box, into the next of `copies` unless a transfer makes the copy."""
+        if self.is_fetched:
+            return Box(self.start, np.asarray(self.sources[0][1]))
+        copy = next(copies)
+        for place, source in self.sources if self.on_host else _fetch(self.sources):
+            copy[place] = np.asarray(source)
+        return Box(self.start, copy)
+
+
+def to_host(leaves: Iterable[Any], memory: HostMemory, *, is_chief: bool) -> list[LocalLeaf]:
+    """Copies this process's parts of leaves to the host, into `memory` unless a transfer makes the copy."""
     # Nobody else has the copies: a view of a CPU buffer would make the next step's donation copy
     # instead.
-    if is_sharded_leaf(leaf):
-        return _in_parts(leaf)
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return _whole(leaf, is_chief)
-    if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
-        return _whole(leaf, is_chief)
-    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), _own_boxes(leaf))
+    leaves = [leaf if is_sharded_leaf(leaf) or isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+    parts = [_parts(leaf, is_chief) for leaf in leaves]
+    # All transfers begin before the first wait, except those of shards, which need a second copy.
+    parts = [[part.begun() for part in each] for each in parts]
+    copied = [part for each in parts for part in each if not part.is_fetched]
+    copies = memory.arrays([(part.shape, part.sources[0][1].dtype) for part in copied])
+    return [
+        LocalLeaf(leaf.shape, np.dtype(leaf.dtype), [b for part in each for b in _real(leaf, part.copy(copies))])
+        for leaf, each in zip(leaves, parts, strict=True)
+    ]
 
 
-def _own_boxes(array: jax.Array) -> list[Box]:
-    return [Box(tuple(each.start or 0 for each in index), np.array(data)) for index, data in _own_shards(array)]
+def _parts(leaf: Any, is_chief: bool) -> list[_Part]:
+    """Lists the boxes that this process copies of a leaf, the shards with replica id 0; of one in parts with padding."""
+    array = leaf.stored if is_sharded_leaf(leaf) else leaf
+    origin = (0,) * array.ndim
+    if not isinstance(array, jax.Array):
+        return [_Part(origin, array.shape, [(..., array)], True)] if is_chief else []
+    devices = array.sharding.device_set
+    on_host = array.sharding.memory_kind != "device" or next(iter(devices)).platform == "cpu"
+    # NumPy makes a copy of elements of less than a byte.
+    on_host = on_host and (array.dtype.itemsize > 1 or jax.dtypes.itemsize_bits(array.dtype) == 8)
+    on_chief = array.is_fully_replicated and any(device.process_index == 0 for device in devices)
+    is_whole = not is_sharded_leaf(leaf) and (array.is_fully_addressable or on_chief)
+    if is_whole and array.is_fully_replicated:
+        return [_Part(origin, array.shape, [(..., array.addressable_data(0))], on_host)] if is_chief else []
+    shards = [(each.index, each.data) for each in array.addressable_shards if each.replica_id == 0]
+    if is_whole:
+        return [_Part(origin, array.shape, shards, on_host)] if is_chief else []
+    starts = [tuple(each.start or 0 for each in index) for index, _ in shards]
+    return [_Part(start, data.shape, [(..., data)], on_host) for start, (_, data) in zip(starts, shards, strict=True)]
 
 
-def _own_shards(array: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
-    """Begins to fetch this process's shards with replica id 0; each comes with its place."""
-    own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    shards = [(shard.index, _anew(shard.data)) for shard in own]
-    for _, data in shards:
-        data.copy_to_host_async()
-    return shards
+def _fetch(sources: Iterable[tuple[Any, jax.Array]]) -> Sequence[tuple[Any, jax.Array]]:
+    """Begins to fetch arrays by others with the same buffers: an array keeps a copy of what was fetched of it."""
+    fresh = [(place, jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])) for place, x in sources]
+    for _, array in fresh:
+        array.copy_to_host_async()
+    return fresh
 
 
-def _anew(data: jax.Array) -> jax.Array:
-    """Makes another `jax.Array` of a buffer: an array keeps what was fetched of it, a second copy on the host."""
-    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-
-
-def _in_parts(leaf: ShardedLeaf) -> LocalLeaf:
-    """Copies this process's parts of an array in parts, without padding."""
-    boxes: list[Box] = []
-    in_a_row = leaf.stored.ndim != leaf.ndim
-    for start, values in _own_boxes(leaf.stored):
-        if in_a_row:
-            first = start[0] * math.prod(values.shape[1:])
-            boxes += boxes_of_elements(leaf.shape, first, values.reshape(-1)[: max(0, leaf.size - first)])
-            continue
-        real = values[tuple(slice(max(0, size - first)) for first, size in zip(start, leaf.shape, strict=True))]
-        boxes += [Box(start, real)] if real.size else []
-    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
+def _real(leaf: Any, stored: Box) -> list[Box]:
+    """Cuts a box of the stored array to boxes of the leaf, without padding."""
+    start, values = stored
+    if not is_sharded_leaf(leaf):
+        return [stored]
+    if leaf.stored.ndim != leaf.ndim:
+        first = start[0] * math.prod(values.shape[1:])
+        return boxes_of_elements(leaf.shape, first, values.reshape(-1)[: max(0, leaf.size - first)])
+    real = values[tuple(slice(max(0, size - first)) for first, size in zip(start, leaf.shape, strict=True))]
+    return [Box(start, real)] if real.size else []
 
 
 def boxes_of_elements(shape: tuple[int, ...], first: int, values: np.ndarray) -> list[Box]:
@@ -135,24 +191,6 @@ def boxes_of_elements(shape: tuple[int, ...], first: int, values: np.ndarray) ->
             boxes.append(Box((row, *(0,) * (len(shape) - 1)), now.reshape(-1, *shape[1:])))
         row, offset = row + max(1, count // size), 0
     return boxes
-
-
-def _whole(leaf: Any, is_chief: bool) -> LocalLeaf:
-    leaf = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    boxes = [Box((0,) * leaf.ndim, _host_copy(leaf))] if is_chief else []
-    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
-
-
-def _host_copy(leaf: Any) -> np.ndarray:
-    if not isinstance(leaf, jax.Array):
-        return np.array(leaf, order="C")
-    copy = np.empty(leaf.shape, leaf.dtype)
-    if leaf.is_fully_replicated:
-        copy[...] = np.asarray(_anew(leaf.addressable_data(0)))
-    else:
-        for index, data in _own_shards(leaf):
-            copy[index] = np.asarray(data)
-    return copy
 
 
 def needed(like: Any) -> list[Extent] | None:

@@ -250,7 +250,7 @@ def _gather(leaf: Any) -> np.ndarray:
     stored = leaf.stored if is_sharded_leaf(leaf) else leaf
     if isinstance(stored, jax.Array) and not (stored.is_fully_addressable or stored.is_fully_replicated):
         return whole_on_host(leaf)
-    local = codec.to_host(leaf, is_chief=True)
+    (local,) = codec.to_host([leaf], codec.HostMemory(), is_chief=True)
     if [box.values.shape for box in local.boxes] == [local.shape]:
         return local.boxes[0].values
     whole = np.empty(local.shape, local.dtype)

@@ -10,7 +10,7 @@ import pytest
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.checkpoint.folder import Damaged
-from jdist.checkpoint.leaves import to_host
+from jdist.checkpoint.leaves import HostMemory, to_host
 from jdist.checkpoint.pieces import read_leaves
 
 
@@ -25,7 +25,8 @@ def test_the_boxes_of_the_parts_make_the_array(make, shape):
     want = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     leaf = strategy.init(lambda: jnp.asarray(want))
     got, times = np.full(shape, np.nan, np.float32), np.zeros(shape, int)
-    for start, box in to_host(leaf, is_chief=True).boxes:
+    (local,) = to_host([leaf], HostMemory(), is_chief=True)
+    for start, box in local.boxes:
         place = tuple(slice(at, at + length) for at, length in zip(start, box.shape, strict=True))
         got[place], times[place] = box, times[place] + 1
     np.testing.assert_array_equal(got, want)

@@ -208,9 +208,10 @@ class DistributedStep(TracedStep):
             for leaf, sharding in zip(jax.tree.leaves(batches), wanted, strict=False):
                 if isinstance(leaf, Tracer):
                     check_not_traced(batches)
-                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                is_array = isinstance(leaf, jax.Array)
+                if is_array and leaf.is_deleted():
                     self._signature.check_not_donated(call, batches, others)
-                if sharding is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
+                if sharding is not None and not (is_array and leaf.sharding == sharding):
                     batches = placement.place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if call is not self._plain_call:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jdist import callbacks as ready_made
 from jdist.callbacks.callback import Callback, Moment
@@ -26,7 +26,6 @@ from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
 from jdist.metrics import Metric
-from jdist.nnx import NNXStep
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
 from jdist.support import checks
@@ -134,7 +133,7 @@ def fit(
         epochs, steps = None, (epochs or 1) * steps_per_epoch
     strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
-    objects = train_step.over(state) if isinstance(train_step, NNXStep) else None
+    objects = cast("Any", train_step).over(state) if train_step.holds_objects else None
     if objects is not None:
         train_step, state = objects, objects.state
         if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):

@@ -55,6 +55,7 @@ def fit(
     log_to: str | os.PathLike[str] | None = "runs/fit",
     progress: bool = True,
     verify: Verify = "first",
+    compilation_cache: bool = True,
 ) -> tuple[PyTree, History]:
     """Trains a state by a step, with evaluation, metrics, logs and callbacks.
 
@@ -88,6 +89,8 @@ def fit(
         verify: compares the first step, and the first evaluated batch, with one replica that sees the whole batch, and names
             what differs: "first" warns, "strict" raises, "off" compares nothing. It costs a compilation and a few steps each;
             what could not be compared is printed. A step's own `verify` takes precedence. See `jdist.verify`.
+        compilation_cache: whether a run with `jdist.callbacks.checkpoint` keeps compiled programs in that folder, so that it
+            resumes without compiling, unless JAX has a folder for them already. JAX's settings are restored at the end.
 
     Returns:
         The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt
@@ -164,6 +167,7 @@ def fit(
         evaluate=evaluation,
         eval_every=() if eval_every is None else (eval_every,),
         length="`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`",
+        compilation_cache=compilation_cache,
         begun=begun,
     )
     cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None

@@ -27,6 +27,7 @@ def launch(
     grace_s: float = 10.0,
     stop_timeout_s: float = 300.0,
     regrow_s: float = 300.0,
+    no_compilation_cache: Flag = False,
 ) -> int:
     """Run a config or a script in several processes of this machine.
 
@@ -70,6 +71,8 @@ def launch(
         grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM.
         stop_timeout_s: seconds to save and leave when asked to stop, before SIGKILL.
         regrow_s: seconds to run with fewer than MAX before trying to grow.
+        no_compilation_cache: keep no compiled programs. They are kept in DIR/compiled, or runs/compiled, unless
+            JAX_COMPILATION_CACHE_DIR is set; a config has platform.compilation_cache.
     """
     from jdist.launcher.launch import launch as start
 
@@ -85,6 +88,7 @@ def launch(
         grace_s=grace_s,
         stop_timeout_s=stop_timeout_s,
         regrow_s=regrow_s,
+        compilation_cache=not no_compilation_cache,
     ).exit_code
 
 

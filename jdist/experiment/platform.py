@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
@@ -17,7 +14,6 @@ from jdist.support.xla import CPU_DEVICES, with_flags
 # The first rules out kernels with sums that depend on the order of threads, the second the choice of kernels
 # by stopwatch, in each process again.
 DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
-_MOST_COMPILED_BYTES = 4 * 2**30
 # Variables that change what XLA computes; a replay sets them again.
 VARIABLES = (
     "JAX_DEFAULT_MATMUL_PRECISION",
@@ -65,26 +61,6 @@ def apply_platform(section: PlatformSection) -> None:
             f"platform.cpu_devices={section.cpu_devices}, but JAX had started in this process with "
             f"{jax.local_device_count()} {jax.default_backend()} devices. Start a new process."
         )
-
-
-@contextlib.contextmanager
-def compiled_in(folder: Path) -> Iterator[None]:
-    """Has JAX keep what it compiles in a folder, unless it has one of the user's."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue] # not annotated
-        yield
-        return
-    if sum(file.stat().st_size for file in folder.glob("*")) > _MOST_COMPILED_BYTES:  # of programs long changed
-        shutil.rmtree(folder, ignore_errors=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

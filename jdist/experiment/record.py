@@ -29,6 +29,7 @@ from jdist.loop.report.files import first_free, write_atomically, writing
 from jdist.support.file_lock import hold
 from jdist.support.signature import dotted
 from jdist.support.versions import installed
+from jdist.support.xla import COMPILED
 
 if TYPE_CHECKING:
     from jdist.core.strategy import Strategy
@@ -54,7 +55,7 @@ class RunFolder:
         self.result = path / "result.json"  # checksums of the last state, once the run has ended
         self.times = path / "times.jsonl"  # what the time of each start went to
         self.source = path / "source"  # copies of the task's own files
-        self.compiled = path / "compiled"  # what XLA has compiled, by JAX's cache
+        self.compiled = path / COMPILED  # what XLA has compiled, by JAX's cache
         self.lock = path / ".lock"  # held by the process that writes the run, as long as it lives
 
     def has_checkpoints(self) -> bool:

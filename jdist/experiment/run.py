@@ -30,7 +30,6 @@ from jdist.errors import NonFiniteError
 from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, describe
-from jdist.experiment.platform import compiled_in
 from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import (
     Result,
@@ -57,6 +56,7 @@ from jdist.loop.report.progress import figures
 from jdist.loop.run import Run
 from jdist.strategies.by_name import make_strategy
 from jdist.support.file_lock import is_held
+from jdist.support.xla import compiled_in
 
 _TOGETHER_S = 300.0  # as long as processes may take to come together
 _POLL_S = 1.0
@@ -110,7 +110,7 @@ def run(
                     write_atomically(folder.config, resolved)  # first: it marks the folder as a run
 
         if config.platform.compilation_cache:
-            stack.enter_context(compiled_in(folder.compiled))
+            stack.enter_context(compiled_in(folder.compiled, is_chief=cluster.is_chief))
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
         if config.init_from is not None:

@@ -17,6 +17,7 @@ from jdist.launcher.events import Settings
 from jdist.launcher.exit_cause import PS, WORKER, Task
 from jdist.launcher.loop import Launched, Launcher
 from jdist.support import checks
+from jdist.support.xla import COMPILED, bound_compiled
 
 _RESTARTS_OF_A_RANGE = 3
 
@@ -34,6 +35,7 @@ def launch(
     grace_s: float = 10.0,
     stop_timeout_s: float = 300.0,
     regrow_s: float = 300.0,
+    compilation_cache: bool = True,
 ) -> Launched:
     """Runs a command in several processes that find each other by TF_CONFIG; none is left when it returns.
 
@@ -57,6 +59,8 @@ def launch(
         grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM, before SIGKILL.
         stop_timeout_s: seconds that processes get to save and leave when asked to stop.
         regrow_s: seconds to run with fewer than MAX before all are asked to save and leave, to go on with MAX.
+        compilation_cache: whether the processes keep compiled programs in `log_dir`/compiled (None: runs/compiled), unless
+            JAX_COMPILATION_CACHE_DIR is set. A config has a key of its own, `platform.compilation_cache`.
 
     Returns:
         The exit code, the attempts and the folder of the logs.
@@ -88,8 +92,17 @@ def launch(
         servers += [Task(PS, i, serves=True) for i in range(num_ps)]
         which = f"a chief, {num_workers} worker{'s' if num_workers > 1 else ''} and {num_ps} ps"
     which += " and an evaluator" if evaluator else ""
+    compiled: Path | None = None
+    if compilation_cache and line[1:4] != ["-m", "jdist", "run"]:
+        compiled = Path("runs" if log_dir is None else log_dir) / COMPILED
+        bound_compiled(compiled)
     launcher = Launcher(
-        settings, line, log_dir=make_log_dir(log_dir), devices_per_process=devices_per_process, servers=servers
+        settings,
+        line,
+        log_dir=make_log_dir(log_dir),
+        devices_per_process=devices_per_process,
+        servers=servers,
+        compiled=compiled,
     )
     return launcher.run(f"{which} of {shlex.join(command)}")
 

@@ -26,6 +26,7 @@ from jdist.launcher.output import Console, LogFile, prefix
 from jdist.launcher.process import Host, Process, Stream
 from jdist.launcher.record import Record
 from jdist.launcher.supervisor import Restarts, begin, step
+from jdist.support.xla import COMPILED_VARIABLE
 
 _ROOM_POLL_S = 0.05
 _CONSOLE_S = 30.0  # after which a terminal that stands still at the end is given up; the logs have the rest
@@ -58,6 +59,7 @@ class Launcher:
         devices_per_process: int | None = None,  # virtual CPU devices; None: JAX's devices
         servers: Sequence[Task] = (),  # run `jdist serve` next to the program, until it ends
         timeout_s: float | None = None,  # then all are asked to stop, as by SIGTERM
+        compiled: Path | None = None,  # has JAX's compiled programs, unless the user has chosen a folder
         explains: bool = True,  # prints the cause of a failed attempt at once
         host: Host | None = None,  # None: this machine
     ) -> None:
@@ -65,7 +67,8 @@ class Launcher:
         self._settings, self._line, self._log_dir = settings, line, log_dir
         self._devices, self._timeout_s, self._explains = devices_per_process, timeout_s, explains
         # The job refuses processes with another token, such as those of another user.
-        self._environ = {TOKEN: secrets.token_hex(16), **os.environ}
+        cache = {} if compiled is None else {COMPILED_VARIABLE: str(compiled.absolute())}
+        self._environ = {TOKEN: secrets.token_hex(16), **cache, **os.environ}
         self._console, self._prefixes = Console(), _prefixes(settings, servers)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Task, Process] = {}

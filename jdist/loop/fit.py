@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jdist import callbacks as ready_made
 from jdist.callbacks.callback import Callback, Moment
@@ -26,7 +26,6 @@ from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
 from jdist.metrics import Metric
-from jdist.nnx import NNXStep
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
 from jdist.support import checks
@@ -56,6 +55,7 @@ def fit(
     log_to: str | os.PathLike[str] | None = "runs/fit",
     progress: bool = True,
     verify: Verify = "first",
+    compilation_cache: bool = True,
 ) -> tuple[PyTree, History]:
     """Trains a state by a step, with evaluation, metrics, logs and callbacks.
 
@@ -89,6 +89,8 @@ def fit(
         verify: compares the first step, and the first evaluated batch, with one replica that sees the whole batch, and names
             what differs: "first" warns, "strict" raises, "off" compares nothing. It costs a compilation and a few steps each;
             what could not be compared is printed. A step's own `verify` takes precedence. See `jdist.verify`.
+        compilation_cache: whether a run with `jdist.callbacks.checkpoint` keeps compiled programs in that folder, so that it
+            resumes without compiling, unless JAX has a folder for them already. JAX's settings are restored at the end.
 
     Returns:
         The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt
@@ -134,7 +136,7 @@ def fit(
         epochs, steps = None, (epochs or 1) * steps_per_epoch
     strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
-    objects = train_step.over(state) if isinstance(train_step, NNXStep) else None
+    objects = cast("Any", train_step).over(state) if train_step.holds_objects else None
     if objects is not None:
         train_step, state = objects, objects.state
         if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):
@@ -165,6 +167,7 @@ def fit(
         evaluate=evaluation,
         eval_every=() if eval_every is None else (eval_every,),
         length="`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`",
+        compilation_cache=compilation_cache,
         begun=begun,
     )
     cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -31,6 +32,7 @@ from jdist.loop.report.times import Outcome
 from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
 from jdist.step.base import Distributed
 from jdist.step.options import Verify
+from jdist.support.xla import COMPILED, compiled_in
 from jdist.typing import PyTree
 
 
@@ -49,6 +51,7 @@ class Run:
     evaluate: Evaluation | None  # None: no evaluation data
     eval_every: Sequence[int]  # multiples of these steps; empty: the end of each epoch
     measures_epochs: bool = True  # logs a row of means and metrics for each epoch
+    compilation_cache: bool = False  # in the folder of the run's checkpoints
     length: str = "`steps`"  # the argument that sets the number of steps, for errors
     begun: float  # seconds of `time.monotonic`
     state: PyTree = field(init=False, default=None)
@@ -101,6 +104,8 @@ class Run:
             outcome: Outcome = "failed"
             try:
                 self._start(state, depth + 1)
+                if self.compilation_cache and isinstance(self._folder, Path):
+                    ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
                 left = 0 if self.steps is None else max(self.steps - self.step, 0)
                 # A pass may have ended in a shorter call, behind which a run goes on as one that was not interrupted does.
                 is_begun = self._resumed_per_call == self._per_call and (self.steps or 0) % self._per_call == 0

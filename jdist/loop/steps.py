@@ -18,7 +18,6 @@ from jdist.loop.data import Feed
 from jdist.loop.metric_totals import Metrics, MetricTotals
 from jdist.loop.report.metrics_file import EPOCH, EVAL
 from jdist.loop.task import Task
-from jdist.nnx import NNXStep
 from jdist.step.base import IGNORES_MASK, Distributed
 from jdist.step.decorator import distribute
 from jdist.step.options import ReturnRole
@@ -91,7 +90,7 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRol
     """Makes the distributed step of the argument of `jdist.evaluate` or `jdist.predict`."""
     if isinstance(step, Task):
         step = step.eval_step
-    if isinstance(step, NNXStep):
+    if isinstance(step, Distributed) and step.holds_objects:
         raise StepError(
             f"{call} got {step.__name__} as jdist.nnx.distribute made it, which changes its objects in place. Give the "
             f"function itself, with all objects in one argument as the state has them: `(objects, batch) -> {returns}`."

@@ -95,6 +95,8 @@ class NNXStep(Distributed):
         options: the options of `jdist.distribute`, `args` with "state" for the objects.
     """
 
+    holds_objects = True
+
     def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any], metric_ops: MetricOps):
         functools.update_wrapper(self, step)
         options = {**options, "args": ("static", "state", *options["args"])}

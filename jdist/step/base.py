@@ -60,6 +60,7 @@ class Distributed(abc.ABC):
     __name__: str
     __wrapped__: Callable[..., Any]
     rebind: Callable[[Callable[..., Any]], Any] | None = None  # distributes another function in the same way
+    holds_objects: bool = False  # its state is nnx objects; see `NNXStep.over`
     _attribute = ""
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -8,6 +8,7 @@ a leaf is the leaf's measure. Arguments stay unchanged: the errors must not chan
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,7 @@ class Found:
     pairs: list[Pair]
     within: dict[str, float]
 
-    @property
+    @functools.cached_property
     def differing(self) -> list[Pair]:
         return [pair for pair in self.pairs if apart(pair.one, pair.other) > self.within[pair.name]]
 

@@ -23,7 +23,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import ReplicaDivergenceError
 from jdist.jaxpr import graph, variation
 from jdist.jaxpr.affine import SAY_WHAT_IT_IS, AffineRule
-from jdist.support.arrays import to_host
+from jdist.support.arrays import is_key, to_host
 from jdist.typing import PyTree
 
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
@@ -85,6 +85,25 @@ def make_check(strategy: Strategy) -> Callable[[list[jax.Array]], np.ndarray]:
         return hashes[:, np.argsort([i for places in (*together, *few) for i in places])]
 
     return check
+
+
+def is_of_this_host(leaf: jax.Array) -> bool:
+    """Returns whether the host can read every copy of an array where it lies."""
+    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.sharding.device_set)
+
+
+def number_copies(devices: Sequence[Any], leaves: Sequence[jax.Array]) -> np.ndarray:
+    """Numbers the different copies of each leaf, as `make_check` hashes them; compiles nothing."""
+    numbers = np.zeros((len(devices), len(leaves)), np.uint32)
+    for i, leaf in enumerate(leaves):
+        data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        with jax.transfer_guard_device_to_host("allow"):
+            shards = {shard.device: np.asarray(shard.data) for shard in data.addressable_shards}
+        # Eight bytes at once: of single ones the results of the comparison would be as large as the copies.
+        copies = [shards[device].reshape(-1).view(np.uint8) for device in devices]
+        copies = [copy.view(np.uint64) if copy.size % 8 == 0 else copy for copy in copies]
+        numbers[:, i] = [next(j for j, other in enumerate(copies) if np.array_equal(copy, other)) for copy in copies]
+    return numbers
 
 
 def compare(hashes: np.ndarray, paths: list[str], holders: np.ndarray | None = None) -> None:

@@ -22,7 +22,7 @@ from jdist.data.position import WHOLE, ProcessShard
 from jdist.errors import BatchError, StepError
 from jdist.jaxpr import graph
 from jdist.step import in_flight
-from jdist.step.divergence import compare, make_check
+from jdist.step.divergence import compare, is_of_this_host, make_check, number_copies
 from jdist.step.error_feedback import check_residuals
 from jdist.step.options import StepOptions
 from jdist.step.tree_checks import check_batch, check_no_parts, check_state, check_whole
@@ -90,9 +90,12 @@ def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ..
         return [_strong(leaf) for i, leaf in enumerate(made) if i not in existing]
 
     sharding = strategy.replicated_sharding
-    arrays = [onto(leaves[i], sharding) for i in dynamic]
+    arrays = [leaves[i] for i in dynamic]
     closed = jax.make_jaxpr(computed)(arrays)
     body = graph.body_of(closed)
+    # The program returns no buffer of an array that it only reads, so such an array needs no copy.
+    read = [isinstance(x, jax.Array) and v not in body.outvars for x, v in zip(arrays, body.invars, strict=True)]
+    arrays = [put(x, sharding) if only else onto(x, sharding) for x, only in zip(arrays, read, strict=True)]
     check_not_donated(existing)
     avals = iter(closed.out_avals)
     places = range(treedefs[0].num_leaves)
@@ -144,7 +147,9 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     seen: set[int] = set()
 
     def place(x: Any) -> jax.Array:
-        if not isinstance(x, jax.Array) or jax.typeof(x).weak_type:
+        if not isinstance(x, jax.Array) and sharding is not None:
+            x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))  # JAX would compile a cast and a copy
+        elif not isinstance(x, jax.Array) or jax.typeof(x).weak_type:
             x = _strong(x)
         x = onto(x, sharding)
         if first_buffer(x) in seen:  # one array in two places of the state could not be donated twice
@@ -225,6 +230,8 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
     if not replicated:
         return None
     paths, leaves = [path for path, _ in replicated], [leaf for _, leaf in replicated]
+    if strategy.num_replicas == len(strategy.devices) and all(map(is_of_this_host, leaves)):
+        return number_copies(strategy.devices, leaves), paths, leaves
     if strategy not in _checks:
         _checks[strategy] = make_check(strategy)
     return _checks[strategy](leaves), paths, leaves

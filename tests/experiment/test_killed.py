@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import toy_regression
 
-from jdist.experiment import platform
 from jdist.loop.report.times import Earlier, read_times
 from tests.experiment.test_run import rows_of, saved_by
 
@@ -175,19 +174,3 @@ def test_a_run_that_goes_on_takes_what_was_compiled(folder, monkeypatch, keeps):
         kept.append({file.name for file in folder.glob("runs/toy/compiled/*-cache")})
     assert bool(kept[0]) == keeps
     assert {name for name in kept[1] - kept[0] if not name.startswith("jit_copy")} == set()  # all of it was there
-
-
-def test_what_was_compiled_does_not_grow_without_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(platform, "_MOST_COMPILED_BYTES", 10)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        (tmp_path / "old").write_bytes(b"x" * 11)
-        with platform.compiled_in(tmp_path):
-            assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-            assert not (tmp_path / "old").exists()
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-    with platform.compiled_in(tmp_path):  # not where there is one of the user's
-        assert jax.config.jax_compilation_cache_dir == before

@@ -49,6 +49,60 @@ def test_each_process_finds_its_cluster(start, monkeypatch, tmp_path):
         assert (environ["MY_OWN"], environ["JDIST_LAUNCH_ATTEMPT"]) == ("kept", "0")
 
 
+@pytest.mark.parametrize(
+    ("environ", "options", "folder"),
+    [
+        ({}, {}, "logs/compiled"),
+        ({}, {"log_dir": None}, "runs/compiled"),
+        ({}, {"compilation_cache": False}, None),
+        ({"JAX_COMPILATION_CACHE_DIR": "/mine"}, {}, "/mine"),
+    ],
+)
+def test_where_compiled_programs_are_kept(start, monkeypatch, tmp_path, environ, options, folder):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    _, out, _ = start('print(os.environ.get("JAX_COMPILATION_CACHE_DIR"))', processes=1, **options)
+    assert out == f"[0] {folder and tmp_path / folder}\n"
+
+
+def test_a_restart_finds_what_was_compiled_on_every_process(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    body = """
+import jax, jax.numpy as jnp, jdist, numpy as np
+found, asked = [], []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event) if event.endswith("/cache_hits") else None)
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: asked.append(event) if event.endswith("/backend_compile_duration") else None
+)
+strategy = jdist.multi_worker()
+def step(w, batch):
+    loss, grad = jdist.value_and_grad(lambda w: jdist.mean((w * batch["x"] - 2.0) ** 2))(w)
+    return w - 0.1 * grad, {"loss": loss}
+step, w = jdist.distribute(step, strategy), strategy.init(lambda: jnp.zeros(3))
+for _ in range(3):  # from the second call on a state that the first has made, which the call consumes
+    w, metrics = step(w, {"x": np.ones((4, 3), np.float32)})
+put(f"{strategy.cluster.num_processes}.{index}.{attempt}", json.dumps([len(found), len(asked)]))
+sys.exit(attempt == 0)
+"""
+    for processes in (2, 1):
+        devices = 2 // processes
+        launch(
+            [program(tmp_path, body)],
+            processes=processes,
+            devices_per_process=devices,
+            max_restarts=1,
+            log_dir=tmp_path / "logs",
+        )
+    told = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("[12].*")}
+    assert told["2.0.0"][0] == told["1.0.0"][0] == 0  # another number of processes finds none of them
+    for name in ("2.0.1", "2.1.1", "1.0.1"):
+        found, asked = told[name]
+        assert found == asked > 0
+
+
 def test_each_attempt_has_ports_of_its_own(start):
     result, _, _ = start('print(os.environ["TF_CONFIG"])\nsys.exit(attempt == 0)', max_restarts=1)
     first, second = (json.loads(logs(result)[f"attempt_{n}/process_0.log"])["cluster"]["worker"] for n in (0, 1))

@@ -43,6 +43,36 @@ def mirrored() -> jdist.Strategy:
     return jdist.mirrored(jax.devices()[:2])
 
 
+class TestCompilationCache:
+    """Compiled programs that a run keeps with its checkpoints."""
+
+    @pytest.fixture(autouse=True)
+    def no_folder(self, monkeypatch):
+        kept = {"jax_compilation_cache_dir": None, "jax_persistent_cache_min_compile_time_secs": 0.0}
+        before = {name: jax.config.values[name] for name in kept}
+        for name, value in kept.items():
+            jax.config.update(name, value)
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+    def test_a_run_that_resumes_finds_them(self, tmp_path):
+        programs: list[set[str]] = []
+        for epochs in (1, 2):
+            jax.clear_caches()
+            fit(callbacks.checkpoint(tmp_path / "run"), strategy=mirrored(), epochs=epochs)
+            programs.append({file.name for file in tmp_path.glob("run/compiled/*-cache")})
+            assert jax.config.jax_compilation_cache_dir is None
+        assert programs[0]
+        assert programs[1] == programs[0]
+
+    def test_not_if_they_are_not_wanted_or_nothing_is_saved(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        fit(callbacks.checkpoint("run"), compilation_cache=False)
+        fit(log_to="logs")
+        assert not list(tmp_path.rglob("*-cache"))
+
+
 class TestEpochs:
     def test_a_hundred_rows_at_sixteen_are_seven_steps_the_last_of_four(self):
         w, means = by_numpy(3, global_batch=16)
@@ -335,6 +365,14 @@ class TestSteps:
         state, _ = fit(strategy=strategy, epochs=2)
         assert isinstance(state, jdist.StepState)
         np.testing.assert_allclose(state.params["w"], by_numpy(2, global_batch=16)[0], rtol=2e-2)
+
+    @pytest.mark.parametrize(("rows", "programs"), [(96, 2), (100, 3)])  # the second of one replica has the real rows
+    def test_the_step_and_that_of_one_replica_are_all_that_compiles(self, rows, programs, compiled):
+        data = {name: x[:rows] for name, x in DATA.items()}
+        state = jax.device_get(mirrored().init(create_state))
+        compiled.clear()
+        fit(state=state, data=data, strategy=mirrored(), epochs=2)
+        assert len(compiled) == programs
 
     def test_nothing_compiles_after_the_first_epoch(self, compiled):
         counts = []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import jdist
 from jdist.errors import ReplicaDivergenceError
 from jdist.step import mesh_program as step_module
+from jdist.step import placement
 from jdist.step.divergence import compare, hash_leaf
 from tests.toys import TWO
 
@@ -30,6 +31,13 @@ LEAVES = {
     "complex64": (rng.normal(size=15) + 1j * rng.normal(size=15)).astype(np.complex64),
     "scalar": np.float32(3),
 }
+
+
+@pytest.fixture(params=["host", "devices"])
+def read_by(request, monkeypatch):
+    """By the host, as CPU devices are, or by a program, as all others."""
+    if request.param == "devices":
+        monkeypatch.setattr(placement, "is_of_this_host", lambda leaf: False)
 
 
 def raw(array):
@@ -67,10 +75,12 @@ def state_with(change):
     return state
 
 
+@pytest.mark.usefixtures("read_by")
 def test_equal_replicas_pass():
     FOUR.check({name: on_replicas([leaf] * 4) for name, leaf in LEAVES.items()} | {"key": FOUR.init(jax.random.key, 0)})
 
 
+@pytest.mark.usefixtures("read_by")
 def test_one_ulp_in_one_element_on_one_replica_is_found_for_every_dtype():
     with pytest.raises(ReplicaDivergenceError) as caught:
         FOUR.check(state_with(one_ulp))
@@ -81,6 +91,7 @@ def test_one_ulp_in_one_element_on_one_replica_is_found_for_every_dtype():
     assert "jdist.value_and_grad" in str(caught.value)
 
 
+@pytest.mark.usefixtures("read_by")
 def test_two_elements_that_changed_places_are_found():
     leaves = {name: leaf for name, leaf in LEAVES.items() if name != "scalar"}
     state = {name: on_replicas([leaf, leaf, leaf, swapped(leaf)]) for name, leaf in leaves.items()}
@@ -90,6 +101,7 @@ def test_two_elements_that_changed_places_are_found():
     assert set(caught.value.replicas) == {(3,)}
 
 
+@pytest.mark.usefixtures("read_by")
 def test_keys_are_compared():
     keys = [jax.random.key(seed) for seed in (0, 0, 1, 0)]
     shards = [jax.device_put(key, device) for key, device in zip(keys, FOUR.devices, strict=True)]
@@ -99,6 +111,7 @@ def test_keys_are_compared():
     assert (caught.value.leaves, caught.value.replicas) == (("['rng']",), ((2,),))
 
 
+@pytest.mark.usefixtures("read_by")
 def test_negative_zero_and_other_nans_are_other_bits():
     for a, b in ((np.float32(0.0), np.float32(-0.0)), (np.uint32(0x7FC00000), np.uint32(0x7FC00001))):
         a, b = np.asarray(a).view(np.float32), np.asarray(b).view(np.float32)
@@ -107,6 +120,7 @@ def test_negative_zero_and_other_nans_are_other_bits():
     FOUR.check(on_replicas([np.float32(np.nan)] * 4))
 
 
+@pytest.mark.usefixtures("read_by")
 def test_64_bit_leaves():
     with jax.enable_x64(True):
         for dtype in (np.float64, np.int64, np.uint64, np.complex128):

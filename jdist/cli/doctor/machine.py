@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jdist.cli.doctor.finding import Finding, failed, passed, warned
 from jdist.strategies import absent_plugins
+from jdist.support.xla import COMPILED_VARIABLE
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "chex", "numpy")
 _NO_FREE_BYTES = 50 * 10**6  # less than one checkpoint of a small model
@@ -59,6 +60,16 @@ def disk(folder: Path) -> list[Finding]:
     if free < _LEAST_FREE_BYTES:
         return [warned("disk", text, "A run writes checkpoints: make room, or set `checkpoint.keep` to 1.")]
     return [passed("disk", text)]
+
+
+def compiled(environ: Mapping[str, str]) -> list[Finding]:
+    """Says where compiled programs are kept for the next start."""
+    if environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "n", "no", "off", "f"):
+        return [passed("compiled", "none are kept, by JAX_ENABLE_COMPILATION_CACHE")]
+    if folder := environ.get(COMPILED_VARIABLE):
+        return [passed("compiled", f"kept in {folder}, by {COMPILED_VARIABLE}")]
+    places = "jdist run and fit keep them with the checkpoints, jdist launch in runs/compiled"
+    return [passed("compiled", f"{COMPILED_VARIABLE} is not set: {places}; other programs keep none")]
 
 
 def memory() -> list[Finding]:

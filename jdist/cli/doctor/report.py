@@ -30,6 +30,7 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
     """Makes all checks, with `alone` those of this process alone; yields findings at once, as a later check may crash."""
     yield from _findings("packages", machine.versions)
     yield from _findings("disk", machine.disk, Path("runs"))
+    yield from _findings("compiled", machine.compiled, os.environ)
     yield from _findings("shared memory", machine.memory)
     yield from _findings("gpus", machine.gpus, os.environ)
     spec, findings = _value_and_findings("cluster", network.cluster, os.environ)

@@ -64,6 +64,15 @@ class TestMachine:
         assert found.status == "fail"
         assert str(tmp_path) in found.text
 
+    def test_where_compiled_programs_are_kept(self):
+        def text(environ):
+            (found,) = machine.compiled(environ)
+            return found.text
+
+        assert "runs/compiled" in text({})
+        assert "kept in /here" in text({"JAX_COMPILATION_CACHE_DIR": "/here"})
+        assert "none are kept" in text({"JAX_COMPILATION_CACHE_DIR": "/here", "JAX_ENABLE_COMPILATION_CACHE": "false"})
+
 
 class TestNetwork:
     def test_a_cluster_with_the_origin_of_each_value(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -54,7 +53,6 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
     jax.config.update("jax_enable_preemption_service", False)
     # Else a wall clock that is set back to before the last heartbeat ends all: JAX computes their age without a sign.
     jax.config.update("jax_enable_recoverability", True)
-    _find_compiled_by_process_0()
     jax.distributed.initialize(
         coordinator_address=spec.coordinator_address,
         num_processes=spec.num_processes,
@@ -67,23 +65,6 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
         heartbeat_timeout_seconds=_NEVER_S,
         shutdown_timeout_seconds=_NEVER_S,
     )
-
-
-def _find_compiled_by_process_0() -> None:
-    """Gives a program compiled for CPUs the same key in all processes: JAX writes those of process 0 alone."""
-    # JAX hashes a topology, which on CPUs differs between the processes of a cluster (JAX 0.10), so the others would never
-    # find a program. Without a topology it hashes the kinds of the devices. Their numbers are in the key as well, and XLA
-    # refuses a program compiled for another CPU.
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src import cache_key
-
-        hash_topology, hash_kinds = cache_key._hash_accelerator_config, cache_key._hash_devices
-
-        def hash_devices(hashed: Any, devices: Any) -> None:
-            is_cpu = all(device.platform == "cpu" for device in devices.flat)
-            (hash_kinds if is_cpu else hash_topology)(hashed, devices)
-
-        cache_key._hash_accelerator_config = hash_devices
 
 
 def check_devices(devices: Sequence[Any]) -> None:

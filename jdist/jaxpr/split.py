@@ -62,7 +62,7 @@ def split(
         *arguments, microbatch = graph.body_of(closed).invars
         return [*arguments[first : len(arguments) - rest], microbatch]
 
-    closed, shapes = variation.traced(trace, of_rows)
+    closed, _, _, shapes = variation.traced(trace, of_rows)
     closed = graph.entered(closed, variation.holds_collective)
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:

@@ -71,19 +71,19 @@ ByRows = frozenset[tuple[int, int]]  # gradients, by the number of the call and 
 
 
 def traced(trace: Callable[[ByRows], Any], sources: Callable[[Any], Collection[Var]]) -> Any:
-    """Traces a step, again if it takes gradients by a replica's own arrays."""
-    # `trace(by_rows) -> (jaxpr, ...)`. Refuses collectives that some replicas may never reach.
+    """Traces a step, again if it takes gradients by a replica's own arrays: `(jaxpr, variables that vary, by weights, ...)`."""
+    # `trace(by_rows) -> (jaxpr, ...)`. Refuses collectives that some replicas may never reach. By weights: all gradients are.
     by_rows: ByRows = frozenset()
     while True:
         closed, *rest = trace(by_rows)
-        found = _gradients_by_rows(closed, sources(closed))
+        found, variables, by_weights = _gradients_by_rows(closed, sources(closed))
         if found <= by_rows:
-            return graph.without(closed, lambda eqn: gradient_number(eqn) is not None), *rest
+            return graph.without(closed, lambda eqn: gradient_number(eqn) is not None), variables, by_weights, *rest
         by_rows |= found
 
 
-def _gradients_by_rows(closed: Any, own: Collection[Var]) -> ByRows:
-    """Finds the gradients by what only one replica has; weights that each has moved by itself are still weights of all."""
+def _gradients_by_rows(closed: Any, own: Collection[Var]) -> tuple[ByRows, set[Var], bool]:
+    """Finds the gradients by what only one replica has, and all that varies; weights that each has moved stay weights."""
     found, weights = set[tuple[int, int]](), {v for v in graph.body_of(closed).invars if v not in own}
     for eqn in graph.body_of(closed).eqns:
         terms = eqn.invars if eqn.primitive.name in ("add", "add_any") else eqn.invars[:1]
@@ -99,8 +99,9 @@ def _gradients_by_rows(closed: Any, own: Collection[Var]) -> ByRows:
             operands = enumerate(zip(eqn.invars, flags, strict=True))
             found.update((number, place) for place, (v, varies) in operands if varies and v not in weights)
 
-    varying(closed, own, visit)
-    return frozenset(found)
+    variables = varying(closed, own, visit)
+    notes = (eqn for eqn in graph.all_equations(closed) if gradient_number(eqn) is not None)
+    return frozenset(found), variables, all(graph.is_in(v, weights) for eqn in notes for v in eqn.invars)
 
 
 _MOVING = frozenset({"add", "add_any", "sub", "convert_element_type", "copy", "optimization_barrier", "stop_gradient"})

@@ -19,13 +19,16 @@ _NOT_ROW_BY_ROW = ("concatenate", "dot_general", "gather", "scatter", "scatter-a
 _REFORMED = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "optimization_barrier", "psum")
 
 
-def notice(name: str, closed: Any, batch: Collection[Var], parts: int, own: Collection[Var] = ()) -> None:
+def notice(
+    name: str, closed: Any, batch: Collection[Var], parts: int, own: Collection[Var] = (), *, by_weights: bool = False
+) -> None:
     """Warns of draws shared by all parts, combined gradients of rows, and losses divided twice."""
-    # Of the arguments of the step, as one part runs it, `batch` are rows, and `own` vary without
-    # being rows.
+    # Of the arguments of the step, as one part runs it, `batch` are rows, and `own` vary without being rows. `by_weights`: no
+    # gradient is taken by anything else.
     if parts == 1:
         return
-    origins = list(variation.origins(closed, batch, own))
+    is_plain = by_weights and not graph.contains_primitive(closed, *variation.DRAWS)
+    origins = [] if is_plain else list(variation.origins(closed, batch, own))
     shared = next(shared_draws(origins), None)
     if shared is not None:
         warnings.warn(

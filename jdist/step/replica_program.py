@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -62,23 +63,24 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
 
         # The traced step shows which metrics differ from replica to replica.
         arguments = state, batches, others
-        closed, shapes = variation.traced(
+        closed, varying, by_weights, shapes = variation.traced(
             lambda by_rows: jax.make_jaxpr(partial(as_written, by_rows=by_rows), return_shape=True)(*arguments),
             lambda closed: _of_replica(closed, arguments),
         )
         variables = graph.body_of(closed)
         places = jax.tree.unflatten(jax.tree.structure(arguments), variables.invars)
         old, own = jax.tree.leaves(places[0]), jax.tree.leaves(places[1])
-        notice(spec.name, closed, own, strategy.num_replicas if bound else 1)
+        notice(spec.name, closed, own, strategy.num_replicas if bound else 1, by_weights=by_weights)
         new_state, outputs, finite = jax.tree.unflatten(
             jax.tree.structure(shapes),
             graph.call(graph.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
         )
         if spec.compares_replicas and "state" in spec.traced.returns:
             new = variables.outvars[: len(jax.tree.leaves(shapes[0]))]
-            check_averages_combined(closed, old, new, own, shapes[0], (strategy.num_replicas, 1))
+            if any(graph.is_in(v, varying) for v in new):
+                check_averages_combined(closed, old, new, own, shapes[0], (strategy.num_replicas, 1))
         rows = rows_of(batches) if bound else None  # of one replica nothing is averaged
-        metrics = averaged_metrics(closed, shapes, arguments, kinds, rows)
+        metrics = averaged_metrics(closed, shapes, varying, kinds, rows)
         with tracing(ReplicaTrace(strategy)):
             if shares_memory and finite:
                 finite = list(jax.lax.pmin(jnp.stack(finite).astype(jnp.int32), strategy.axes) > 0)
@@ -122,11 +124,12 @@ def _of_replica(closed: Any, arguments: Any) -> list[Any]:
     return [*jax.tree.leaves(batches), *jax.tree.leaves(residuals_of(state))]
 
 
-def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[OutputKind], rows: int | None) -> list[bool]:
+def averaged_metrics(
+    closed: Any, shapes: Any, varying: Collection[Any], kinds: list[OutputKind], rows: int | None
+) -> list[bool]:
     """Finds the outputs of a traced step that are metrics and differ between the replicas."""
     new_state, outputs, _ = shapes
     jaxpr = graph.body_of(closed)
-    varying = variation.varying(closed, _of_replica(closed, arguments))
     first = len(jax.tree.leaves(new_state))
     is_averaged = [
         kind == METRIC and graph.is_in(v, varying)

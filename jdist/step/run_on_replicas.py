@@ -68,7 +68,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
 
     def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
         is_rows = [not is_per_replica(x) for x in own.values() for _ in jax.tree.leaves(x)]
-        closed, shapes = variation.traced(
+        closed, _, _, shapes = variation.traced(
             lambda by_rows: jax.make_jaxpr(partial(on_replica, by_rows=by_rows), return_shape=True)(own, whole),
             lambda closed: graph.body_of(closed).invars[: len(is_rows)],
         )

@@ -169,15 +169,20 @@ def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None
 
 def entered(closed: Any, is_entered: Callable[[Any], bool]) -> Any:
     """Enters some of the calls of a function, also in what they call."""
-    jaxpr, constants, bodies = body_of(closed), dict[Var, Any](), set[int]()
+    jaxpr, constants = body_of(closed), dict[Var, Any]()
+    taken = set(jaxpr.invars)
+
+    def made(v: Var) -> Var:
+        # Jaxprs share variables: one that is called twice, and those that JAX derives of another (`jax.linearize`).
+        v = jex.Var(v.aval) if v in taken else v
+        taken.add(v)
+        return v
 
     def equations_of(closed: Any, source: dict[Var, Var]) -> Iterator[Any]:
-        # A function that is called twice is one jaxpr; the second call needs variables of its own.
         body = body_of(closed)
-        make = (lambda v: jex.Var(v.aval)) if id(body) in bodies else (lambda v: v)
-        bodies.add(id(body))
         for v, value in zip(body.constvars, closed.consts, strict=True):
-            constants[source.setdefault(v, make(v))] = value
+            source[v] = made(v)
+            constants[source[v]] = value
         for eqn in body.eqns:
             operands = [v if is_literal(v) else source.get(v, v) for v in eqn.invars]
             if is_entered(eqn):
@@ -187,12 +192,10 @@ def entered(closed: Any, is_entered: Callable[[Any], bool]) -> Any:
                 results = [v if is_literal(v) else inside.get(v, v) for v in body_of(called).outvars]
                 source.update(zip(eqn.outvars, results, strict=True))
                 continue
+            results = [v if is_dropped(v) else made(v) for v in eqn.outvars]
+            source.update(zip(eqn.outvars, results, strict=True))
             eqn = _with_operands(eqn, operands)
-            results = [v if is_dropped(v) else make(v) for v in eqn.outvars]
-            if results != eqn.outvars:
-                source.update(zip(eqn.outvars, results, strict=True))
-                eqn = eqn.replace(outvars=results)
-            yield eqn
+            yield eqn if results == eqn.outvars else eqn.replace(outvars=results)
 
     if not any(map(is_entered, jaxpr.eqns)):
         return closed

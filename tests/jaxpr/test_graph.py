@@ -1,7 +1,10 @@
 """What depends on what in a traced function, and pieces cut out of it."""
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,3 +126,48 @@ def test_a_carry_that_changes_places_is_not_handed_on():
     closed, invars, outvars = traced(swap, 1.0, 2.0)
     assert graph.body_of(graph.forwarded(closed)).outvars == outvars
     assert not set(invars) & set(outvars)
+
+
+_PAIR = jax.jit(lambda x: (jnp.sin(x), jnp.cos(x) * np.arange(3.0, dtype=np.float32)))
+
+
+def _called_twice(x):
+    a, _ = _PAIR(x)
+    b, c = _PAIR(a)
+    _, d = _PAIR(b + c)
+    return b * c + d
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _called_twice,
+        jax.jit(_called_twice),
+        lambda x: jax.linearize(_called_twice, x)[1](x),
+        lambda x: jax.linearize(jax.jit(_called_twice), x)[1](x),
+        jax.grad(lambda x: jax.jit(_called_twice)(x).sum()),
+        lambda x: jax.jvp(jax.grad(lambda x: jax.jit(_called_twice)(x).sum()), (x,), (x,))[1],
+        lambda x: jax.jit(lambda x: (x, 1.0, x * 2))(x),
+    ],
+)
+@pytest.mark.parametrize("every", [True, False])
+def test_what_is_entered_computes_the_same_and_defines_each_variable_once(function, every):
+    closed, x = jax.make_jaxpr(function)(jnp.ones(3)), jnp.linspace(0.1, 1.0, 3)
+    calls = iter(range(100))
+    entered = graph.entered(closed, lambda eqn: eqn.primitive.name in graph.CALLS and (every or next(calls) % 2 == 0))
+    jaxpr = graph.body_of(entered)
+    defined = [
+        *jaxpr.constvars,
+        *jaxpr.invars,
+        *(v for eqn in jaxpr.eqns for v in eqn.outvars if not graph.is_dropped(v)),
+    ]
+    assert len(defined) == len(set(defined))
+    chex.assert_trees_all_close(graph.run(entered, [x]), graph.run(closed, [x]), rtol=1e-6)
+
+
+def test_a_call_is_one_equation_of_the_same_results():
+    offset = np.arange(3.0, dtype=np.float32)
+    closed = jax.make_jaxpr(lambda x, y: (x + offset, y, 1.0))(jnp.ones(3), 2)
+    program = jax.make_jaxpr(lambda *values: graph.call(closed, values))(jnp.ones(3), 2)
+    assert [graph.is_called(eqn) for eqn in graph.body_of(program).eqns] == [True]
+    chex.assert_trees_all_equal(graph.run(program, [jnp.ones(3), 2]), [1 + offset, 2, 1.0])

@@ -318,6 +318,8 @@ def call(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """Calls a traced function, as one equation of the trace that is being made."""
     # A call of `jax.jit` would trace the function again: its equation is made of that of another function.
     jaxpr = body_of(closed)
+    if not all(map(is_print_or_callback, jaxpr.eqns)):  # a `jax.Ref` is named by its place among the arguments
+        return run(closed, arguments)
     jaxpr = jaxpr.replace(
         constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
     )
@@ -328,7 +330,10 @@ def call(closed: Any, arguments: Sequence[Any]) -> list[Any]:
             params[name] = value * len(jaxpr.invars)
         elif name.startswith("out_"):
             params[name] = value * len(jaxpr.outvars)
-    return list(eqn.primitive.bind(*closed.consts, *arguments, **params))
+    results = eqn.primitive.bind(*closed.consts, *arguments, **params)
+    known = values_at_start(closed, arguments)
+    # What is handed on unchanged stays the same object, as readers ask by identity what has changed.
+    return [known[v] if is_in(v, known) else x for v, x in zip(jaxpr.outvars, results, strict=True)]
 
 
 def is_called(eqn: Any) -> bool:

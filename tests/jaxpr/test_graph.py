@@ -171,3 +171,16 @@ def test_a_call_is_one_equation_of_the_same_results():
     program = jax.make_jaxpr(lambda *values: graph.call(closed, values))(jnp.ones(3), 2)
     assert [graph.is_called(eqn) for eqn in graph.body_of(program).eqns] == [True]
     chex.assert_trees_all_equal(graph.run(program, [jnp.ones(3), 2]), [1 + offset, 2, 1.0])
+
+
+def test_what_a_call_hands_on_stays_the_same_object():
+    """Readers ask by identity which leaves of a state a step has changed."""
+    found = []
+
+    def program(x, y):
+        results = graph.call(jax.make_jaxpr(lambda x, y: (x, y + 1, x))(x, y), [x, y])
+        found.append([result is x for result in results])
+        return results
+
+    jax.make_jaxpr(program)(1.0, 2.0)
+    assert found == [[True, False, True]]

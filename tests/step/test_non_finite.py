@@ -387,3 +387,13 @@ def test_a_state_of_unknown_origin_is_taken_once_the_newest_is_known_to_be_right
     state, _ = run(jnp.float32(1), {"x": np.float32([np.nan])})
     with pytest.raises(NonFiniteError, match="step 0"):
         run(jax.device_put(np.asarray(state) + 0), {"x": np.float32([1])})
+
+
+@pytest.mark.parametrize("strategy", [jdist.one_device("cpu:0"), jdist.mirrored(["cpu:0", "cpu:1"])])
+def test_without_gradients_only_what_a_step_changes_is_looked_at(strategy):
+    def step(state, batch):
+        return {**state, "w": state["w"] + jdist.all_reduce(batch["x"].sum(0))}, {"rows": state["w"].sum()}
+
+    frozen = {f"frozen{i}": jnp.ones(4) for i in range(5)}
+    lowered = jdist.distribute(step, strategy).lower({"w": jnp.ones(8), **frozen}, {"x": jnp.ones((4, 8))})
+    assert lowered.as_text().count("is_finite") == 2  # of the old and the new array

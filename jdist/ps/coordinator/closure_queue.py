@@ -296,8 +296,7 @@ class ClosureQueue:
 
     def report(self, reports: Sequence[Report], skipped: Collection[int] = ()) -> None:
         """Handles a worker's reports: hands results or errors to the waiting callers."""
-        # `skipped`: closures without an update, as a gradient was not finite. The scheduler hears of all
-        # reports up to an error at once, so that it hands out as many closures in one message.
+        # `skipped`: without an update, as a gradient was not finite. Up to an error, the scheduler hears of all at once.
         happened = list[events.Event]()
         with self.lock:
             for reported, results, error in reports:

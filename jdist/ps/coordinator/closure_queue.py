@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from jdist.ps.transport.threads import uninterrupted
 
 _LOG = logging.getLogger(__name__)
 MOST_QUEUED = 262_144  # as in tf.distribute
+Report = tuple[events.Reported, list[np.ndarray], ClosureError | None]  # with the results, or the error
 
 
 class ClosureQueue:
@@ -206,20 +207,20 @@ class ClosureQueue:
         if error is not None:
             pending.arrive([], error)
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, *happened: events.Event) -> None:
         """Lets the scheduler decide, and carries out its commands."""
         with self.lock:
             if self.closed.is_set():
                 return
-            self._carry_out(event)
-            if self._error is not None and not isinstance(event, events.Cancelled):
+            self._carry_out(*happened)
+            if self._error is not None and not isinstance(happened[0], events.Cancelled):
                 self._cancel_waiting()  # what came back meanwhile, from a worker that was lost
             if self.dispatch.is_idle or self._is_awaited:  # else waking others costs more than the event
                 self._is_awaited = False
                 self.lock.notify_all()
 
-    def _carry_out(self, event: events.Event) -> None:
-        self.dispatch, commands = scheduler.handle(self.dispatch, event)
+    def _carry_out(self, *happened: events.Event) -> None:
+        self.dispatch, commands = scheduler.handle(self.dispatch, *happened)
         for command in commands:
             self.executors[type(command)](command)
 
@@ -285,7 +286,7 @@ class ClosureQueue:
                     name = reads.of_pass.take(reads, assigned.worker, lost)
                 except DatasetError as exc:
                     reported = events.Reported(**sender, closure=closure.number, outcome="void")
-                    self.report(reported, [], ClosureError(f"closure {closure.number}: {exc}"))
+                    self.report([(reported, [], ClosureError(f"closure {closure.number}: {exc}"))])
                     continue
                 if name is None:
                     self.handle(events.Reported(**sender, closure=closure.number, outcome="declined"))
@@ -293,26 +294,25 @@ class ClosureQueue:
                     taken.append((closure, name))
             return self.dispatch.settled, taken
 
-    def report(
-        self,
-        reported: events.Reported,
-        results: list[np.ndarray],
-        error: ClosureError | None,
-        *,
-        is_skipped: bool = False,
-    ) -> None:
-        """Handles a worker's report: hands results or error to the waiting callers."""
-        # `is_skipped`: the update was left out because a gradient was not finite.
+    def report(self, reports: Sequence[Report], skipped: Collection[int] = ()) -> None:
+        """Handles a worker's reports: hands results or errors to the waiting callers."""
+        # `skipped`: without an update, as a gradient was not finite. Up to an error, the scheduler hears of all at once.
+        happened = list[events.Event]()
         with self.lock:
-            if not self.is_present(reported.worker, reported.epoch, reported.generation):
-                return  # a rollback came between, or the worker counts as lost
-            for closure in self.closures.of([reported.closure]):
-                closure.pending.arrive(results, error)
-            if is_skipped:
-                self.closures.skipped.add(reported.closure)
-            self.handle(reported)
-            if error is not None:
-                self.fail(error)
+            for reported, results, error in reports:
+                if not self.is_present(reported.worker, reported.epoch, reported.generation):
+                    break  # a rollback came between, or the worker counts as lost
+                for closure in self.closures.of([reported.closure]):
+                    closure.pending.arrive(results, error)
+                if reported.closure in skipped:
+                    self.closures.skipped.add(reported.closure)
+                happened.append(reported)
+                if error is not None:
+                    self.handle(*happened)
+                    happened.clear()
+                    self.fail(error)
+            if happened:
+                self.handle(*happened)
 
     def is_present(self, worker: int, epoch: int, generation: int) -> bool:
         """Returns whether a report is of a worker's present epoch and of the present history; called with the lock held."""

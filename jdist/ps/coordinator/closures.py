@@ -7,6 +7,7 @@ contains run again. The queue calls this and holds the lock.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ class Closure:
     pending: Pending
     reads: RemoteBatch | None = None  # the batch that the worker reads for it
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Of its arguments."""
         return sum(x.nbytes for x in self.arguments)

@@ -23,7 +23,7 @@ class Pending:
         self._cancel = cancel
         # Whether the results, or the error, have arrived; `was_there` stays true after a rollback discards them.
         self.done = self.was_there = False
-        self._woken = threading.Event()  # wakes those who wait, with or without a result
+        self._woken: threading.Event | None = None  # made for the first who waits
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
         self._leaves: list[Any] = []
@@ -37,26 +37,27 @@ class Pending:
                 return
             self._leaves, self.error, self.done, self.was_there = leaves, error, True, True
             self._cancel = None
-            self._woken.set()
+            self._wake()
             then, self._then = self._then, []
         _call_in_turn(then)
+
+    def _wake(self) -> None:
+        """Wakes those who wait, or has them wait again; called with the lock held."""
+        if self._woken is not None:
+            (self._woken.set if self.done or self._given_up is not None else self._woken.clear)()
 
     def take_back(self) -> None:
         """Forgets the results, as the closure is computed again; whoever has read them read those of another history."""
         with self._lock:
             if self.done and self.error is None:
                 self.done, self._leaves = False, []
-                if self._given_up is None:
-                    self._woken.clear()
+                self._wake()
 
     def give_up(self, error: BaseException | None) -> None:
         """Raises an error instead of waiting from now on; with None, waits again."""
         with self._lock:
             self._given_up = error
-            if error is not None:
-                self._woken.set()
-            elif not self.done:
-                self._woken.clear()
+            self._wake()
 
     def then(self, call: Callable[[], None]) -> None:
         """Calls something once the results are there, or at once."""
@@ -68,7 +69,10 @@ class Pending:
 
     def wait(self, timeout_s: float | None) -> list[Any]:
         """Waits for the results and returns them, or raises the closure's error."""
-        if not self._woken.wait(timeout_s):
+        with self._lock:
+            woken = self._woken = self._woken or threading.Event()
+            self._wake()
+        if not woken.wait(timeout_s):
             raise TimeoutError(
                 f"closure {self.number} is not done after {timeout_s:g} s; it goes on. Wait longer, or without `timeout_s`."
             )

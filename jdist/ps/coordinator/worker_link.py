@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist.errors import ClosureError, NonFiniteClosureError, NoWorkersError
-from jdist.ps.coordinator.closure_queue import ClosureQueue
+from jdist.ps.coordinator.closure_queue import ClosureQueue, Report
 from jdist.ps.coordinator.closures import Function
 from jdist.ps.protocol.scheduler_events import Assign, Lost, Registered, Reported
 from jdist.ps.protocol.wire import Spec, to_plain
@@ -306,10 +306,11 @@ class WorkerLink:
             timeout_s=self._times.closure_s,
             expects=returned,
             bulk=sum(spec.size_bytes for specs in outputs for spec in specs) > 1 << 19,
+            data=True,
         )
         if lost.is_set():
             raise CallFailed(channel.peer, "unavailable", "it does not answer")
-        arrays, again = iter(results), list[int]()
+        arrays, again, reports, skipped = iter(results), list[int](), list[Report](), set[int]()
         for outcome, (closure, batch) in zip(answer["outcomes"], taken, strict=True):
             how = outcome["outcome"]
             if how == "abandoned":
@@ -319,10 +320,12 @@ class WorkerLink:
                 again.append(closure.number)
                 continue
             leaves = [next(arrays) for _ in closure.function.plan.outputs] if how in WITH_OUTPUTS else []
-            is_skipped = how == "done" and not outcome.get("is_finite", True)
+            if how == "done" and not outcome.get("is_finite", True):
+                skipped.add(closure.number)
             how = "read" if how == "done" and not closure.function.plan.updates else how
             reported = Reported(**sender, closure=closure.number, outcome=how, base=outcome.get("base", 0))
-            self._queue.report(reported, leaves, _error_of(outcome), is_skipped=is_skipped)
+            reports.append((reported, leaves, _error_of(outcome)))
+        self._queue.report(reports, skipped)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
             # It was fenced, or lost a shard: as with a lost worker, shards say what became of the closures.
             self._gave_up = True

@@ -84,7 +84,7 @@ def unpack(
             f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}."
         )
     arity = len(exported.in_avals)
-    wide = [x for x in [*exported.in_avals, *exported.out_avals] if x.dtype in _WIDE]
+    is_wide = any(x.dtype in _WIDE for x in [*exported.in_avals, *exported.out_avals])
 
     def call(*values: Any) -> list[Any]:
         results: Any = exported.call(list(values))
@@ -103,7 +103,7 @@ def unpack(
     def run(values: Sequence[Any]) -> list[jax.Array]:
         if len(values) != arity:
             raise ArtifactError(f"the function takes {arity} arrays, it was given {len(values)}")
-        with keeping_64_bits(wide):
+        with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
             return compiled(*values)
 
     return run

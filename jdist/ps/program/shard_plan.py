@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jdist.errors import WireError
 from jdist.ps.program.partition import Rows
@@ -72,6 +73,7 @@ def program_spec(size: object) -> Spec:
     return _bytes(size, MOST_PROGRAM_BYTES, "a program")
 
 
+@functools.lru_cache(typed=True)  # a spec counts its bytes once
 def result_spec(size: object) -> Spec:
     """Returns the spec of the bytes of a closure's result; see `program_spec`."""
     return _bytes(size, MOST_RESULT_BYTES, "a result")

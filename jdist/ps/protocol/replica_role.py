@@ -11,6 +11,8 @@ import dataclasses
 import enum
 from typing import Literal
 
+from jdist.ps.protocol.messages import changed
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
@@ -55,7 +57,7 @@ def lead(role: Role, *, term: int, backup: bool, new_job: bool = False) -> Role:
 
 def add_entry(role: Role) -> Role:
     """Counts one more entry that has changed the state."""
-    return dataclasses.replace(role, number=role.number + 1)
+    return changed(role, number=role.number + 1)
 
 
 def may_answer(role: Role, number: int) -> bool:
@@ -70,7 +72,7 @@ def acknowledge(role: Role, *, term: int, number: int, caught_up: bool) -> Role:
         return role
     is_in_sync = caught_up or role.backup == "in_sync"
     backup = "in_sync" if is_in_sync else role.backup
-    return dataclasses.replace(role, acknowledged=max(role.acknowledged, number), backup=backup)
+    return changed(role, acknowledged=max(role.acknowledged, number), backup=backup)
 
 
 def depose(role: Role, *, term: int) -> Role:

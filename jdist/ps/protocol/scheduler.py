@@ -14,13 +14,16 @@ from typing import Any, Literal
 
 from jdist.ps.protocol import scheduler_events as events
 from jdist.ps.protocol import sync_rounds
-from jdist.ps.protocol.messages import Commit, Drop, Fence, Held, Message, Restore
+from jdist.ps.protocol.messages import Commit, Drop, Fence, Held, Message, Restore, changed
 from jdist.ps.protocol.sync_rounds import Rounds
 
 
-def handle(dispatch: Dispatch, event: events.Event) -> tuple[Dispatch, list[events.Command]]:
-    """Returns the state after an event, and what the shell has to do, in this order."""
-    dispatch, commands = _handle(dispatch, event)
+def handle(dispatch: Dispatch, *happened: events.Event) -> tuple[Dispatch, list[events.Command]]:
+    """Returns the state after events, and what the shell has to do, in this order."""
+    commands: list[events.Command] = []
+    for event in happened:
+        dispatch, more = _handle(dispatch, event)
+        commands += more
     dispatch, assigned = _assign(dispatch)
     if dispatch.rounds is not None and _is_exhausted(dispatch):
         dispatch, more = _advance_round(dispatch, None)
@@ -31,12 +34,12 @@ def handle(dispatch: Dispatch, event: events.Event) -> tuple[Dispatch, list[even
 def _handle(dispatch: Dispatch, event: events.Event) -> tuple[Dispatch, list[events.Command]]:
     match event:
         case events.Scheduled():
-            return dataclasses.replace(dispatch, scheduled=dispatch.scheduled + event.count), []
+            return changed(dispatch, scheduled=dispatch.scheduled + event.count), []
         case events.Parted() if dispatch.rounds is not None:
             return dispatch, []  # updates are made one at a time, in the closures' order
         case events.Parted():
             parts = {p for p in dispatch.parts if p > event.kept} | {dispatch.scheduled}
-            return dataclasses.replace(dispatch, parts=tuple(sorted(parts))), []
+            return changed(dispatch, parts=tuple(sorted(parts))), []
         case events.Registered():
             return _register(dispatch, event)
         case events.Reported():
@@ -57,40 +60,37 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[events.Command]]:
     """Hands out closures, to the worker that has fewest first."""
     if dispatch.restoring:
         return dispatch, []
+    workers, returned, first = dispatch.workers, list(dispatch.returned), dispatch.next
+    counts = {w: len(each.closures) for w, each in workers.items() if each.state == "ready"}
+    if not counts or min(counts.values()) >= dispatch.depth:
+        return dispatch, []
+    part = next((p for p in dispatch.parts if p > dispatch.settled), dispatch.scheduled)
+    limit = min(part, dispatch.settled + dispatch.window, _end_of_round(dispatch))
     assigned: dict[int, list[int]] = {}
-    while ready := [
-        w for w, known in dispatch.workers.items() if known.state == "ready" and len(known.closures) < dispatch.depth
-    ]:
-        part = next((p for p in dispatch.parts if p > dispatch.settled), dispatch.scheduled)
-        limit = min(part, dispatch.settled + dispatch.window, _end_of_round(dispatch))
-        declined = frozenset.intersection(*(dispatch.workers[w].declined for w in ready))
-        closure = next((c for c in dispatch.returned if c not in declined), None)
-        if closure is not None:
-            changes = {"returned": tuple(c for c in dispatch.returned if c != closure)}
-        else:
-            closure = _first_new(dispatch)
-            changes = {"next": closure + 1}
+    while ready := [w for w, count in counts.items() if count < dispatch.depth]:
+        declined = frozenset.intersection(*(workers[w].declined for w in ready))
+        new = _first_new(dispatch, first)
+        closure = next((c for c in returned if c not in declined), new)
         if closure >= limit:
             break
-        ready = [w for w in ready if closure not in dispatch.workers[w].declined]
-        worker = min(ready, key=lambda w: (len(dispatch.workers[w].closures), w))
+        if closure == new:
+            first = new + 1
+        else:
+            returned.remove(closure)
+        worker = min((w for w in ready if closure not in workers[w].declined), key=lambda w: (counts[w], w))
         assigned.setdefault(worker, []).append(closure)
-        closures = *dispatch.workers[worker].closures, closure
-        dispatch = _with(dataclasses.replace(dispatch, **changes), worker, closures=closures)
+        counts[worker] += 1
+    having = {w: changed(workers[w], closures=(*workers[w].closures, *each)) for w, each in assigned.items()}
+    dispatch = changed(dispatch, returned=tuple(returned), next=first, workers={**workers, **having})
     return dispatch, [
-        events.Assign(
-            worker=worker,
-            epoch=dispatch.workers[worker].epoch,
-            generation=dispatch.generation,
-            closures=tuple(closures),
-        )
-        for worker, closures in assigned.items()
+        events.Assign(worker=w, epoch=workers[w].epoch, generation=dispatch.generation, closures=tuple(each))
+        for w, each in assigned.items()
     ]
 
 
-def _first_new(dispatch: Dispatch) -> int:
-    """Returns the first closure to compute that no worker has had."""
-    first = max(dispatch.next, dispatch.settled)
+def _first_new(dispatch: Dispatch, first: int) -> int:
+    """Returns the first closure to compute that no worker has had, from `first` on."""
+    first = max(first, dispatch.settled)
     while first in dispatch.done:  # it was cancelled
         first += 1
     return first
@@ -101,9 +101,9 @@ def _cancel(dispatch: Dispatch, event: events.Cancelled) -> tuple[Dispatch, list
     if wanted is None:
         wanted = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
     dropped = {c for c in wanted if c not in event.spare and dispatch.is_waiting(c)}
-    dispatch = dataclasses.replace(dispatch, returned=tuple(c for c in dispatch.returned if c not in dropped))
+    dispatch = changed(dispatch, returned=tuple(c for c in dispatch.returned if c not in dropped))
     dispatch = _finish(dispatch, dropped)
-    dispatch = dataclasses.replace(dispatch, next=_first_new(dispatch))
+    dispatch = changed(dispatch, next=_first_new(dispatch, dispatch.next))
     return dispatch, [events.Finish(closure=c, outcome="void") for c in sorted(dropped)]
 
 
@@ -121,7 +121,7 @@ def _register(dispatch: Dispatch, event: events.Registered) -> tuple[Dispatch, l
 
 
 def _report(dispatch: Dispatch, event: events.Reported) -> tuple[Dispatch, list[events.Command]]:
-    known = dispatch.workers.get(event.worker, Worker())
+    known = dispatch.workers.get(event.worker) or Worker()
     mine = (event.epoch, event.generation) == (known.epoch, dispatch.generation) and known.state == "ready"
     if not mine or event.closure not in known.closures:
         return dispatch, []
@@ -129,7 +129,7 @@ def _report(dispatch: Dispatch, event: events.Reported) -> tuple[Dispatch, list[
     if event.outcome == "declined":
         declined = {c for c in known.declined if c >= dispatch.settled and c not in dispatch.done}
         dispatch = _with(dispatch, event.worker, declined=frozenset(declined | {event.closure}))
-        return dataclasses.replace(dispatch, returned=tuple(sorted((*dispatch.returned, event.closure)))), []
+        return changed(dispatch, returned=tuple(sorted((*dispatch.returned, event.closure)))), []
     if event.outcome == "staged":
         return _advance_round(dispatch, event)
     return _finish(dispatch, {event.closure}), [
@@ -155,8 +155,8 @@ def _ask(
 ) -> tuple[Dispatch, list[events.Command]]:
     """Asks every shard something about a lost worker."""
     shards = range(dispatch.num_shards)
-    recovery = dataclasses.replace(recovery, asks=message, unanswered=frozenset(shards))
-    dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+    recovery = changed(recovery, asks=message, unanswered=frozenset(shards))
+    dispatch = changed(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
     if not shards:  # of functions without a state there is nobody to ask
         return _next_question(dispatch, worker, recovery)
     return dispatch, [events.Tell(shard=shard, message=message) for shard in shards]
@@ -167,17 +167,17 @@ def _take_answer(dispatch: Dispatch, event: events.Answered) -> tuple[Dispatch, 
     if message.generation != dispatch.generation:
         return dispatch, []
     if isinstance(message, Restore):
-        return dataclasses.replace(dispatch, restoring=dispatch.restoring - {event.shard}), []
+        return changed(dispatch, restoring=dispatch.restoring - {event.shard}), []
     if dispatch.rounds is not None and message == dispatch.rounds.asks:
         return _advance_round(dispatch, event)
     asked = [(w, recovery) for w, recovery in dispatch.recoveries.items() if recovery.asks == message]
     if not asked or event.shard not in asked[0][1].unanswered:
         return dispatch, []
     worker, recovery = asked[0]
-    recovery = dataclasses.replace(recovery, unanswered=recovery.unanswered - {event.shard})
+    recovery = changed(recovery, unanswered=recovery.unanswered - {event.shard})
     if isinstance(event.answer, Held):
-        recovery = dataclasses.replace(recovery, held={**recovery.held, event.shard: event.answer})
-    dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+        recovery = changed(recovery, held={**recovery.held, event.shard: event.answer})
+    dispatch = changed(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
     return (dispatch, []) if recovery.unanswered else _next_question(dispatch, worker, recovery)
 
 
@@ -189,7 +189,7 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
         commit = tuple(c for c in closures if _takes_effect(c, recovery.held.values()))
         if dispatch.rounds is not None:  # nobody is sure of what it was computed from; it is computed again
             commit = ()
-        recovery = dataclasses.replace(recovery, commit=commit, drop=tuple(c for c in closures if c not in commit))
+        recovery = changed(recovery, commit=commit, drop=tuple(c for c in closures if c not in commit))
         if commit:
             return _ask(dispatch, worker, recovery, Commit(generation=generation, closures=commit))
     if not isinstance(message, Drop) and recovery.drop:
@@ -198,7 +198,7 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
         return _ask(dispatch, worker, recovery, drop)
     results = {c: ref for held in recovery.held.values() for c, ref in held.results}
     known = dispatch.workers[worker]
-    dispatch = dataclasses.replace(
+    dispatch = changed(
         dispatch,
         returned=tuple(sorted({*dispatch.returned, *recovery.drop})),
         recoveries={w: other for w, other in dispatch.recoveries.items() if w != worker},
@@ -222,7 +222,7 @@ def _roll_back(dispatch: Dispatch, event: events.Rollback) -> tuple[Dispatch, li
     undone = [c for c in range(event.settled, dispatch.next) if c not in event.applied]
     again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
     workers = {
-        w: dataclasses.replace(
+        w: changed(
             known,
             closures=(),
             declined=frozenset(),
@@ -233,7 +233,7 @@ def _roll_back(dispatch: Dispatch, event: events.Rollback) -> tuple[Dispatch, li
     }
     joining = [w for w, known in dispatch.workers.items() if known.state == "fencing" and known.waits]
     shards = range(dispatch.num_shards)
-    dispatch = dataclasses.replace(
+    dispatch = changed(
         dispatch,
         generation=generation,
         returned=tuple(undone),
@@ -278,9 +278,7 @@ def _advance_round(
     """Tells the round of an event, and takes over what that leads to."""
     assert dispatch.rounds is not None  # asynchronous mode has no such events
     turn = sync_rounds.handle(dispatch.rounds, event, generation=dispatch.generation, num_shards=dispatch.num_shards)
-    dispatch = dataclasses.replace(
-        dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned}))
-    )
+    dispatch = changed(dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned})))
     outcome = "done" if turn.commit else "void"
     finished = [events.Finish(closure=c, outcome=outcome, arrived=True) for c in sorted(turn.finished)]
     return _finish(dispatch, set(turn.finished)), [*turn.commands, *finished]
@@ -290,18 +288,18 @@ def _finish(dispatch: Dispatch, closures: set[int]) -> Dispatch:
     done, settled = dispatch.done | closures, dispatch.settled
     while settled in done:
         settled += 1
-    return dataclasses.replace(dispatch, settled=settled, done=frozenset(c for c in done if c >= settled))
+    return changed(dispatch, settled=settled, done=frozenset(c for c in done if c >= settled))
 
 
 def _clear_declined(dispatch: Dispatch) -> Dispatch:
     """Forgets what workers have declined: which are there has changed, and with it what each can compute."""
-    workers = {w: dataclasses.replace(known, declined=frozenset()) for w, known in dispatch.workers.items()}
-    return dataclasses.replace(dispatch, workers=workers)
+    workers = {w: changed(known, declined=frozenset()) for w, known in dispatch.workers.items()}
+    return changed(dispatch, workers=workers)
 
 
 def _with(dispatch: Dispatch, worker: int, **changes: Any) -> Dispatch:
-    known = dataclasses.replace(dispatch.workers.get(worker, Worker()), **changes)
-    return dataclasses.replace(dispatch, workers={**dispatch.workers, worker: known})
+    known = changed(dispatch.workers.get(worker) or Worker(), **changes)
+    return changed(dispatch, workers={**dispatch.workers, worker: known})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

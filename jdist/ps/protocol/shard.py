@@ -55,7 +55,7 @@ def _take(shard: Shard, message: messages.Message) -> tuple[Shard, list[messages
             return _fence(shard, message)
         case messages.Snapshot(phase="freeze"):
             number = max(shard.frozen, message.number) if message.number > shard.thawed else shard.frozen
-            return _done(dataclasses.replace(shard, frozen=number), message)
+            return _done(messages.changed(shard, frozen=number), message)
         case messages.Snapshot(phase="thaw"):
             return _thaw(shard, message)
         case messages.Snapshot() if shard.frozen == message.number:
@@ -74,7 +74,7 @@ def _admit(shard: Shard, message: messages.Push) -> tuple[Shard, list[messages.C
     if earlier is not None and ((earlier.worker, earlier.epoch) != sender or earlier.attempt > message.attempt):
         return shard, _refuse(shard, message, "staged")
     if shard.frozen:
-        return dataclasses.replace(shard, waiting=(*shard.waiting, message)), []
+        return messages.changed(shard, waiting=(*shard.waiting, message)), []
     rules = shard.rules
     if not message.finite and rules.non_finite == "raise":
         return shard, _refuse(shard, message, "non_finite")
@@ -92,7 +92,7 @@ def _admit(shard: Shard, message: messages.Push) -> tuple[Shard, list[messages.C
         weight=1 / (1 + staleness) if is_stale else 1.0,
         result=message.result,
     )
-    shard = dataclasses.replace(shard, staged={**shard.staged, number: entry})
+    shard = messages.changed(shard, staged={**shard.staged, number: entry})
     before = _forget(message.gradients) if skip else []
     before += [] if earlier is None else _forget(earlier.gradients, earlier.result)
     if not message.stage:
@@ -124,7 +124,7 @@ def _apply(
     )
     commands += _forget(*(ref for ref, _ in gradients))
     done = {c: Applied(worker=shard.staged[c].worker, result=shard.staged[c].result) for c in closures}
-    shard = dataclasses.replace(
+    shard = messages.changed(
         shard,
         version=version,
         staged={c: entry for c, entry in shard.staged.items() if c not in done},
@@ -146,13 +146,13 @@ def _drop(shard: Shard, message: messages.Drop) -> tuple[Shard, list[messages.Co
     }
     kept = {c: entry for c, entry in shard.staged.items() if c not in dropped}
     refs = [ref for entry in dropped.values() for ref in (entry.gradients, entry.result)]
-    return _done(dataclasses.replace(shard, staged=kept), message, before=_forget(*refs))
+    return _done(messages.changed(shard, staged=kept), message, before=_forget(*refs))
 
 
 def _fence(shard: Shard, message: messages.Fence) -> tuple[Shard, list[messages.Command]]:
     worker, below = message.fenced, max(message.below, shard.fences.get(message.fenced, 0))
     gone = [m for m in shard.waiting if m.worker == worker and m.epoch < below]
-    shard = dataclasses.replace(
+    shard = messages.changed(
         shard,
         fences={**shard.fences, worker: below},
         waiting=tuple(m for m in shard.waiting if m not in gone),
@@ -173,7 +173,7 @@ def _thaw(shard: Shard, message: messages.Snapshot) -> tuple[Shard, list[message
     if message.number <= shard.thawed:
         return _done(shard, message)
     waiting, thawed = shard.waiting, message.number
-    shard, commands = _done(dataclasses.replace(shard, frozen=0, thawed=thawed, waiting=()), message)
+    shard, commands = _done(messages.changed(shard, frozen=0, thawed=thawed, waiting=()), message)
     for push in waiting:
         shard, more = _admit(shard, push)
         commands += more
@@ -185,7 +185,7 @@ def _settle(shard: Shard, below: int) -> tuple[Shard, list[messages.Command]]:
         return shard, []
     gone = {c: entry for c, entry in shard.applied.items() if c < below}
     kept = {c: entry for c, entry in shard.applied.items() if c >= below}
-    return dataclasses.replace(shard, settled=below, applied=kept), _forget(*(entry.result for entry in gone.values()))
+    return messages.changed(shard, settled=below, applied=kept), _forget(*(entry.result for entry in gone.values()))
 
 
 def _restore(shard: Shard, message: messages.Restore) -> tuple[Shard, list[messages.Command]]:

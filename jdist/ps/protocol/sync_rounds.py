@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jdist.ps.protocol.messages import Commit, Drop, Message
+from jdist.ps.protocol.messages import Commit, Drop, Message, changed
 from jdist.ps.protocol.scheduler_events import Answered, Command, Decide, Decided, Reported, Tell
 
 
@@ -62,20 +62,20 @@ def handle(rounds: Rounds, event: Reported | Decided | Answered | None, *, gener
     match event:
         case Reported():
             if event.base == rounds.version:
-                rounds = dataclasses.replace(rounds, staged=rounds.staged | {event.closure})
+                rounds = changed(rounds, staged=rounds.staged | {event.closure})
             else:
-                rounds = dataclasses.replace(rounds, stale=rounds.stale | {event.closure})
+                rounds = changed(rounds, stale=rounds.stale | {event.closure})
             return _next(rounds, generation, num_shards)
         case Decided() if event.closures == rounds.chosen and rounds.asks is None:
             ask = Commit(generation=generation, closures=event.closures, as_one=True)
             drop = _drop(generation, event.closures, rounds.version + 1)
             return _ask(rounds, ask if event.commit else drop, num_shards)
         case Answered() if event.message == rounds.asks and event.shard in rounds.unanswered:
-            rounds = dataclasses.replace(rounds, unanswered=rounds.unanswered - {event.shard})
+            rounds = changed(rounds, unanswered=rounds.unanswered - {event.shard})
             return Turn(rounds=rounds) if rounds.unanswered else _go_on(rounds, event.message, generation, num_shards)
         case None if rounds.staged and rounds.asks is None and not rounds.chosen:
             chosen = tuple(sorted(rounds.staged))  # too few for an update
-            rounds = dataclasses.replace(rounds, chosen=chosen)
+            rounds = changed(rounds, chosen=chosen)
             return _ask(rounds, _drop(generation, chosen, rounds.version + 1), num_shards)
     return Turn(rounds=rounds)
 
@@ -83,17 +83,17 @@ def handle(rounds: Rounds, event: Reported | Decided | Answered | None, *, gener
 def _go_on(rounds: Rounds, message: Message, generation: int, num_shards: int) -> Turn:
     """Goes on once all shards have answered a message."""
     finished, returned = frozenset(rounds.chosen), frozenset[int]()
-    rounds = dataclasses.replace(rounds, asks=None, chosen=())
+    rounds = changed(rounds, asks=None, chosen=())
     if isinstance(message, Commit):
         stale = rounds.stale | (rounds.staged - finished)
-        rounds = dataclasses.replace(rounds, version=rounds.version + 1, staged=frozenset(), stale=stale)
+        rounds = changed(rounds, version=rounds.version + 1, staged=frozenset(), stale=stale)
     elif finished:
-        rounds = dataclasses.replace(rounds, staged=rounds.staged - finished)
+        rounds = changed(rounds, staged=rounds.staged - finished)
     elif isinstance(message, Drop):
         returned = frozenset(message.closures)
-        rounds = dataclasses.replace(rounds, stale=rounds.stale - returned)
+        rounds = changed(rounds, stale=rounds.stale - returned)
     turn = _next(rounds, generation, num_shards)
-    return dataclasses.replace(turn, finished=finished, commit=isinstance(message, Commit), returned=returned)
+    return changed(turn, finished=finished, commit=isinstance(message, Commit), returned=returned)
 
 
 def _next(rounds: Rounds, generation: int, num_shards: int) -> Turn:
@@ -105,7 +105,7 @@ def _next(rounds: Rounds, generation: int, num_shards: int) -> Turn:
     if len(rounds.staged) < rounds.size:
         return Turn(rounds=rounds)
     chosen = tuple(sorted(rounds.staged))[: rounds.size]
-    return Turn(rounds=dataclasses.replace(rounds, chosen=chosen), commands=[Decide(closures=chosen)])
+    return Turn(rounds=changed(rounds, chosen=chosen), commands=[Decide(closures=chosen)])
 
 
 def _drop(generation: int, closures: tuple[int, ...], below: int) -> Drop:
@@ -114,5 +114,5 @@ def _drop(generation: int, closures: tuple[int, ...], below: int) -> Drop:
 
 def _ask(rounds: Rounds, message: Message, num_shards: int) -> Turn:
     shards = range(num_shards)
-    rounds = dataclasses.replace(rounds, asks=message, unanswered=frozenset(shards))
+    rounds = changed(rounds, asks=message, unanswered=frozenset(shards))
     return Turn(rounds=rounds, commands=[Tell(shard=shard, message=message) for shard in shards])

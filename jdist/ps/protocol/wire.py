@@ -6,6 +6,7 @@ their sizes are checked before memory is allocated.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -46,16 +47,18 @@ class Spec:
     shape: tuple[int, ...]
     dtype: str  # its name
 
-    @property
+    @functools.cached_property
     def numpy(self) -> np.dtype:
         """The dtype itself; refuses one that does not travel."""
         if self.dtype not in _DTYPES:
             raise WireError("arrays of a dtype that cannot be sent")
         return _DTYPES[self.dtype]
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Its bytes, without padding."""
+        if any(n < 0 for n in self.shape):
+            raise WireError("an array of negative size")
         return self.numpy.itemsize * math.prod(self.shape)
 
 
@@ -90,12 +93,11 @@ class Buffers:
 
     def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
         self._specs = tuple(specs)
-        if any(n < 0 for spec in specs for n in spec.shape):
-            raise WireError("an array of negative size")
-        self.size_bytes = sum(spec.size_bytes for spec in specs)
+        sizes = [spec.size_bytes for spec in self._specs]
+        self.size_bytes = sum(sizes)
         if self.size_bytes > most_bytes:
             raise WireError(f"a message of {self.size_bytes:,} bytes; at most {most_bytes:,} are taken")
-        self._blocks = _blocks([spec.size_bytes for spec in specs])
+        self._blocks = _blocks(sizes) if sizes else []
         self.views = [block.data for block in self._blocks]
         self._at, self._within = 0, 0
 
@@ -130,7 +132,7 @@ class Buffers:
 def aligned(size_bytes: int) -> np.ndarray:
     """Allocates memory that XLA can use without a copy."""
     block = np.empty(size_bytes + ALIGNED, np.uint8)
-    start = -block.ctypes.data % ALIGNED
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(block.data)) % ALIGNED  # faster than `block.ctypes.data`
     return block[start : start + size_bytes]
 
 
@@ -163,7 +165,7 @@ def encode(header: Mapping[str, Any]) -> bytes:
     return _PREFIX.pack(_MAGIC, len(body)) + body
 
 
-def body_size(prefix: bytes | memoryview) -> int:
+def body_size(prefix: bytes | bytearray | memoryview) -> int:
     """Returns how many bytes of a header follow its first `PREFIX_BYTES`; refuses too many."""
     if len(prefix) < PREFIX_BYTES:
         raise WireError("a message of fewer bytes than its prefix")
@@ -182,6 +184,11 @@ def decode(data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
     body, rest = view[_PREFIX.size : _PREFIX.size + size], view[_PREFIX.size + size :]
     if len(body) < size:
         raise WireError("a header that is cut off")
+    return decode_body(body), rest
+
+
+def decode_body(body: bytearray | memoryview) -> dict[str, Any]:
+    """Returns the header that follows a prefix."""
     try:
         # Lengths inside are bounded by the header's own; nothing is built that is larger than the bytes it came in.
         header = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
@@ -189,11 +196,11 @@ def decode(data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
         raise WireError("a header is not msgpack") from exc
     if not isinstance(header, dict):
         raise WireError("a header is not a map")
-    return header, rest
+    return header
 
 
 def to_plain(value: Any) -> Any:
-    """Returns a message as values that msgpack knows; a dataclass as a map with its class's name."""
+    """Returns a message as values that msgpack knows; a dataclass as a map of its class's name and what is not a default."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -204,9 +211,9 @@ def to_plain(value: Any) -> Any:
     if not dataclasses.is_dataclass(kind):
         return value
     plain = {"is": kind.__name__}
-    for name, _, _ in _fields(kind):
-        x = getattr(value, name)
-        plain[name] = x if type(x) in _ATOMS else to_plain(x)
+    for name, _, default in _fields(kind):
+        if (x := getattr(value, name)) is not default:
+            plain[name] = x if type(x) in _ATOMS else to_plain(x)
     return plain
 
 
@@ -219,16 +226,18 @@ def from_plain(kinds: Mapping[str, type] | type, plain: Any) -> Any:
         raise WireError("unknown message type")
     fields = _fields(kind)
     values, unread = {}, len(plain) - 1
-    for name, checked, required in fields:
+    for name, checked, default in fields:
         if name in plain:
             values[name] = checked(plain[name])
             unread -= 1
-        elif required:
+        elif default is dataclasses.MISSING:
             raise WireError(f"{kind.__name__} lacks `{name}`")
     if unread:
         unknown = plain.keys() - {"is", *(name for name, _, _ in fields)}
         raise WireError(f"{kind.__name__} has no field {sorted(map(str, unknown))[0][:40]!r}")
-    return kind(**values)
+    made = object.__new__(kind)  # without `__init__`, which takes twice as long: defaults are attributes of the class
+    made.__dict__.update(values)
+    return made
 
 
 _ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
@@ -237,11 +246,11 @@ _Check = Callable[[Any], Any]
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
-    """Returns of each field that travels its name, what checks a value, and whether there must be one."""
-    hints, none = typing.get_type_hints(kind), (dataclasses.MISSING, dataclasses.MISSING)
+def _fields(kind: type) -> tuple[tuple[str, _Check, Any], ...]:
+    """Returns of each field that travels its name, what checks a value, and its default; MISSING: there must be one."""
+    hints = typing.get_type_hints(kind)
     return tuple(
-        (f.name, _check(hints[f.name], f"{kind.__name__}.{f.name}"), (f.default, f.default_factory) == none)
+        (f.name, _check(hints[f.name], f"{kind.__name__}.{f.name}"), f.default)
         for f in dataclasses.fields(kind)
         if f.name not in _LOCAL
     )

@@ -18,7 +18,7 @@ import numpy as np
 from jdist.errors import WireError
 from jdist.ps.program.shard_plan import ShardPlan, result_spec
 from jdist.ps.protocol import replica_role
-from jdist.ps.protocol.messages import TRAVELLING, Answer, Commit, Message, Push, Refused, Restore
+from jdist.ps.protocol.messages import TRAVELLING, Answer, Commit, Message, Push, Refused, Restore, changed
 from jdist.ps.protocol.replica_role import BackupAnswer, Role
 from jdist.ps.protocol.wire import Spec, from_plain, to_plain
 from jdist.ps.server.backup_link import MOST_BEHIND_BYTES, MOST_ENTRIES, BackupLink
@@ -149,7 +149,7 @@ class ReplicatedShard(ShardServer):
         if self._backup is None:
             return
         # What a pull has settled here before is settled there with it.
-        message = dataclasses.replace(message, settled=self.shard.settled)
+        message = changed(message, settled=self.shard.settled)
         brings = isinstance(message, Push) or (isinstance(message, Commit) and message.as_one)
         payload = [*arrays] if brings and not isinstance(answer, Refused) else []
         entry = {"say": to_plain(message), "result": payload[-1].size if payload else None}
@@ -243,7 +243,7 @@ def _arrays_of(entry: Any, plan: ShardPlan) -> list[Spec]:
         return []
     result = result_spec(size)  # which refuses -1
     message = entry["say"] if isinstance(entry.get("say"), dict) else {}
-    number = message.get("view")
+    number = message.get("view", 0)
     if type(number) is not int or not 0 <= number < len(plan.views):
         raise WireError(f"the `view` of an entry with arrays must be one of the plan's {len(plan.views)}")
     view = plan.views[number]

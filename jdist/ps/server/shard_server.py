@@ -132,7 +132,7 @@ class ShardServer:
         if holds:  # JAX releases the arguments of ended programs at its next call; else two gradients would be held
             _do_nothing(np.int8(0))
         sent = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Commit")]
-        views = [(m["is"], m.get("view")) for m in sent if m["is"] != "Commit" or m.get("as_one")]
+        views = [(m["is"], m.get("view", 0)) for m in sent if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:
             raise WireError("the arrays of a call must be of one push, not of none or of several")
         if plan is None:
@@ -228,7 +228,7 @@ class ShardServer:
             refs["result"] = self._name(result.tobytes()) if result.size else None
         if isinstance(message, messages.Commit):
             refs["scalars"] = self._name(arrays[:-1]) if message.as_one and arrays else None
-        self._carry_out(*receive(self.shard, dataclasses.replace(message, **refs)))
+        self._carry_out(*receive(self.shard, messages.changed(message, **refs)))
         return call
 
     def _name(self, held: Any = None) -> int:

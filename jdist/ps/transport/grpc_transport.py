@@ -105,13 +105,15 @@ class RpcServer:
                 f"cannot listen on {address}: the port is taken, or the address is not this machine's"
             ) from exc
         self._data = data = BulkServer(address.rpartition(":")[0], self._answer_bulk, security=security)
-        self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
+        self._methods[_DATA] = Method(
+            lambda header, arrays: ({"port": data.port, "name": data.name, "ticket": data.ticket()}, [])
+        )
         self._server.start()
 
     @property
     def is_well(self) -> bool:
         """Returns whether it can serve new callers at the moment."""
-        return self._data.is_accepting
+        return not self._data.full
 
     @property
     def silent_s(self) -> float:
@@ -264,9 +266,9 @@ class RpcChannel(Channel):
         self._data.close()
         self._channel.close()
 
-    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes]:
+    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, str, bytes]:
         answer, _ = self.call(_DATA, {}, timeout_s=timeout_s)
-        return answer["port"], answer["ticket"]
+        return answer["port"], str(answer.get("name", "")), answer["ticket"]
 
 
 _REASONS = {

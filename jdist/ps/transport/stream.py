@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
 import time
 
+import numpy as np
+
 from jdist.errors import WireError
-from jdist.ps.protocol.wire import PREFIX_BYTES, Buffers, as_bytes, body_size, decode, encode
+from jdist.ps.protocol.wire import PREFIX_BYTES, Buffers, as_bytes, body_size, decode_body, encode
 from jdist.ps.transport.interface import Answer, Arrays, Expects, Header
 
 _LOG = logging.getLogger(__name__)
@@ -25,24 +28,24 @@ class Stream:
         self._socket = connection
         self._read_ahead = memoryview(bytearray(_SMALL_BYTES))
         self._unread = memoryview(b"")
-        self._timeout_s: float | None = -1.0  # the socket's, as it was set last; -1 before that
+        self._timeout_s = -1.0  # the socket's, as it was set last; -1 before that
 
     def wait_for_more(self) -> bool:
         """Waits, as long as it takes, until something comes; False if the other side has ended."""
-        if self._unread:
-            return True
-        self._timeout_s = None
-        self._socket.settimeout(None)
-        return self._fill()
+        while not self._unread:
+            with contextlib.suppress(TimeoutError):  # to wait without limit takes two more system calls a message
+                self._limit(None)
+                return self._fill()
+        return True
 
     def send(self, header: Header, arrays: Arrays, *, by: float | None = None) -> None:
         """Sends a message by a monotonic deadline; None: no wait is longer than `STALL_S`."""
-        payload = [view for view in as_bytes(arrays) if len(view)]
-        size = sum(map(len, payload))
+        arrays = [np.asarray(x) for x in arrays]
+        size = sum(x.nbytes for x in arrays)
         head = _SIZE.pack(size) + encode(header)
         if size <= _SMALL_BYTES:
-            head, payload = b"".join([head, *payload]), []
-        for view in (memoryview(head), *payload):
+            head, arrays = b"".join([head, *(x.tobytes() for x in arrays)]), []
+        for view in (memoryview(head), *as_bytes(arrays)):
             while len(view):
                 self._limit(by)
                 view = view[self._socket.send(view) :]
@@ -51,11 +54,11 @@ class Stream:
         """Receives a message of at most `most_bytes`; a deadline as in `send`."""
         first = bytearray(_SIZE.size + PREFIX_BYTES)
         self.read_into(memoryview(first), by)
-        (size,), prefix = _SIZE.unpack_from(first), bytes(first[_SIZE.size :])
-        body = bytearray(body_size(prefix))
+        (size,) = _SIZE.unpack_from(first)
+        body = bytearray(body_size(first[_SIZE.size :]))
         self.read_into(memoryview(body), by)
         try:
-            header, _ = decode(prefix + body)
+            header = decode_body(body)
             buffers = Buffers(expects(header), most_bytes=most_bytes)
             if buffers.size_bytes != size:
                 raise WireError(f"{size:,} bytes where {buffers.size_bytes:,} are expected")
@@ -85,7 +88,7 @@ class Stream:
         left = STALL_S if by is None else by - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        if self._timeout_s is None or not left <= self._timeout_s <= left + _LEEWAY_S:
+        if not left <= self._timeout_s <= left + _LEEWAY_S:
             self._timeout_s = left + _LEEWAY_S / 2 if left > 2 * _LEEWAY_S else left
             self._socket.settimeout(self._timeout_s)
 

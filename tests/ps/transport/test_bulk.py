@@ -35,13 +35,15 @@ def doubled(channel, x=X, timeout_s=20):
     np.testing.assert_array_equal(found, 2 * x)
 
 
-@pytest.fixture
-def serving():
-    """Makes servers and channels to them; ends them."""
+@pytest.fixture(params=["unix", "tcp"])
+def serving(request):
+    """Makes servers and channels to them, as on one machine and on two; ends them."""
     made = []
 
     def serve(*, methods=METHODS, theirs=None, port=0, **options):
         server = RpcServer(f"127.0.0.1:{port}", methods, **options)
+        if request.param == "tcp":
+            server._data.name = ""
         channel = RpcChannel(f"127.0.0.1:{server.port}", security=theirs or options.get("security") or Security())
         made.extend([channel.close, server.stop])
         return server, channel
@@ -96,6 +98,7 @@ def test_of_a_limited_method_two_large_calls_are_under_way_at_once(serving, limi
 def test_a_port_that_cannot_be_reached_is_said_and_gone_round(serving, caplog):
     server, channel = serving()
     server._data._listener.close()
+    server._data.name = ""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = listener.getsockname()[1]
     server._data.port = closed
@@ -199,6 +202,13 @@ def test_connections_without_a_ticket_are_few_and_not_for_long(serving, monkeypa
         doubled(channel)
 
 
+def test_a_unix_socket_of_another_machine_is_gone_round(serving):
+    server, channel = serving()
+    server._data.name += "not here"
+    doubled(channel)
+    assert [stream._socket.family for stream in server._data._streams] == [socket.AF_INET]
+
+
 @pytest.mark.parametrize("shown", [bytes(32), b"short", b""])
 def test_a_connection_without_a_ticket_is_closed(serving, shown):
     server, channel = serving()
@@ -298,7 +308,9 @@ def test_a_server_that_does_not_answer_in_time():
 
     forever = threading.Event()
     server = BulkServer("127.0.0.1", silent, security=Security())
-    channel = bulk.BulkChannel("127.0.0.1:1", security=Security(), ask=lambda timeout_s: (server.port, server.ticket()))
+    channel = bulk.BulkChannel(
+        "127.0.0.1:1", security=Security(), ask=lambda timeout_s: (server.port, "", server.ticket())
+    )
     with pytest.raises(CallFailed) as info:
         channel.begin({}, [], lambda header: (), timeout_s=0.2)()
     assert (info.value.reason, channel._busy) == ("deadline", set())

@@ -46,6 +46,7 @@ REFUSED = {
     **dict.fromkeys(
         [
             "contrastive_over_gathered_rows",
+            "led_by_one_replica",
             "gathered_along_the_second_axis",
             "weighted_by_the_parameters",
             "weighted_by_a_running_mean",

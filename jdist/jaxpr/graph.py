@@ -224,8 +224,7 @@ def contains_primitive(closed: Any, *names: str) -> bool:
 
 
 def _primitives_in(jaxpr: Any) -> frozenset[str]:
-    # Of the functions that a step calls most are of `jax.numpy`, one jaxpr for all calls.
-    found = _PRIMITIVES.get(jaxpr)
+    found = _PRIMITIVES.get(jaxpr)  # most functions that a step calls are of `jax.numpy`, one jaxpr for all calls
     if found is None:
         nested = [_primitives_in(body_of(inner)) for eqn in jaxpr.eqns for inner in nested_jaxprs(eqn)]
         found = _PRIMITIVES[jaxpr] = frozenset(eqn.primitive.name for eqn in jaxpr.eqns).union(*nested)
@@ -255,18 +254,12 @@ def nested_jaxprs(eqn: Any) -> list[Any]:
 def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
     """Iterates over the jaxprs among an equation's parameters, closed; enters tuples and lists."""
     for param in params:
-        if type(param) in _ATOMS:
-            continue
         if isinstance(param, ClosedJaxpr):
             yield param
         elif isinstance(param, jex.Jaxpr):
             yield ClosedJaxpr(param, ())
         elif isinstance(param, tuple | list):
             yield from jaxprs_in(param)
-
-
-# Most parameters; they are asked for by the hundred thousand.
-_ATOMS = frozenset({type(None), bool, int, float, str, np.dtype(np.float32).__class__})
 
 
 def effects_of(closed: Any) -> list[Any]:
@@ -341,8 +334,7 @@ def is_called(eqn: Any) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and eqn.params.get("name") == _CALLED
 
 
-_CALLED = "jdist_called"
-_another = jax.jit(lambda x: -x)
+_CALLED, _another = "jdist_called", jax.jit(lambda x: -x)
 
 
 @dataclass(frozen=True)

@@ -294,14 +294,11 @@ def _unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
 
 def _flags(grads: Sequence[jax.Array], *, in_parts: bool) -> list[jax.Array]:
     """Looks whether gradients are finite, one bool scalar each; in parts, each replica at its share of those that all hold."""
-    count, number = num_replicas(), jnp.uint32(0)
-    if in_parts and count > 1:
-        number = replica_id().astype(jnp.uint32)
+    count, number = num_replicas(), replica_id().astype(jnp.uint32) if in_parts else 0
 
     def share(x: jax.Array) -> jax.Array:
-        # The last shares overlap where the size does not divide.
-        size = -(-x.size // count)
-        return jax.lax.dynamic_slice(jax.lax.reshape(x, (x.size,)), (number * np.uint32(size),), (size,))
+        size = -(-x.size // count)  # the last shares overlap where it does not divide
+        return jax.lax.dynamic_slice(x.reshape(-1), (number * np.uint32(size),), (size,))
 
     return [all_finite(share(x) if in_parts and x.size > _SMALL else x) for x in grads]
 

@@ -6,9 +6,9 @@ kinds go on a little: until the functions of `atexit` have run. Interrupts (Ctrl
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of numbers, which takes 9 us
 import contextlib
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -89,15 +89,15 @@ def _carry_out(queued: queue.SimpleQueue[_Work | None]) -> None:
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Defers an interrupt of the main thread to the end of the block, which must be short."""
-    handler = _signal.getsignal(_signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(handler):
         yield
         return
     deferred: list[tuple[Any, ...]] = []
-    _signal.signal(_signal.SIGINT, lambda *arguments: deferred.append(arguments))
+    signal.signal(signal.SIGINT, lambda *arguments: deferred.append(arguments))
     try:
         yield
     finally:
-        _signal.signal(_signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, handler)
         if deferred:
             handler(*deferred[0])

@@ -135,8 +135,8 @@ def slow(x):
 
 
 def test_a_call_is_cancelled_while_no_worker_has_it(strategy):
-    coordinator = strategy.coordinator
-    found = [coordinator.schedule(slow, (np.eye(300, dtype=np.float32),)) for _ in range(400)]  # far more than workers take ahead
+    coordinator = strategy.coordinator  # has far more to do than its workers take ahead
+    found = [coordinator.schedule(slow, (np.eye(300, dtype=np.float32),)) for _ in range(400)]
     waits = coordinator.schedule(square, (found[-1],))
     after = coordinator.schedule(add, (waits, waits))["sum"]
     later = coordinator.schedule(square, (np.float32(3),))

@@ -8,14 +8,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex
-from jax.interpreters import partial_eval
 
 from jdist.core.collective_marks import collective_of
 
@@ -158,15 +154,6 @@ def _arguments_returned(closed: Any) -> dict[int, int]:
     return {i: found for i, v in enumerate(jaxpr.outvars) if (found := argument(v)) is not None}
 
 
-def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
-    """Rewrites a function, some equations by `rule(equation, operands, last argument)`; None leaves one unchanged."""
-
-    def run(*values: Any) -> list[Any]:
-        return _evaluated(closed, values, lambda eqn, operands: rule(eqn, operands, values[-1] if values else None))
-
-    return jax.make_jaxpr(run)(*map(struct_of, body_of(closed).invars))
-
-
 def entered(closed: Any, is_entered: Callable[[Any], bool]) -> Any:
     """Enters some of the calls of a function, also in what they call."""
     jaxpr, constants = body_of(closed), dict[Var, Any]()
@@ -234,11 +221,6 @@ def _primitives_in(jaxpr: Any) -> frozenset[str]:
 _PRIMITIVES: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
-def prints(closed: Any) -> bool:
-    """Returns whether a jaxpr prints, or calls the host without reading a result."""
-    return contains_primitive(closed, *PRINTS)
-
-
 def nested_jaxprs(eqn: Any) -> list[Any]:
     """Lists the jaxprs of an equation, closed: a loop's body, the branches of a condition, a called function."""
     params = eqn.params
@@ -290,16 +272,11 @@ def needed(
     return equations[::-1], reads
 
 
-def arguments_read(closed: Any, results: Sequence[bool]) -> list[bool]:
-    """Marks the arguments that an effect or one of the marked results depends on, calls and loops in it entered."""
-    return partial_eval.dce_jaxpr(body_of(closed), list(results))[1]
-
-
 def subfunction(
     closed: Any, given: Sequence[Var], wanted: Sequence[Var], effects: Sequence[Any] = ()
 ) -> Callable[[Sequence[jax.Array]], list[Any]]:
     """Cuts out the function that computes the variables `wanted` from `given`, with these effects and nothing else."""
-    return functools.partial(run, _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted))
+    return functools.partial(run, piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted))
 
 
 def run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -337,43 +314,12 @@ def is_called(eqn: Any) -> bool:
 _CALLED, _another = "jdist_called", jax.jit(lambda x: -x)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A part of a traced function: `run(values of reads) -> values of writes`."""
-
-    reads: tuple[Var, ...]
-    writes: tuple[Var, ...]
-    run: Callable[[Sequence[jax.Array]], list[Any]]
-
-
-def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
-    """Cuts a function into successive parts, so that `replaced` can be changed between them."""
-    # Each equation goes into the first part where its operands are known. Readers of a variable in
-    # `replaced` go into a later part than its writer.
-    level: dict[Var, int] = {}
-    parts: list[list[Any]] = []
-    for eqn in body_of(closed).eqns:
-        number = max((level.get(v, 0) + (v in replaced) for v in eqn.invars if not is_literal(v)), default=0)
-        parts.extend([] for _ in range(number + 1 - len(parts)))
-        parts[number].append(eqn)
-        level.update((v, number) for v in eqn.outvars)
-    later = {v for v in body_of(closed).outvars if not is_literal(v)}
-    result: list[Stage] = []
-    for equations in reversed(parts):
-        written = dict.fromkeys(v for eqn in equations for v in eqn.outvars)  # a dict keeps the order
-        own = {*written, *body_of(closed).constvars}
-        reads = tuple(dict.fromkeys(v for eqn in equations for v in eqn.invars if not is_literal(v) and v not in own))
-        writes = tuple(v for v in written if v in later)
-        later.update(reads)
-        result.append(Stage(reads, writes, functools.partial(call, _piece(closed, reads, equations, writes))))
-    return result[::-1]
-
-
-def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Any:
+def piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Any:
+    """Cuts out these equations, as a function from `given` to `wanted`."""
     jaxpr = body_of(closed)
     unnamed = jaxpr.debug_info.with_unknown_names()
-    piece = jaxpr.replace(invars=list(given), outvars=list(wanted), eqns=equations, debug_info=unnamed)
-    return ClosedJaxpr(piece, closed.consts)
+    part = jaxpr.replace(invars=list(given), outvars=list(wanted), eqns=equations, debug_info=unnamed)
+    return ClosedJaxpr(part, closed.consts)
 
 
 def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
@@ -386,10 +332,10 @@ def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[...
             return inlined(nested_jaxprs(eqn)[0], operands, rules)
         return results
 
-    return _evaluated(closed, arguments, rule)
+    return evaluated(closed, arguments, rule)
 
 
-def _evaluated(closed: Any, arguments: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None]) -> list[Any]:
+def evaluated(closed: Any, arguments: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None]) -> list[Any]:
     """Evaluates a jaxpr, some equations by `rule(equation, operands)`; None evaluates one as usual."""
     known = values_at_start(closed, arguments)
     for eqn in body_of(closed).eqns:
@@ -414,45 +360,11 @@ CALLS = {
 }
 
 
-def without_mesh(closed: Any) -> Any:
-    """Rewrites a jaxpr without collectives, traced under a mesh, as if it were traced without one."""
-    # Equations, their parameters and constants carry the mesh, and JAX refuses arrays of another
-    # mesh.
-
-    def plain(x: Any) -> Any:
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
-
-    def run(closed: Any, values: Sequence[Any]) -> list[Any]:
-        jaxpr = body_of(closed)
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(plain, closed.consts), *values], strict=True))
-
-        def value(v: Var) -> Any:
-            return np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
-
-        for eqn in jaxpr.eqns:
-            params = {name: clean(param) for name, param in eqn.params.items()}
-            results = eqn.primitive.bind(*map(value, eqn.invars), **params)
-            known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
-        return list(map(value, jaxpr.outvars))
-
-    def again(closed: Any) -> Any:
-        return jax.make_jaxpr(lambda *values: run(closed, values))(*map(struct_of, body_of(closed).invars))
-
-    def clean(param: Any) -> Any:
-        if isinstance(param, jax.sharding.Sharding):
-            return None
-        if isinstance(param, ClosedJaxpr):
-            return again(param)
-        return type(param)(map(clean, param)) if type(param) in (tuple, list) else param
-
-    return again(closed)
-
-
 def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Computes the results of one equation; None for those that nothing reads."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
     wanted = [v for v in eqn.outvars if not is_dropped(v)]
-    results = iter(run(_piece(closed, list(given), [eqn], wanted), list(given.values())))
+    results = iter(run(piece(closed, list(given), [eqn], wanted), list(given.values())))
     return [None if is_dropped(v) else next(results) for v in eqn.outvars]
 
 

@@ -74,7 +74,12 @@ def split(
             return [own_rows(x, v.aval.shape) for x, v in zip(totals, eqn.outvars, strict=True)]
 
     if any(map(variation.is_transposed_gather, graph.body_of(closed).eqns)):
-        closed = graph.replaced(closed, scattered)
+        step = closed
+
+        def with_scattered(*values: Any) -> list[Any]:
+            return graph.evaluated(step, values, lambda eqn, operands: scattered(eqn, operands, values[-1]))
+
+        closed = jax.make_jaxpr(with_scattered)(*map(graph.struct_of, graph.body_of(step).invars))
     sizes = num_virtual[0] // num_microbatches, num_microbatches
     closed = graph.forwarded(closed)
     invars, (num_state, num_batch, num_others) = (

@@ -26,7 +26,7 @@ from jdist.loop.evaluate import Evaluation
 from jdist.loop.memory import naming_leaves, raise_out_of_memory
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.report.history import History
-from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, from_plain, to_plain
+from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, row_from_plain, to_plain
 from jdist.loop.report.progress import Meter
 from jdist.loop.report.times import Outcome
 from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
@@ -216,7 +216,7 @@ class Run:
                 CheckpointWarning,
                 stacklevel=depth + 1,
             )
-        self.history.rows[:] = [_row_from_plain(row) for row in notes.get("rows", [])]
+        self.history.rows[:] = [row_from_plain(row) for row in notes.get("rows", [])]
         if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
             self._evaluated = self.history.rows[-1]["step"]
         self._totals.restore(notes.get("tally", {}), self.strategy.cluster)
@@ -387,11 +387,6 @@ class Run:
             measure=self._totals.newest if measured is None else lambda: measured,
             spend=self._costs.spent,
         )
-
-
-def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads a row of the history; a list was an array."""
-    return {name: np.asarray(x) if isinstance(x, list) else x for name, x in from_plain(dict(row)).items()}
 
 
 def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+from jax.interpreters import partial_eval
 
 from jdist.core.step_state import unpack
 from jdist.core.strategy import Strategy
@@ -45,7 +46,8 @@ class Preview:
         if "state" in traced.returns:
             results = {"state": unpack(state), **results}
         marks = jax.tree.map(lambda _: True, (token, state)), combined, jax.tree.map(lambda _: True, more)
-        read = graph.arguments_read(program.jaxpr, jax.tree.leaves(marks))
+        # The arguments that an effect or a marked result depends on, calls and loops entered.
+        _, read = partial_eval.dce_jaxpr(graph.body_of(program.jaxpr), jax.tree.leaves(marks))
         batches = jax.tree.unflatten(jax.tree.structure(arguments), read)[2]
         masked = [batch for batch in batches if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)

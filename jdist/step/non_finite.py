@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -83,6 +83,28 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
     return jnp.stack([code + (~keep).astype(code.dtype), count + 1]), keep
 
 
+def stages(closed: Any, replaced: Collection[Any]) -> list[tuple[list[Any], list[Any], Any]]:
+    """Cuts a function into successive parts `(reads, writes, function)`, so that `replaced` can be changed between them."""
+    # Each equation goes into the first part where its operands are known. Readers of a variable in
+    # `replaced` go into a later part than its writer.
+    level, parts = dict[Any, int](), list[list[Any]]()
+    for eqn in graph.body_of(closed).eqns:
+        number = max((level.get(v, 0) + (v in replaced) for v in eqn.invars if not graph.is_literal(v)), default=0)
+        parts.extend([] for _ in range(number + 1 - len(parts)))
+        parts[number].append(eqn)
+        level.update((v, number) for v in eqn.outvars)
+    later = {v for v in graph.body_of(closed).outvars if not graph.is_literal(v)}
+    result: list[tuple[list[Any], list[Any], Any]] = []
+    for equations in reversed(parts):
+        written = dict.fromkeys(v for eqn in equations for v in eqn.outvars)  # a dict keeps the order
+        own = {*written, *graph.body_of(closed).constvars}
+        read = (v for eqn in equations for v in eqn.invars if not graph.is_literal(v) and v not in own)
+        reads, writes = list(dict.fromkeys(read)), [v for v in written if v in later]
+        later.update(reads)
+        result.append((reads, writes, graph.piece(closed, reads, equations, writes)))
+    return result[::-1]
+
+
 def guarded(
     # `(state, *rest) -> (state, outputs, flags)`
     run: Callable[..., tuple[PyTree, PyTree, FiniteFlags]],
@@ -126,14 +148,14 @@ def guarded(
     # values computed from it (parameters from a momentum) read the chosen one. Choosing at the end
     # needs the momentum before and after at the same time, for which XLA copies it.
     keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
-    for number, stage in enumerate(graph.stages(closed, places)):
-        known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
+    for number, (reads, writes, stage) in enumerate(stages(closed, places)):
+        known.update(zip(writes, graph.call(stage, [known[v] for v in reads]), strict=True))
         if number == 0 and names:
             finite = [graph.value_of(v, known) for v in flag_vars]
             token, keep, loss_scale = _decide(
                 token, finite, add_names(flag_names, names), policy, loss_scale, loss_scaling
             )
-        for v in stage.writes:
+        for v in writes:
             if v in places:
                 known[v] = jax.lax.select(keep, known[v], old[places[v]])
     values = [graph.value_of(v, known) for v in outvars]

@@ -107,7 +107,7 @@ class Trial:
                 self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
                 places = jax.tree.unflatten(jax.tree.structure(arguments), self.closed.jaxpr.invars)
                 self.batch = jax.tree.leaves(places[2])
-                is_own = self._is_quick or draws(self.closed) or graph.prints(self.closed)
+                is_own = self._is_quick or draws(self.closed) or prints(self.closed)
                 self._run = self._compile(quiet(self.closed)) if is_own else lambda arguments: program.run(*arguments)
         return arguments, traced
 
@@ -137,6 +137,11 @@ def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
 
 def on_host(x: Any) -> Any:
     return whole_on_host(x) if isinstance(x, jax.Array) or is_sharded_leaf(x) else x
+
+
+def prints(closed: Any) -> bool:
+    """Returns whether a jaxpr prints, or calls the host without reading a result."""
+    return graph.contains_primitive(closed, *graph.PRINTS)
 
 
 def draws(closed: Any) -> bool:

@@ -21,7 +21,6 @@ from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batching import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
-from jdist.jaxpr import graph
 from jdist.reduction import psum
 from jdist.step import trace_causes
 from jdist.step.base import Distributed
@@ -42,7 +41,7 @@ from jdist.step.differences import (
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.placement import compare_replicas
 from jdist.step.trace_causes import Evidence
-from jdist.step.trial import Result, Trial, calls_the_host, draws, draws_until, named_leaves, on_host
+from jdist.step.trial import Result, Trial, calls_the_host, draws, draws_until, named_leaves, on_host, prints
 from jdist.support.tracebacks import callers_level
 from jdist.typing import PyTree
 
@@ -163,7 +162,7 @@ class Comparison:
         one = self._as_one()
         step = self._step
         rounds = self._options.precision is not None or self._strategy.keeps_residuals
-        if rounds or self._options.steps_per_call > 1 or draws(one.closed) or graph.prints(one.closed):
+        if rounds or self._options.steps_per_call > 1 or draws(one.closed) or prints(one.closed):
             step = self._like(_exact(self._strategy))
         many = Trial(step, self._call)
         alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)

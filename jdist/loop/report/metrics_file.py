@@ -149,6 +149,11 @@ def from_plain(value: Any) -> Any:
     return _TEXTS.get(value, value) if isinstance(value, str) else value
 
 
+def row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads a row of the history; a list was an array."""
+    return {name: np.asarray(x) if isinstance(x, list) else x for name, x in from_plain(dict(row)).items()}
+
+
 _LESS_NAMES = (
     "loss losses logloss error errors err inaccuracy misclassification perplexity ppl bits bpb bpc bpd nats nll xent bce "
     "kl kld divergence brier crps ece eer mse rmse nrmse msle rmsle mae mape smape wer cer fpr fnr fid fvd kid lpips regret"

@@ -177,7 +177,7 @@ def _split(spec: ProgramSpec, pure: Pure, state: PyTree, batches: PyTree, others
     jax.eval_shape(mapped, state, batches, others)
     make, closed = traced[0]
     return make(
-        update=Update(graph.without_mesh(closed), len(jax.tree.leaves(state))),
+        update=Update(_without_mesh(closed), len(jax.tree.leaves(state))),
         arguments=jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (batches, others)
         ),
@@ -323,3 +323,37 @@ def _entry(node: Any, key: Any) -> Any:
     if isinstance(key, jax.tree_util.GetAttrKey):
         return getattr(node, key.name)
     return node[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
+
+
+def _without_mesh(closed: Any) -> Any:
+    """Rewrites a jaxpr without collectives, traced under a mesh, as if it were traced without one."""
+    # Equations, their parameters and constants carry the mesh, and JAX refuses arrays of another
+    # mesh.
+
+    def plain(x: Any) -> Any:
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+    def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+        jaxpr = graph.body_of(closed)
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(plain, closed.consts), *values], strict=True))
+
+        def value(v: Any) -> Any:
+            return np.asarray(v.val, v.aval.dtype) if graph.is_literal(v) else known[v]
+
+        for eqn in jaxpr.eqns:
+            params = {name: clean(param) for name, param in eqn.params.items()}
+            results = eqn.primitive.bind(*map(value, eqn.invars), **params)
+            known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+        return list(map(value, jaxpr.outvars))
+
+    def again(closed: Any) -> Any:
+        return jax.make_jaxpr(lambda *values: run(closed, values))(*map(graph.struct_of, graph.body_of(closed).invars))
+
+    def clean(param: Any) -> Any:
+        if isinstance(param, jax.sharding.Sharding):
+            return None
+        if isinstance(param, graph.ClosedJaxpr):
+            return again(param)
+        return type(param)(map(clean, param)) if type(param) in (tuple, list) else param
+
+    return again(closed)

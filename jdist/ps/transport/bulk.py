@@ -2,7 +2,7 @@
 
 gRPC copies each byte several times; these connections send and receive arrays without a copy. gRPC decides who may connect: a
 caller that has shown its token there gets a *ticket*, which opens one connection, once, within seconds. A call, like an answer,
-is a header and the bytes of its arrays. A Unix socket takes two thirds of TCP's CPU time.
+is a header and the bytes of its arrays.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ..
 
     sharding = strategy.replicated_sharding
     arrays = [leaves[i] for i in dynamic]
-    closed = jax.make_jaxpr(computed)(arrays)
+    # By shapes, as an array made under another mesh has that mesh in its type.
+    closed = jax.make_jaxpr(computed)(arrays if sharding is None else [_unplaced(x) for x in arrays])
     body = graph.body_of(closed)
     # The program returns no buffer of an array that it only reads, so such an array needs no copy.
     read = [isinstance(x, jax.Array) and v not in body.outvars for x, v in zip(arrays, body.invars, strict=True)]
@@ -104,6 +105,11 @@ def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ..
     constants = [onto(x, sharding) for x in closed.consts]
     compute = graph.subfunction(closed, [*body.constvars, *body.invars], body.outvars)
     return CreatedState(treedefs[0], shapes, existing, [*constants, *arrays], compute)
+
+
+def _unplaced(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _strong(x: Any) -> jax.Array:

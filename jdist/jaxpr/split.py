@@ -164,7 +164,7 @@ class _Analysis:
             if not graph.is_print_or_callback(eqn):
                 raise BoundaryError(
                     f"the step reads or writes a `jax.Ref` (`{eqn.primitive.name}`), so it cannot be split. Compute with "
-                    "arrays, or leave `accumulate` at 1."
+                    f"arrays, or {self.otherwise}."
                 )
             is_late = any(graph.is_in(v, of_cuts) for v in eqn.invars) and not any(map(self._is_own, eqn.invars))
             (late if is_late else early).append(eqn)

@@ -231,7 +231,8 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
     replicated = [
         (jax.tree_util.keystr(path) or "the state", leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-        if isinstance(leaf, jax.Array) and leaf.size and leaf.sharding == sharding
+        # JAX gives arrays of keys another spec of the same layout.
+        if isinstance(leaf, jax.Array) and leaf.size and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     ]
     if not replicated:
         return None

@@ -56,5 +56,6 @@ def compiled_in(folder: Path, *, is_chief: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()
+        if jax.config.jax_compilation_cache_dir == str(folder):  # pyright: ignore[reportAttributeAccessIssue] # not annotated
+            jax.config.update("jax_compilation_cache_dir", None)  # else the user has chosen one since
+            compilation_cache.reset_cache()

@@ -112,6 +112,18 @@ def test_keys_are_compared():
 
 
 @pytest.mark.usefixtures("read_by")
+def test_arrays_of_keys_that_a_step_returns_are_compared():
+    @jdist.distribute(FOUR, check_replicas=0)
+    def step(keys, batch):
+        return jax.random.split(jax.random.fold_in(keys[0], jnp.where(jdist.replica_id() == 2, 1, 0)), 3), {}
+
+    keys, _ = step(FOUR.init(lambda: jax.random.split(jax.random.key(0), 3)), {"x": np.ones((4, 1))})
+    with pytest.raises(ReplicaDivergenceError) as caught:
+        FOUR.check({"rng": keys})
+    assert (caught.value.leaves, caught.value.replicas) == (("['rng']",), ((2,),))
+
+
+@pytest.mark.usefixtures("read_by")
 def test_negative_zero_and_other_nans_are_other_bits():
     for a, b in ((np.float32(0.0), np.float32(-0.0)), (np.uint32(0x7FC00000), np.uint32(0x7FC00001))):
         a, b = np.asarray(a).view(np.float32), np.asarray(b).view(np.float32)

@@ -31,3 +31,10 @@ def test_a_folder_of_the_users_is_taken_instead(tmp_path):
     with xla.compiled_in(tmp_path, is_chief=True):
         assert jax.config.jax_compilation_cache_dir == "mine"
     assert jax.config.jax_compilation_cache_dir == "mine"
+
+
+@pytest.mark.usefixtures("no_folder")
+def test_a_folder_that_the_user_chooses_meanwhile_stays(tmp_path):
+    with xla.compiled_in(tmp_path, is_chief=True):
+        jax.config.update("jax_compilation_cache_dir", "mine")
+    assert jax.config.jax_compilation_cache_dir == "mine"

@@ -17,9 +17,11 @@ import numpy as np
 from jdist.callbacks.callback import Callback, Event, Keeps, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
+from jdist.cluster.worlds.elastic import REGROUP
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
+from jdist.loop import worlds
 from jdist.loop.costs import Costs, ideal_step_s
 from jdist.loop.data import Feed
 from jdist.loop.evaluate import Evaluation
@@ -30,8 +32,10 @@ from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, row_fr
 from jdist.loop.report.progress import Meter
 from jdist.loop.report.times import Outcome
 from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
+from jdist.loop.worlds import Snapshot
 from jdist.step.base import Distributed
 from jdist.step.options import Verify
+from jdist.support.arrays import to_host
 from jdist.support.xla import COMPILED, compiled_in
 from jdist.typing import PyTree
 
@@ -66,7 +70,10 @@ class Run:
         self._per_call, self._donates = options.steps_per_call, options.donates_state
         self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = options.non_finite == "skip" or options.loss_scaling is not None
-        self._totals = MetricTotals(self.metrics, steps_per_call=self._per_call, skips=skips)
+        self._new_totals = functools.partial(MetricTotals, self.metrics, steps_per_call=self._per_call, skips=skips)
+        self._totals = self._new_totals()
+        self._is_begun = False
+        self.snapshots: worlds.Snapshots | None = None
         self._kept = _keeps_by_name(self.callbacks)
         self._folder = next((each.folder for each in self.callbacks if each.folder is not None), None)
         self._functions: dict[Event, list[Any]] = {
@@ -91,53 +98,93 @@ class Run:
                     ends.callback(callback.close)
             if isinstance(self.feed.batches, DistributedDataset):
                 ends.callback(self.feed.batches.close)
-            state = self.train_step.prepare(state, self.feed.batches.element_spec)
-            tell = functools.partial(print, file=sys.stderr) if self.strategy.cluster.is_chief else None
-            self.train_step.verify_next(verify, pads=self.feed.pads, tell=tell)
-            if self.evaluate is not None:
-                evaluated = self.evaluate.step
-                told = self.train_step.options.verify != "off" and self.strategy.cluster.num_processes > 1
-                if told and evaluated.options.verify is None:
-                    tell = None  # the same as of the train step
-                evaluated.verify_next(verify, pads=self.evaluate.feed.pads, tell=tell)
-            self._preflight(state, depth + 1)
+            self.state = state
             outcome: Outcome = "failed"
             try:
-                self._start(state, depth + 1)
-                if self.compilation_cache and isinstance(self._folder, Path):
-                    ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
-                left = 0 if self.steps is None else max(self.steps - self.step, 0)
-                # A pass may have ended in a shorter call, behind which a run goes on as one that was not interrupted does.
-                is_begun = self._resumed_per_call == self._per_call and (self.steps or 0) % self._per_call == 0
-                if left % self._per_call and not is_begun:
-                    raise StepError(
-                        f"{self.length} is {self.steps}, and {left} of these are left: not a multiple of "
-                        f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
-                    )
-                self.first = self.step
-                with naming_leaves(self._live):
-                    self._go_round()
+                worlds.go_through(self, lambda: self._prepare(verify, depth + 4), lambda: self._start(ends, depth + 4))
                 outcome = "finished" if self._reason is None else "stopped"
                 if stop.reason is not None:
                     outcome = "interrupted" if stop.reason == "SIGINT" else "preempted"
             finally:
                 self._costs.end(outcome, self.step)
 
-    def _go_round(self) -> None:
-        """Goes round until the run is over, and ends it."""
+    def _prepare(self, verify: Verify, depth: int) -> None:
+        """Checks the run against the traced steps, before anything is compiled."""
+        self.state = self.train_step.prepare(self.state, self.feed.batches.element_spec)
+        tell = functools.partial(print, file=sys.stderr) if self.strategy.cluster.is_chief else None
+        self.train_step.verify_next(verify, pads=self.feed.pads, tell=tell)
+        if self.evaluate is not None:
+            evaluated = self.evaluate.step
+            told = self.train_step.options.verify != "off" and self.strategy.cluster.num_processes > 1
+            if told and evaluated.options.verify is None:
+                tell = None  # the same as of the train step
+            evaluated.verify_next(verify, pads=self.evaluate.feed.pads, tell=tell)
+        trained = names_of(self.train_step, self.state, self.feed, self.metrics, depth=depth + 1)
+        evaluates = frozenset() if self.evaluate is None else self.evaluate.names(self.state, depth=depth + 1)
+        check_returned(self.metrics, trained, evaluates)
+        check_resumes(self.callbacks, self.feed, depth=depth + 1)
+        check_watched(self.callbacks, trained=trained, evaluated=evaluates, evaluates=self.evaluate is not None)
+        for keeps in self._kept.values():
+            keeps.begin(self.state)
+
+    def _start(self, ends: contextlib.ExitStack, depth: int) -> None:
+        """Begins with the state, or where a callback resumes an earlier run."""
+        if not self._is_begun:  # in an earlier world, perhaps of another process
+            self._resume(depth + 1)
+        self._is_begun = True
+        self._begin()
+        if self.compilation_cache and isinstance(self._folder, Path):
+            ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
+        left = 0 if self.steps is None else max(self.steps - self.step, 0)
+        # A pass may have ended in a shorter call, behind which a run goes on as one that was not interrupted does.
+        is_begun = self._resumed_per_call == self._per_call and (self.steps or 0) % self._per_call == 0
+        if left % self._per_call and not is_begun:
+            raise StepError(
+                f"{self.length} is {self.steps}, and {left} of these are left: not a multiple of "
+                f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
+            )
+        self.first = self.step
+
+    def go_round(self) -> None:
+        """Goes round until the run is over."""
         while not self._is_over():
             for batch in self._until_stopped():
-                self._call(batch)
+                with naming_leaves(self.live):
+                    self._call(batch)
                 if self._is_over():
                     break
+                if self.snapshots is not None:
+                    self.snapshots.take_if_due(self)
             else:
                 if not self._is_over():
                     self.feed.end_pass()
                     if self.feed.steps_per_epoch is None:  # each pass is an epoch
                         self._before = self.step  # callbacks are called once for each step
                         self._after_call((self.epoch,))
-        self.history.stopped = self._reason if self._stop.reason is None else f"by {self._stop.reason}"
-        self._end()
+
+    def capture(self) -> Snapshot:
+        """Copies the run to the host."""
+        about = {"data": self.feed.state(), "notes": self._notes()}
+        return Snapshot(step=self.step, trees=jax.tree.map(to_host, self.live()), about=about)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes on from a copy, in a world of other processes."""
+        self.state, self.step, self._before = snapshot.trees["state"], snapshot.step, snapshot.step
+        if snapshot.about is None:
+            return
+        for name, keeps in self._kept.items():
+            keeps.put(snapshot.trees[name])
+        self._totals = self._new_totals()
+        self._totals.begin(self.train_step.count_left_out(self.state))
+        self.feed.restore(snapshot.about["data"])
+        self._restore_notes(snapshot.about["notes"], 1)
+        self.history.steps, self._is_begun = self.step, True
+        self.strategy.cluster.at_step(self.step)
+
+    def leave(self) -> bool:
+        """Lets go of the devices where all processes leave their world; returns whether the run is not over."""
+        self._costs.called(None, self.step)
+        return self._stop.reason == REGROUP and self._reason is None and not self._is_complete()
 
     def _until_stopped(self) -> Iterator[PyTree]:
         """Yields the batches of a pass; after a signal to stop, a data error is a warning."""
@@ -153,14 +200,6 @@ class Run:
                 f"the data ended behind {self._stop.reason}: {type(exc).__name__}: {exc}", RuntimeWarning, stacklevel=1
             )
 
-    def _preflight(self, state: PyTree, depth: int) -> None:
-        """Checks the run against the traced steps, before anything is compiled."""
-        trained = names_of(self.train_step, state, self.feed, self.metrics, depth=depth + 1)
-        evaluated = frozenset() if self.evaluate is None else self.evaluate.names(state, depth=depth + 1)
-        check_returned(self.metrics, trained, evaluated)
-        check_resumes(self.callbacks, self.feed, depth=depth + 1)
-        check_watched(self.callbacks, trained=trained, evaluated=evaluated, evaluates=self.evaluate is not None)
-
     def _is_over(self) -> bool:
         return self._reason is not None or self._is_complete() or self._stop.stops_after(self.step)
 
@@ -172,11 +211,7 @@ class Run:
             return self.feed.num_steps is not None and self.step >= self.feed.num_steps
         return self.passes is not None and self.epoch >= self.passes
 
-    def _start(self, state: PyTree, depth: int) -> None:
-        """Begins with a state, or where a callback resumes an earlier run."""
-        self.state = state
-        for keeps in self._kept.values():
-            keeps.begin(state)
+    def _resume(self, depth: int) -> None:
         for function in self._functions["resume"]:
             answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
@@ -193,6 +228,9 @@ class Run:
                 self._restore_notes(answer.notes, depth + 1)
             else:
                 self._act_on("resume", answer)
+
+    def _begin(self) -> None:
+        """Begins to measure, and calls `on_start`."""
         self.history.steps = self.step
         self._totals.begin(self.train_step.count_left_out(self.state))
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
@@ -221,7 +259,7 @@ class Run:
             self._evaluated = self.history.rows[-1]["step"]
         self._totals.restore(notes.get("tally", {}), self.strategy.cluster)
 
-    def _live(self) -> dict[str, PyTree]:
+    def live(self) -> dict[str, PyTree]:
         """Collects the trees that the run keeps on the devices, by name."""
         return {"state": self.state, **{name: keeps.get() for name, keeps in self._kept.items()}}
 
@@ -242,7 +280,7 @@ class Run:
         try:
             self.state, measured = self.train_step(before, batch)
         except jax.errors.JaxRuntimeError as exc:
-            raise_out_of_memory(exc, {**self._live(), "batch": batch})
+            raise_out_of_memory(exc, {**self.live(), "batch": batch})
             raise
         self._before, self.step = self.step, self.step + count
         self.history.steps = self.step
@@ -260,8 +298,9 @@ class Run:
             self.epoch = self.epoch if per_epoch is None else self.step // per_epoch
         self._after_call(ended)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Evaluates the last state unless that is done, and calls `on_end`."""
+        self.history.stopped = self._reason if self._stop.reason is None else f"by {self._stop.reason}"
         self._interrupted = self._stop.reason is not None
         self.train_step.wait()
         if self.evaluate is not None and self.history.stopped is None and self._evaluated != self.step:

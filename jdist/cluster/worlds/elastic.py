@@ -1,0 +1,195 @@
+"""`ElasticRuntime`: a process's part in a job that goes on without lost processes, from world to world."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import jax
+
+from jdist.cluster import exit_status, jax_processes, runtime
+from jdist.cluster.address import join, split
+from jdist.cluster.environment import TOKEN, text
+from jdist.cluster.exit_status import HardExit
+from jdist.cluster.jax_processes import is_error_of_jax
+from jdist.cluster.listen import check_own_name
+from jdist.cluster.runtime import Runtime
+from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.watch.client import Identity, Watch
+from jdist.cluster.worlds import rebuild
+from jdist.cluster.worlds.member import Member, Place
+from jdist.errors import ClusterError, PeerLostError
+
+HOST = "JDIST_WORLDS"  # the address of the host of a job's worlds
+_log = logging.getLogger(__name__)
+
+
+class ElasticRuntime(Runtime):
+    """The processes of a job, which may change, seen from one of them."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        timeout_s: float,
+        progress_timeout_s: float | Literal["auto"],
+        *,
+        start_timeout_s: float,
+        environ: Mapping[str, str],
+    ):
+        super().__init__(spec, timeout_s, progress_timeout_s)
+        self.generation = -1
+        self._start_timeout_s, self._token = start_timeout_s, text(environ, TOKEN) or ""
+        self._local_device_ids, self._ports = spec.local_device_ids, frozenset[int]()
+        self._followers = weakref.WeakKeyDictionary[Any, Callable[[Any], object]]()
+        self._hard_exit = HardExit()
+        self._records = exit_status.record_folder(environ)
+        number = spec.task_index
+        self._member = Member(
+            environ[HOST],
+            name=f"{number}-{secrets.token_hex(8)}",
+            number=number,
+            address=spec.address,
+            token=self._token,
+            timeout_s=start_timeout_s,
+            on_broken=self._break,
+            on_regroup=lambda: self.wish_to_stop(REGROUP),
+            on_end=self._end_without_host,
+        )
+        if self._member.aside:
+            self.spec = ClusterSpec(jobs={"worker": (spec.address,)}, task_type="worker", task_index=0)
+        else:
+            self._join(self._member.next_world(-1, (), timeout_s=start_timeout_s))
+
+    @property
+    def is_alone(self) -> bool:
+        """Returns False: others may come."""
+        return False
+
+    @property
+    def is_chief(self) -> bool:
+        """Returns whether this is process 0 of a world."""
+        return self.generation >= 0 and self.process_index == 0
+
+    @property
+    def is_aside(self) -> bool:
+        """Returns whether this process has not come into a world yet."""
+        return self.generation < 0
+
+    def follow(self, value: Any, renew: Callable[[Any], object]) -> None:
+        """Calls `renew(value)` in each world that this process comes into later, in the order of these calls."""
+        self._followers[value] = renew
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Returns whether an error came from the loss of a process; waits for that to be known."""
+        if self._watch is None or not (isinstance(error, PeerLostError) or is_error_of_jax(error)):
+            return False
+        return self._watch.wait_for_loss(2 * self.timeout_s) is not None
+
+    def next_world(self, steps: Iterable[int]) -> Place:
+        """Leaves the world, and goes into the next one, where all go on at one of each survivor's `steps`."""
+        left = self.generation
+        self._leave()
+        while True:
+            place = self._member.next_world(left, steps, timeout_s=self._start_timeout_s)
+            try:
+                self._join(place)
+            except PeerLostError:  # a second one, while the first is being mended
+                left = place.generation
+                self._leave()
+            else:
+                for value, renew in list(self._followers.items()):
+                    renew(value)
+                return place
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch, self._newest, self._stopping = None, None, None
+        self._exchanges.clear()
+        self._calls_s.clear()
+        self._called_s = None
+        rebuild.leave()
+
+    def _join(self, place: Place) -> None:
+        self.spec = spec = ClusterSpec(
+            jobs={"worker": place.addresses},
+            task_type="worker",
+            task_index=place.rank,
+            local_device_ids=self._local_device_ids,
+        )
+        host, port = split(place.watch)
+        assert self._hard_exit is not None
+        self._generation_of_watch = place.generation
+        self._watch = Watch(
+            Identity(process=place.rank, addresses=place.addresses, host=host, port=port, token=self._token),
+            start_timeout_s=self._start_timeout_s,
+            silence_s=self.timeout_s,
+            on_lost=self._end_after_loss,
+            is_waiting=self._waits,
+            patience_s=self._patience_s,
+            where=self._where,
+            say=self._hard_exit.say,
+        )
+        if self._watch.lost is not None:
+            raise self._watch.lost
+        before = rebuild.listening_ports()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            unused = join("127.0.0.1", free.getsockname()[1])  # JAX's process 0 starts a service, which nobody asks
+        with self.blocked():
+            jax_processes.initialize(spec, unused, self._start_timeout_s, coordinator_address=place.jax)
+            jax.devices()
+        ports = sorted(rebuild.listening_ports() - before)
+        self._ports = frozenset(p for each in self.exchange("gloo's ports", ports, self._start_timeout_s) for p in each)
+        self.generation = place.generation
+
+    def _break(self, generation: int) -> None:
+        if generation == self._generation_of_watch:
+            rebuild.break_connections(self._ports)
+
+    def _end_after_loss(self, lost: PeerLostError) -> None:
+        """Ends collectives that wait for the lost process; the program's thread then raises the loss."""
+        assert self._hard_exit is not None
+        self._hard_exit.say(f"{lost}")
+        self._member.lost(self._generation_of_watch, lost.process)
+        rebuild.break_connections(self._ports)
+
+    def _wait_for_the_end(self, watch: Watch) -> None:
+        """Does not wait: a loss does not end this process."""
+
+    def _end_without_host(self, why: str) -> None:
+        assert self._hard_exit is not None
+        text = f"\njdist: process {self.process_index} ends with exit code {exit_status.PEER_LOST}: {why}\n"
+        self._hard_exit.exit(exit_status.PEER_LOST, lambda: os.write(2, text.encode()))
+
+    def end(self) -> None:
+        """Leaves the job at the end of the program."""
+        super().end()
+        if os.getpid() == self._pid:
+            self._member.bye()
+
+
+REGROUP = "others wait to come in"
+
+
+def join_job(spec: ClusterSpec, timeouts: Mapping[str, Any], environ: Mapping[str, str]) -> ElasticRuntime:
+    """Joins this process to its job, once; the host of the job's worlds is at JDIST_WORLDS."""
+    joined = runtime.started()
+    if joined is None:
+        jax_processes.check_unused()
+        check_own_name(environ)
+        joined = ElasticRuntime(
+            spec,
+            timeouts["timeout_s"],
+            timeouts["progress_timeout_s"],
+            start_timeout_s=timeouts["start_timeout_s"],
+            environ=environ,
+        )
+        runtime.join(joined)
+    if not isinstance(joined, ElasticRuntime):
+        raise ClusterError(f"this process is in a cluster already ({joined.spec}), which stops on a loss.")
+    return joined

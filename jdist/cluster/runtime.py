@@ -137,6 +137,10 @@ class Runtime:
         # All processes must ask at the same places.
         return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
 
+    def goes_on(self) -> bool:
+        """Returns whether those that stop now go on in another world; all processes must ask."""
+        return False
+
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """Marks a wait for other processes; a loss is raised in place of JAX's error that it caused."""

@@ -17,7 +17,6 @@ import numpy as np
 from jdist.callbacks.callback import Callback, Event, Keeps, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
-from jdist.cluster.worlds.elastic import REGROUP
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
@@ -181,10 +180,14 @@ class Run:
         self.history.steps, self._is_begun = self.step, True
         self.strategy.cluster.at_step(self.step)
 
-    def leave(self) -> bool:
-        """Lets go of the devices where all processes leave their world; returns whether the run is not over."""
+    def leave(self) -> None:
+        """Lets go of the devices, as all processes leave their world."""
         self._costs.called(None, self.step)
-        return self._stop.reason == REGROUP and self._reason is None and not self._is_complete()
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether the run has made all its steps, or a callback has ended it."""
+        return self._reason is not None or self._is_complete()
 
     def _until_stopped(self) -> Iterator[PyTree]:
         """Yields the batches of a pass; after a signal to stop, a data error is a warning."""
@@ -359,10 +362,14 @@ class Run:
         assert self.evaluate is not None
         self.train_step.wait()
         with self._meter.stopped(), self._costs.during(EVALUATION, self.step):
-            measured = self.evaluate(self.state, functools.partial(self._stop.stops_after, self.step))
+            measured = self.evaluate(self.state, self._stops_within)
         if measured is not None:
             self._evaluated = self.step
         return measured
+
+    def _stops_within(self, part: int) -> bool:
+        """Returns whether all stop now within an evaluation, which those that go on bring to its end."""
+        return self._stop.stops_after(self.step, part) and not self.strategy.cluster.goes_on()
 
     def _log_earlier_epoch(self, epoch: int) -> None:
         """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""

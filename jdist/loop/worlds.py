@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jdist.cluster.runtime import Runtime
 from jdist.cluster.worlds.elastic import ElasticRuntime
-from jdist.cluster.worlds.member import Place
+from jdist.cluster.worlds.member import Place, Released
 from jdist.errors import StepError
 from jdist.support.arrays import is_key, to_host
 from jdist.typing import PyTree
@@ -79,7 +79,7 @@ class Snapshots:
         found = found or self._kept[0]
         self._kept.clear()
         self._kept.append(found)
-        self._since, self._count, self._next = None, 0, found.step + self._every
+        self._since, self._count, self._every, self._next = None, 0, 1, found.step + 1  # as for those that came in
         return found
 
 
@@ -116,10 +116,13 @@ def go_through(run: Run, prepare: Callable[[], None], start: Callable[[], None])
                 is_begun = True
             snapshots.take_if_due(run)
             run.go_round()
-            if not run.leave():
+            if run.is_complete or not cluster.goes_on():
                 run.end()
                 return
             snapshots.take(run)
+            run.leave()
+        except Released:
+            return
         except Exception as exc:
             if not cluster.is_loss(exc):
                 raise

@@ -35,9 +35,12 @@ def feed_batches(strategy: Strategy, source: Iterable[PyTree], options: FeedOpti
             "Use `strategy.distribute_datasets_from_function(fn, options)`"
         )
     dataset = distributed_dataset(source, _onto_devices(strategy, options))
-    strategy.cluster.follow(
-        dataset, lambda dataset: dataset.renew(distributed_dataset(source, _onto_devices(strategy, options)))
-    )
+
+    def renew(dataset: DistributedDataset) -> None:
+        ours = dataclasses.replace(options, num_replicas=strategy.num_replicas)
+        dataset.renew(distributed_dataset(source, _onto_devices(strategy, ours)))
+
+    strategy.cluster.follow(dataset, renew)
     return dataset
 
 

@@ -44,6 +44,8 @@ class ElasticRuntime(Runtime):
         super().__init__(spec, timeout_s, progress_timeout_s)
         self.generation = -1
         self._start_timeout_s, self._token = start_timeout_s, text(environ, TOKEN) or ""
+        self._leaving: str | None = None  # why this process was asked to leave
+        self._goes_on: bool | None = None
         self._local_device_ids, self._ports = spec.local_device_ids, frozenset[int]()
         self._followers = weakref.WeakKeyDictionary[Any, Callable[[Any], object]]()
         self._hard_exit = HardExit()
@@ -90,12 +92,27 @@ class ElasticRuntime(Runtime):
             return False
         return self._watch.wait_for_loss(2 * self.timeout_s) is not None
 
+    def wish_to_stop(self, reason: str) -> None:
+        """Asks all to stop after the same step; all but those who were asked to leave then go on."""
+        if reason != REGROUP:
+            self._leaving = reason
+        super().wish_to_stop(reason)
+
+    def goes_on(self) -> bool:
+        """Returns whether some of those that stop now go on, in another world."""
+        if self.stopping is None:
+            return False
+        if self._goes_on is None:
+            self._goes_on = not all(self.exchange("who leaves", self._leaving is not None, self.timeout_s))
+        return self._goes_on
+
     def next_world(self, steps: Iterable[int]) -> Place:
         """Leaves the world, and goes into the next one, where all go on at one of each survivor's `steps`."""
         left = self.generation
         self._leave()
         while True:
-            place = self._member.next_world(left, steps, timeout_s=self._start_timeout_s)
+            leaves = self._leaving is not None
+            place = self._member.next_world(left, steps, leaves=leaves, timeout_s=self._start_timeout_s)
             try:
                 self._join(place)
             except PeerLostError:  # a second one, while the first is being mended
@@ -107,9 +124,9 @@ class ElasticRuntime(Runtime):
                 return place
 
     def _leave(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._watch, self._newest, self._stopping = None, None, None
+        if self._watch is not None and self._watch.lost is None:
+            self._watch.part()
+        self._watch, self._newest, self._stopping, self._goes_on = None, None, self._leaving, None
         self._exchanges.clear()
         self._calls_s.clear()
         self._called_s = None

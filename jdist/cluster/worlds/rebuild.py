@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,8 +49,9 @@ def break_connections(ports: frozenset[int]) -> int:
 def _sockets() -> Iterator[socket.socket]:
     """Iterates over this process's TCP sockets; each is closed behind the next."""
     for name in os.listdir(_FILES) if _FILES.is_dir() else ():
-        with contextlib.suppress(OSError):
-            each = socket.socket(fileno=os.dup(int(name)))
-            with each:
+        with contextlib.suppress(OSError):  # it has been closed since
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
                 if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
                     yield each

@@ -6,7 +6,7 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,10 @@ class Snapshots:
         self._since, self._next = (step, time.monotonic()), step + self._every
 
     def go_on(self, place: Place, like: Mapping[str, PyTree]) -> Snapshot:
-        """Returns the copy from which all go on; those that come in receive it from process 0."""
+        """Returns the copy from which all go on; those that come in receive it."""
         found = next((each for each in self._kept if each.step == place.step), None)
         if place.step is not None and place.newcomers:
-            found = _share(self._cluster, found, like)
+            found = _share(self._cluster, found, place.newcomers, like)
         found = found or self._kept[0]
         self._kept.clear()
         self._kept.append(found)
@@ -130,21 +130,24 @@ def go_through(run: Run, prepare: Callable[[], None], start: Callable[[], None])
         moves = True
 
 
-def _share(cluster: Runtime, snapshot: Snapshot | None, like: Mapping[str, PyTree]) -> Snapshot:
-    """Sends process 0's snapshot to all, as bytes: each bit arrives."""
-    is_first, data = cluster.process_index == 0, b""
-    if is_first:
+def _share(
+    cluster: Runtime, snapshot: Snapshot | None, newcomers: Collection[int], like: Mapping[str, PyTree]
+) -> Snapshot:
+    """Sends the snapshot of the first process that has one to all, as bytes: each bit arrives."""
+    source = min(set(range(cluster.num_processes)).difference(newcomers))
+    is_source, data = cluster.process_index == source, b""
+    if is_source:
         assert snapshot is not None
         leaves = [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(dict(snapshot.trees))]
         data = pickle.dumps((snapshot.step, [np.asarray(x) for x in leaves], snapshot.about), protocol=5)
-    size = cluster.exchange("bytes of a state", len(data), _EXCHANGE_S)[0]
+    size = cluster.exchange("bytes of a state", len(data), _EXCHANGE_S)[source]
     received = bytearray()
     for begin in range(0, size, _PIECE):
         piece = np.zeros(min(_PIECE, size - begin), np.uint8)
-        if is_first:
+        if is_source:
             piece[:] = np.frombuffer(data, np.uint8, count=len(piece), offset=begin)
         with cluster.blocked():
-            received += multihost_utils.broadcast_one_to_all(piece, is_source=is_first).tobytes()
+            received += multihost_utils.broadcast_one_to_all(piece, is_source=is_source).tobytes()
     step, leaves, about = pickle.loads(received)  # from a process with the job's token
     own, tree = jax.tree.flatten(dict(like))
     if [np.shape(x) for x in leaves] != [np.shape(jax.random.key_data(x) if is_key(x) else x) for x in own]:

@@ -65,7 +65,7 @@ class ElasticRuntime(Runtime):
         if self._member.aside:
             self.spec = ClusterSpec(jobs={"worker": (spec.address,)}, task_type="worker", task_index=0)
         else:
-            self._join(self._member.next_world(-1, (), timeout_s=start_timeout_s))
+            self.next_world(())
 
     @property
     def is_alone(self) -> bool:
@@ -109,15 +109,14 @@ class ElasticRuntime(Runtime):
     def next_world(self, steps: Iterable[int]) -> Place:
         """Leaves the world, and goes into the next one, where all go on at one of each survivor's `steps`."""
         left = self.generation
-        self._leave()
         while True:
+            self._leave()
             leaves = self._leaving is not None
             place = self._member.next_world(left, steps, leaves=leaves, timeout_s=self._start_timeout_s)
             try:
                 self._join(place)
             except PeerLostError:  # a second one, while the first is being mended
                 left = place.generation
-                self._leave()
             else:
                 for value, renew in list(self._followers.items()):
                     renew(value)
@@ -171,7 +170,10 @@ class ElasticRuntime(Runtime):
     def _end_after_loss(self, lost: PeerLostError) -> None:
         """Ends collectives that wait for the lost process; the program's thread then raises the loss."""
         assert self._hard_exit is not None
-        self._hard_exit.say(f"{lost}")
+        self._hard_exit.say(
+            f"process {lost.process} of world {self._generation_of_watch} ({lost.address}) is lost at step {lost.last_step}: "
+            f"{lost.cause}. The others go on without it."
+        )
         self._member.lost(self._generation_of_watch, lost.process)
         rebuild.break_connections(self._ports)
 

@@ -15,7 +15,7 @@ A process sends                                     It receives
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class World:
     generation: int
     names: tuple[str, ...]
     step: int | None  # at which all go on; None: at the beginning
-    newcomers: tuple[int, ...]  # the ranks that have no state yet; rank 0 has it unless all are
+    newcomers: tuple[int, ...]  # the ranks that have no state yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class Job:
     world: World | None = None  # the newest
     runs: bool = False  # whether that one has not been left
     asked: bool = False  # whether its members were asked to leave
+    has_begun: bool = False  # whether a world went on from another one's state
     processes: Mapping[str, Process] = field(default_factory=dict)  # by name
     fenced: frozenset[str] = frozenset()  # lost, and may not come back under that name
     ended: str | None = None  # why the job is over
@@ -113,15 +114,11 @@ def gone(job: Job, name: str, now_s: float, *, well: bool = False) -> Transition
     """Takes in the end of a process; `well`: its program has come to its end."""
     if name not in job.processes:
         return job, []
+    if not well:
+        return _decide(_without(job, [name], now_s), now_s)
     was_member = name in job.members
     job = replace(job, processes={other: each for other, each in job.processes.items() if other != name})
-    if not well:
-        job = replace(job, fenced=job.fenced | {name})
-    if well and was_member:  # its program has ended, and so do the others': nobody is taken in any more
-        return job, ([] if job.members else _end(job, "its program has come to its end")[1])
-    if was_member and job.runs:
-        job = replace(job, runs=False, since_s=now_s)
-    return _decide(job, now_s)
+    return _end(job, "its program has come to its end") if was_member and not job.members else (job, [])
 
 
 def lost_in(job: Job, generation: int, rank: int, now_s: float) -> Transition:
@@ -133,20 +130,21 @@ def lost_in(job: Job, generation: int, rank: int, now_s: float) -> Transition:
 
 def tick(job: Job, now_s: float) -> Transition:
     """Takes in the time: processes that are silent, or do not come, are lost."""
-    outgoing: list[Outgoing] = []
-    for name, each in job.processes.items():
-        if now_s - each.heard_s > job.silence_s:
-            job, more = gone(job, name, now_s)
-            outgoing += more
-    if not job.runs and job.ended is None and now_s - job.since_s > job.gather_s:
-        for name in job.members:
-            if name in job.processes and not job.processes[name].ready:
-                job, more = gone(job, name, now_s)
-                outgoing += more
-        if not job.runs and job.ended is None:
-            job, more = _decide(job, now_s)
-            outgoing += more
-    return job, outgoing
+    late = not job.runs and now_s - job.since_s > job.gather_s
+    lost = [
+        name
+        for name, each in job.processes.items()
+        if now_s - each.heard_s > job.silence_s or (late and name in job.members and not each.ready)
+    ]
+    return _decide(_without(job, lost, now_s), now_s) if lost or late else (job, [])
+
+
+def _without(job: Job, names: Collection[str], now_s: float) -> Job:
+    """Takes lost processes out; their world is left, if one was a member."""
+    is_broken = job.runs and not set(names).isdisjoint(job.members)
+    processes = {name: each for name, each in job.processes.items() if name not in names}
+    job = replace(job, processes=processes, fenced=job.fenced.union(names))
+    return replace(job, runs=False, since_s=now_s) if is_broken else job
 
 
 def _changed(job: Job, name: str, **changes: Any) -> Job:
@@ -168,34 +166,42 @@ def _decide(job: Job, now_s: float) -> Transition:
     released = [name for name in members if job.processes[name].leaves]
     if members and released == list(members):
         return _end(job, "all processes were asked to leave")
-    names = [name for name in members if name not in released]
-    survivors, late = len(names), now_s - job.since_s > job.gather_s
-    names = (names + job.waiting)[: job.most]
+    survivors = [name for name in members if name not in released]
+    names, late = _ranked(job, survivors), now_s - job.since_s > job.gather_s
     if job.world is None and len(names) < job.most and not late:
         return job, []
     if len(names) < job.least or not names:
         return _end(job, f"{len(names)} of at least {job.least} processes are left") if late else (job, [])
-    if job.world is not None and not survivors:
+    holders = [name for name in survivors if job.processes[name].steps]  # others came in, and have not got it yet
+    if job.world is not None and not holders and (job.has_begun or not survivors):
         return _end(job, "no process is left that has the state")
     steps = frozenset[int]()
-    if survivors:
-        steps = frozenset.intersection(*(job.processes[name].steps for name in names[:survivors]))
+    if holders:
+        steps = frozenset.intersection(*(job.processes[name].steps for name in holders))
         if not steps:
             return _end(job, "the processes that are left have no step in common at which they could go on")
     world = World(
         generation=0 if job.world is None else job.world.generation + 1,
         names=tuple(names),
         step=max(steps, default=None),
-        newcomers=tuple(range(survivors, len(names))),
+        newcomers=tuple(rank for rank, name in enumerate(names) if name not in holders),
     )
     outgoing = [Outgoing(name, {"type": "released"}) for name in released]
     for name in names:
         job = _changed(job, name, ready=False)
     processes = {name: each for name, each in job.processes.items() if name not in released}
-    return replace(job, world=world, runs=True, asked=False, processes=processes), [
+    job = replace(job, has_begun=bool(holders), world=world, runs=True, asked=False, processes=processes)
+    return job, [
         *outgoing,
         *(Outgoing(name, {"type": "world"}) for name in names),  # the host adds the addresses
     ]
+
+
+def _ranked(job: Job, survivors: Collection[str]) -> list[str]:
+    """Orders the processes of the next world: those that come in take the ranks of the lost, so that sums keep their order."""
+    waiting, before = iter(job.waiting), () if job.world is None else job.world.names
+    names = [name if name in survivors else next(waiting, None) for name in before]
+    return [*(name for name in names if name is not None), *waiting][: job.most]
 
 
 def _end(job: Job, reason: str) -> Transition:

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +73,8 @@ class Host:
             self._advance(generations.hello(self._job, name, int(message["number"]), address, now_s))
             while line := await reader.readline():
                 self._take(name, json.loads(line))
-        except (OSError, ValueError, KeyError, TypeError, TimeoutError):
+        except (OSError, ValueError, KeyError, TypeError, TimeoutError) as exc:
+            print("DBG", repr(exc), file=sys.stderr, flush=True)
             pass  # it is gone, or no process of jdist: the same end
         finally:
             if name is not None:
@@ -151,7 +153,10 @@ class Host:
             token=self._token,
         )
         at, service = _coordination_service(host, count)
-        self._services = [*self._services[-_KEPT:], service]
+        self._services.append(service)
+        if len(self._services) > _KEPT:
+            # It waits 5 s for a process that stands still.
+            threading.Thread(target=self._services.pop(0).shutdown, daemon=True).start()
         return {
             "generation": world.generation,
             "addresses": [self._job.processes[name].address for name in world.names],

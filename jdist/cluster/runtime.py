@@ -291,7 +291,7 @@ def start(
         return runtime
 
 
-def join(runtime: Runtime) -> None:
+def enter(runtime: Runtime) -> None:
     """Makes this the cluster of the process, which it leaves at the end of the program."""
     global _started
     _started = runtime

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
-from jdist.callbacks.callback import Callback, Event, Keeps, Moment, Resume, Return, Stop
+from jdist.callbacks.callback import Callback, Event, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
@@ -30,7 +29,7 @@ from jdist.loop.report.history import History
 from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, row_from_plain, to_plain
 from jdist.loop.report.progress import Meter
 from jdist.loop.report.times import Outcome
-from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
+from jdist.loop.steps import check_run, keeps_by_name
 from jdist.loop.worlds import Snapshot
 from jdist.step.base import Distributed
 from jdist.step.options import Verify
@@ -69,16 +68,12 @@ class Run:
         self._per_call, self._donates = options.steps_per_call, options.donates_state
         self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = options.non_finite == "skip" or options.loss_scaling is not None
-        self._new_totals = functools.partial(MetricTotals, self.metrics, steps_per_call=self._per_call, skips=skips)
-        self._totals = self._new_totals()
-        self._is_begun = False
+        self._totals = MetricTotals(self.metrics, steps_per_call=self._per_call, skips=skips)
         self.snapshots: worlds.Snapshots | None = None
-        self._kept = _keeps_by_name(self.callbacks)
+        self.kept = keeps_by_name(self.callbacks)
         self._folder = next((each.folder for each in self.callbacks if each.folder is not None), None)
-        self._functions: dict[Event, list[Any]] = {
-            event: [f for c in self.callbacks if (f := getattr(c, f"on_{event}")) is not None]
-            for event in get_args(Event)
-        }
+        events: tuple[Event, ...] = get_args(Event)
+        self._functions = {e: [f for c in self.callbacks if (f := getattr(c, f"on_{e}")) is not None] for e in events}
         self._before = 0  # steps done before the newest call
         self._evaluated: int | None = None
         self._reason: str | None = None
@@ -100,37 +95,19 @@ class Run:
             self.state = state
             outcome: Outcome = "failed"
             try:
-                worlds.go_through(self, lambda: self._prepare(verify, depth + 4), lambda: self._start(ends, depth + 4))
+                with naming_leaves(self.live):
+                    prepare = functools.partial(check_run, self, verify, depth=depth + 2)
+                    worlds.go_through(self, prepare, functools.partial(self._start, ends, depth + 2))
                 outcome = "finished" if self._reason is None else "stopped"
                 if stop.reason is not None:
                     outcome = "interrupted" if stop.reason == "SIGINT" else "preempted"
             finally:
                 self._costs.end(outcome, self.step)
 
-    def _prepare(self, verify: Verify, depth: int) -> None:
-        """Checks the run against the traced steps, before anything is compiled."""
-        self.state = self.train_step.prepare(self.state, self.feed.batches.element_spec)
-        tell = functools.partial(print, file=sys.stderr) if self.strategy.cluster.is_chief else None
-        self.train_step.verify_next(verify, pads=self.feed.pads, tell=tell)
-        if self.evaluate is not None:
-            evaluated = self.evaluate.step
-            told = self.train_step.options.verify != "off" and self.strategy.cluster.num_processes > 1
-            if told and evaluated.options.verify is None:
-                tell = None  # the same as of the train step
-            evaluated.verify_next(verify, pads=self.evaluate.feed.pads, tell=tell)
-        trained = names_of(self.train_step, self.state, self.feed, self.metrics, depth=depth + 1)
-        evaluates = frozenset() if self.evaluate is None else self.evaluate.names(self.state, depth=depth + 1)
-        check_returned(self.metrics, trained, evaluates)
-        check_resumes(self.callbacks, self.feed, depth=depth + 1)
-        check_watched(self.callbacks, trained=trained, evaluated=evaluates, evaluates=self.evaluate is not None)
-        for keeps in self._kept.values():
-            keeps.begin(self.state)
-
     def _start(self, ends: contextlib.ExitStack, depth: int) -> None:
         """Begins with the state, or where a callback resumes an earlier run."""
-        if not self._is_begun:  # in an earlier world, perhaps of another process
+        if self.first is None:  # else in an earlier world, perhaps of another process
             self._resume(depth + 1)
-        self._is_begun = True
         self._begin()
         if self.compilation_cache and isinstance(self._folder, Path):
             ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
@@ -148,8 +125,7 @@ class Run:
         """Goes round until the run is over."""
         while not self._is_over():
             for batch in self._until_stopped():
-                with naming_leaves(self.live):
-                    self._call(batch)
+                self._call(batch)
                 if self._is_over():
                     break
                 if self.snapshots is not None:
@@ -163,31 +139,20 @@ class Run:
 
     def capture(self) -> Snapshot:
         """Copies the run to the host."""
-        about = {"data": self.feed.state(), "notes": self._notes()}
-        return Snapshot(step=self.step, trees=jax.tree.map(to_host, self.live()), about=about)
+        return Snapshot(self.step, jax.tree.map(to_host, self.live()), self.feed.state(), self._notes())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Goes on from a copy, in a world of other processes."""
         self.state, self.step, self._before = snapshot.trees["state"], snapshot.step, snapshot.step
-        if snapshot.about is None:
+        if snapshot.notes is None:
             return
-        for name, keeps in self._kept.items():
+        for name, keeps in self.kept.items():
             keeps.put(snapshot.trees[name])
-        self._totals = self._new_totals()
         self._totals.begin(self.train_step.count_left_out(self.state))
-        self.feed.restore(snapshot.about["data"])
-        self._restore_notes(snapshot.about["notes"], 1)
-        self.history.steps, self._is_begun = self.step, True
+        self.feed.restore(snapshot.data)
+        self._restore_notes(snapshot.notes, 1)
+        self.history.steps = self.first = self.step
         self.strategy.cluster.at_step(self.step)
-
-    def leave(self) -> None:
-        """Lets go of the devices, as all processes leave their world."""
-        self._costs.called(None, self.step)
-
-    @property
-    def is_complete(self) -> bool:
-        """Returns whether the run has made all its steps, or a callback has ended it."""
-        return self._reason is not None or self._is_complete()
 
     def _until_stopped(self) -> Iterator[PyTree]:
         """Yields the batches of a pass; after a signal to stop, a data error is a warning."""
@@ -204,10 +169,13 @@ class Run:
             )
 
     def _is_over(self) -> bool:
-        return self._reason is not None or self._is_complete() or self._stop.stops_after(self.step)
+        return self.is_complete or self._stop.stops_after(self.step)
 
-    def _is_complete(self) -> bool:
+    @property
+    def is_complete(self) -> bool:
         """Returns whether no further pass over the data is wanted."""
+        if self._reason is not None:  # a callback has ended the run
+            return True
         if self.steps is not None:
             return self.step >= self.steps
         if self.feed.steps_per_epoch is not None:
@@ -239,8 +207,7 @@ class Run:
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
         ideal_s = ideal_step_s(self.train_step, self.state, self.feed.batches.element_spec)
-        trains = self._reason is None and not self._is_complete()
-        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_s, trains=trains)
+        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_s, trains=not self.is_complete)
         self._call_back("start", None)
         self.strategy.cluster.at_step(self.step)
 
@@ -264,7 +231,7 @@ class Run:
 
     def live(self) -> dict[str, PyTree]:
         """Collects the trees that the run keeps on the devices, by name."""
-        return {"state": self.state, **{name: keeps.get() for name, keeps in self._kept.items()}}
+        return {"state": self.state, **{name: keeps.get() for name, keeps in self.kept.items()}}
 
     def _notes(self) -> dict[str, Any]:
         self.train_step.wait()  # a step that was not finite is known before anything is written
@@ -361,15 +328,12 @@ class Run:
         """Evaluates the state; None if all are to stop meanwhile, as a machine that is taken away leaves no time for it."""
         assert self.evaluate is not None
         self.train_step.wait()
+        goes_on = self.strategy.cluster.goes_on  # those that go on bring the evaluation to its end
         with self._meter.stopped(), self._costs.during(EVALUATION, self.step):
-            measured = self.evaluate(self.state, self._stops_within)
+            measured = self.evaluate(self.state, lambda part: self._stop.stops_after(self.step, part) and not goes_on())
         if measured is not None:
             self._evaluated = self.step
         return measured
-
-    def _stops_within(self, part: int) -> bool:
-        """Returns whether all stop now within an evaluation, which those that go on bring to its end."""
-        return self._stop.stops_after(self.step, part) and not self.strategy.cluster.goes_on()
 
     def _log_earlier_epoch(self, epoch: int) -> None:
         """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""
@@ -427,19 +391,9 @@ class Run:
             resumes=bool(self._functions["resume"]),
             data=self.feed.state,
             notes=self._notes,
-            kept=self._kept,
+            kept=self.kept,
             folder=self._folder,
             clock=lambda: self._meter.train_s,
             measure=self._totals.newest if measured is None else lambda: measured,
             spend=self._costs.spent,
         )
-
-
-def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
-    keeps: dict[str, Keeps] = {}
-    for callback in callbacks:
-        if callback.keeps is not None:
-            if callback.name in keeps:
-                raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
-            keeps[callback.name] = callback.keeps
-    return keeps

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +27,16 @@ if TYPE_CHECKING:
 _SHARE = 0.01  # of the time of training, for copies of the state
 _EXCHANGE_S = 300.0
 _PIECE = 1 << 26  # bytes that are sent at once
+_LENGTH = 8  # bytes of a number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A run after a step, on the host."""
 
     step: int  # -1: not begun
     trees: Mapping[str, PyTree]  # the state, and what callbacks keep
-    about: Mapping[str, Any] | None  # the position in the data, the rows, the totals; None: not begun
+    data: Mapping[str, Any] | None = None  # the position
+    notes: Mapping[str, Any] | None = None  # of the run, as a checkpoint has them; None: not begun
 
 
 class Snapshots:
@@ -74,7 +74,7 @@ class Snapshots:
     def go_on(self, place: Place, like: Mapping[str, PyTree]) -> Snapshot:
         """Returns the copy from which all go on; those that come in receive it."""
         found = next((each for each in self._kept if each.step == place.step), None)
-        if place.step is not None and place.newcomers:
+        if place.newcomers and place.step is not None:
             found = _share(self._cluster, found, place.newcomers, like)
         found = found or self._kept[0]
         self._kept.clear()
@@ -92,20 +92,19 @@ def go_through(run: Run, prepare: Callable[[], None], start: Callable[[], None])
         run.go_round()
         run.end()
         return
-    first = Snapshot(step=-1, trees={"state": jax.tree.map(to_host, run.state)}, about=None)
+    first = Snapshot(-1, {"state": jax.tree.map(to_host, run.state)})
     run.snapshots = snapshots = Snapshots(cluster, first)
-    moves, is_begun = cluster.is_aside, False
-    if moves:
+    moves, is_begun, like = cluster.is_aside, False, {}
+    if cluster.is_aside:
         prepare()
+        like = jax.tree.map(to_host, run.live())
     while True:
         try:
             if moves:
-                like = run.live()
-                place = cluster.next_world(() if cluster.is_aside else snapshots.steps)
-                snapshot = snapshots.go_on(place, like)
+                snapshot = snapshots.go_on(cluster.next_world(() if like else snapshots.steps), like)
                 run.restore(snapshot)
-                moves = False
-                if snapshot.about is None:
+                moves, like = False, {}
+                if snapshot.notes is None:
                     is_begun = False
                 elif not is_begun:
                     start()
@@ -120,43 +119,57 @@ def go_through(run: Run, prepare: Callable[[], None], start: Callable[[], None])
                 run.end()
                 return
             snapshots.take(run)
-            run.leave()
         except Released:
             return
         except Exception as exc:
             if not cluster.is_loss(exc):
                 raise
-            run.leave()
         moves = True
 
 
 def _share(
     cluster: Runtime, snapshot: Snapshot | None, newcomers: Collection[int], like: Mapping[str, PyTree]
 ) -> Snapshot:
-    """Sends the snapshot of the first process that has one to all, as bytes: each bit arrives."""
+    """Sends the snapshot of the first process that has one to those that have none, as bytes: each bit arrives."""
     source = min(set(range(cluster.num_processes)).difference(newcomers))
-    is_source, data = cluster.process_index == source, b""
-    if is_source:
-        assert snapshot is not None
-        leaves = [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(dict(snapshot.trees))]
-        data = pickle.dumps((snapshot.step, [np.asarray(x) for x in leaves], snapshot.about), protocol=5)
+    data = b"" if snapshot is None or cluster.process_index != source else _encode(snapshot)
     size = cluster.exchange("bytes of a state", len(data), _EXCHANGE_S)[source]
     received = bytearray()
     for begin in range(0, size, _PIECE):
         piece = np.zeros(min(_PIECE, size - begin), np.uint8)
-        if is_source:
+        if data:
             piece[:] = np.frombuffer(data, np.uint8, count=len(piece), offset=begin)
         with cluster.blocked():
-            received += multihost_utils.broadcast_one_to_all(piece, is_source=is_source).tobytes()
-    step, leaves, about = pickle.loads(received)  # from a process with the job's token
+            received += multihost_utils.broadcast_one_to_all(piece, is_source=bool(data)).tobytes()
+    return _decode(received, like) if snapshot is None else snapshot
+
+
+def _encode(snapshot: Snapshot) -> bytes:
+    leaves = _arrays(snapshot.trees)
+    about = [snapshot.step, snapshot.data, snapshot.notes, [[x.shape, x.dtype.name] for x in leaves]]
+    header = json.dumps(about).encode()
+    return b"".join([len(header).to_bytes(_LENGTH), header, *(x.tobytes() for x in leaves)])
+
+
+def _decode(data: bytearray, like: Mapping[str, PyTree]) -> Snapshot:
+    begin = _LENGTH + int.from_bytes(data[:_LENGTH])
+    step, position, notes, sent = json.loads(data[_LENGTH:begin])
     own, tree = jax.tree.flatten(dict(like))
-    if [np.shape(x) for x in leaves] != [np.shape(jax.random.key_data(x) if is_key(x) else x) for x in own]:
+    arrays = _arrays(like)
+    if sent != [[list(x.shape), x.dtype.name] for x in arrays]:
         raise StepError(
-            "the state of this process differs in its arrays from that of the job which it comes into. Start it with the same "
+            "the arrays of this process's state are others than those of the job that it comes into. Start it with the same "
             "program and options."
         )
-    leaves = [
-        jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(y)) if is_key(y) else x
-        for x, y in zip(leaves, own, strict=True)
-    ]
-    return Snapshot(step=step, trees=jax.tree.unflatten(tree, leaves), about=about)
+    leaves = []
+    for mine, array in zip(own, arrays, strict=True):
+        leaf = np.frombuffer(data, array.dtype, count=array.size, offset=begin).reshape(array.shape).copy()
+        begin += array.nbytes
+        leaves.append(
+            jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(mine)) if is_key(mine) else leaf
+        )
+    return Snapshot(step, jax.tree.unflatten(tree, leaves), position, notes)
+
+
+def _arrays(trees: Mapping[str, PyTree]) -> list[np.ndarray]:
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(dict(trees))]

@@ -23,9 +23,9 @@ from jdist.core.strategy import Strategy
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
+from jdist.step import placement
 from jdist.strategies import absent_plugins
 from jdist.strategies.local import check_reduction, strategy_over
-from jdist.step import placement
 from jdist.strategies.topology import topology_devices
 from jdist.support import checks
 from jdist.support.tracebacks import without_own_frames

@@ -161,6 +161,8 @@ class ElasticRuntime(Runtime):
             jax.devices()
         ports = sorted(rebuild.listening_ports() - before)
         self._ports = frozenset(p for each in self.exchange("gloo's ports", ports, self._start_timeout_s) for p in each)
+        with self.blocked():  # gloo waits 30 s for a process that is lost while it connects: it does so now, at once
+            rebuild.connect()
         self.generation = place.generation
 
     def _break(self, generation: int) -> None:
@@ -208,7 +210,7 @@ def join_job(spec: ClusterSpec, timeouts: Mapping[str, Any], environ: Mapping[st
             start_timeout_s=timeouts["start_timeout_s"],
             environ=environ,
         )
-        runtime.join(joined)
+        runtime.enter(joined)
     if not isinstance(joined, ElasticRuntime):
         raise ClusterError(f"this process is in a cluster already ({joined.spec}), which stops on a loss.")
     return joined

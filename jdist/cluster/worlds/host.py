@@ -73,8 +73,7 @@ class Host:
             self._advance(generations.hello(self._job, name, int(message["number"]), address, now_s))
             while line := await reader.readline():
                 self._take(name, json.loads(line))
-        except (OSError, ValueError, KeyError, TypeError, TimeoutError) as exc:
-            print("DBG", repr(exc), file=sys.stderr, flush=True)
+        except (OSError, ValueError, KeyError, TypeError, TimeoutError):
             pass  # it is gone, or no process of jdist: the same end
         finally:
             if name is not None:
@@ -170,7 +169,7 @@ class Host:
 def _coordination_service(host: str, count: int) -> tuple[str, Any]:
     """Starts JAX's coordination service for so many processes; its address, and the service."""
     # The only private call of jdist: JAX starts the service within process 0, with which it would be lost.
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage] # as it says
 
     with socket.create_server((host, 0)) as free:
         at = join(host, free.getsockname()[1])

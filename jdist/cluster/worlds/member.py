@@ -31,7 +31,7 @@ class Place:
     newcomers: tuple[int, ...]  # ranks that have no state yet
 
 
-class Released(Exception):  # noqa: N818 - no error: the process was asked to leave, and the others go on
+class Released(Exception):
     """This process has left its job for good."""
 
 
@@ -117,7 +117,9 @@ class Member:
             return answer
         if self._failure is not None:
             raise ClusterError(self._failure)
-        raise ClusterTimeoutError(f"the host of the job's worlds did not send this process {what} within {timeout_s:g} s.")
+        raise ClusterTimeoutError(
+            f"the host of the job's worlds did not send this process {what} within {timeout_s:g} s."
+        )
 
     def _run(self) -> None:
         failure = "the host of the job's worlds is gone"

@@ -93,7 +93,9 @@ class Simulation:
         match kind:
             case "answer":
                 self.answer([name for name in names if self.children[name].must_answer])
-            case "step" if self.job.runs and not any(c.must_answer for c in self.children.values() if c.generation >= 0):
+            case "step" if self.job.runs and not any(
+                c.must_answer for c in self.children.values() if c.generation >= 0
+            ):
                 # Of two copies the older one is everybody's.
                 self.step += 1
                 for name in self.job.members:

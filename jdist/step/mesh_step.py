@@ -73,6 +73,7 @@ class DistributedStep(TracedStep):
 
     def _renew(self) -> None:
         """Forgets programs, arrays and the newest state, which were of another world."""
+        self._window.forget()
         verification, verifier = self.verification, self.verifier
         DistributedStep.__init__(self, self.strategy, self.__wrapped__, self.options, self.backend)
         self.verification, self.verifier = verification, verifier

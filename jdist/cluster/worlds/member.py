@@ -162,6 +162,7 @@ class Member:
                 with self._changed:
                     self._answer = message
                     self._changed.notify_all()
+                self._closed = self._closed or message["type"] == "released"
             case {"type": "broken", "generation": int(generation)}:
                 self._on_broken(generation)
             case {"type": "regroup"}:

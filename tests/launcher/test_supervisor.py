@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from jdist.launcher.events import Phase, Settings, Tick
 from jdist.launcher.exit_cause import End, Task
-from jdist.launcher.supervisor import LONGEST_BACKOFF_S, Restarts, backoff_s, begin, step
+from jdist.launcher.restarts import LONGEST_BACKOFF_S, Restarts, backoff_s
+from jdist.launcher.supervisor import begin, step
 from tests.launcher.launch_simulation import Child, simulate
 
 TWO = Settings(smallest=2, largest=2, grace_s=10, stop_timeout_s=300, regrow_s=100)

@@ -151,7 +151,7 @@ class State:
     asked_at: float = 0.0  # when that last came
     forced: bool = False  # whether the user asked twice
     world: World | None = None  # the newest of this attempt
-    before: int = 0  # how many of `ends` came before that world
+    before: int = 0  # how many of `ends` came before that world, or before the user asked to stop
     lost: int = 0  # processes that this attempt went on without
     timers: Mapping[Task, float] = field(default_factory=dict)  # when to kill a lost process, or to start it again
     history: tuple[Attempt, ...] = ()  # attempts that are over

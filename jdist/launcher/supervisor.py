@@ -78,7 +78,7 @@ def step(state: State, event: Event) -> tuple[State, Commands]:
     if isinstance(event, JobEnded):
         if state.phase is not Phase.RUNNING:
             return state, ()
-        state, commands = _finish(state, event.at, f"the job has ended: {event.why}")
+        state, commands = _finish(state, event.at, event.why and f"the job has ended: {event.why}")
         if state.running:
             return state, commands
         state, more = _over(state, event.at)
@@ -153,13 +153,15 @@ def _goes_on(state: State) -> bool:
 
 def _counted(state: State) -> tuple[End, ...]:
     """Returns the ends that say how the job ended: of all, or of the members of the newest world."""
-    ends = tuple(end for end in state.ends if end.task.type != EVALUATOR)
+    ends = tuple(end for end in state.ends[state.before :] if end.task.type != EVALUATOR)
     if state.settings.join:
-        return tuple({end.task: end for end in ends}.values())  # the last of each
+        last = {end.task: end for end in ends}.values()
+        is_well = any(end.code == FINISHED for end in last)  # then the others waited at the end of the job
+        return tuple(end for end in last if not (is_well and end.code == PEER_LOST))
     if state.world is None:
         return ends
-    since = [end for end in reversed(state.ends[state.before :]) if end.task.index in state.world.numbers]
-    return tuple({end.task: end for end in since if end.task.type == WORKER}.values())  # the first of each
+    members = [end for end in reversed(ends) if end.task.index in state.world.numbers]
+    return tuple({end.task: end for end in members}.values())  # the first of each
 
 
 def _enter(state: State, world: World) -> tuple[State, Commands]:
@@ -178,11 +180,11 @@ def _replace_lost(state: State, end: End) -> tuple[State, Commands]:
         return state, (text,)
     if not restart_may_help(end):
         return state, (f"{text}; starting it again would not help",)
-    if state.restarts == settings.max_restarts:
+    if state.restarts + len(state.timers.keys() - state.running) >= settings.max_restarts:
         return state, (f"{text}; it is not started again: max_restarts is {settings.max_restarts}",)
     quick = sum(each.task == end.task and end.at - each.at < QUICK_S for each in state.ends)
     wait_s = backoff_s(quick, seed=settings.seed, attempt=len(state.ends))
-    state = replace(state, restarts=state.restarts + 1, timers={**state.timers, end.task: end.at + wait_s})
+    state = replace(state, timers={**state.timers, end.task: end.at + wait_s})
     return state, (f"{text}; started again in {wait_s:.1f} s",)
 
 
@@ -242,7 +244,7 @@ def _asked(state: State, event: Asked) -> tuple[State, Commands]:
         state, sent = _send(replace(state, phase=phase, stop=event.signal), unasked, event.signal)
         return state, (f"{name}: no further attempt", *sent)
     plan = _plan(event.at + settings.stop_timeout_s, settings.grace_s, signal.SIGKILL)
-    state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None)
+    state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None, before=len(state.ends))
     # The evaluator may have been told to finish: a second signal would cut a save short.
     state, sent = _send(state, state.running - state.sent.keys(), event.signal)
     name += " passed on" if sent else ""
@@ -289,8 +291,9 @@ def _on_timer(state: State, task: Task) -> tuple[State, Commands]:
         return state, (f"{task} stands still, and the others go on without it; sending SIGKILL", *sent)
     if state.phase is not Phase.RUNNING:
         return state, ()
-    sent_before = {other: number for other, number in state.sent.items() if other != task}
-    return replace(state, running=state.running | {task}, sent=sent_before), (Again(task),)
+    sent = {other: number for other, number in state.sent.items() if other != task}
+    state = replace(state, running=state.running | {task}, sent=sent, restarts=state.restarts + 1)
+    return state, (Again(task),)
 
 
 def _give_up(state: State, now: float) -> tuple[State, Commands]:

@@ -72,7 +72,7 @@ class WorldsHost:
                     events.append(Fenced(at=at, number=number))
                 case {"end": str(why)}:
                     events.append(JobEnded(at=at, why=why))
-        return events if data else [*events, JobEnded(at=at, why="the host of its worlds has ended")], bool(data)
+        return events if data else [*events, JobEnded(at=at, why="")], bool(data)
 
     def close(self) -> None:
         """Ends the process."""

@@ -90,7 +90,8 @@ def launch(
         >>> launch(["python", "-c", "pass"], processes=2).exit_code
         0
     """
-    check_on_loss(on_loss, spares, host, join, {"workers": workers, "ps": ps}, processes, evaluator=evaluator)
+    given = {"processes": processes, "workers": workers, "ps": ps, "evaluator": evaluator or None}
+    check_on_loss(on_loss, join, {**given, "spares": spares or None, "host": host})
     counts = parse_servers(workers, ps, processes)
     settings = make_settings(
         1 if counts else 2 if processes is None else processes,
@@ -179,44 +180,25 @@ def parse_servers(workers: int | None, ps: int | None, processes: object) -> tup
     return checks.whole_number("workers", workers, LaunchError), checks.whole_number("ps", ps, LaunchError)
 
 
-def check_on_loss(
-    on_loss: str,
-    spares: int,
-    host: str | None,
-    join: str | None,
-    servers: Mapping[str, int | None],
-    processes: object,
-    *,
-    evaluator: bool,
-) -> None:
-    """Refuses options of a job that goes on without lost processes where they do not fit."""
+def check_on_loss(on_loss: str, join: str | None, given: Mapping[str, Any]) -> None:
+    """Refuses options (None: not given) that do not fit a job that goes on without lost processes, or that is joined."""
     checks.choice("on_loss", on_loss, ("stop", "continue"), LaunchError)
-    for name, value in {"spares": spares or None, "host": host}.items():
-        if value is not None and join is not None:
-            raise LaunchError(
-                f"`{name}` is {value!r} and `join` is {join!r}: give `{name}` to the launch that is joined."
-            )
-        if value is not None and on_loss != "continue":
-            raise LaunchError(f'`{name}` is {value!r}; it needs on_loss="continue" (--on-loss continue).')
-    if join is None and on_loss == "stop":
-        return
-    mode = f"`join` is {join!r}" if join is not None else f"`on_loss` is {on_loss!r}"
-    for name, value in servers.items():
-        if value is not None:
-            raise LaunchError(
-                f"`{name}` is {value!r} and {mode}; leave one of them out. A parameter server's job goes on without a lost "
-                "worker in any case."
-            )
-    if host is not None and (wrong := host_problem(host)) is not None:
-        raise LaunchError(f"`host` is {host!r}; it must be this machine's name or address. {wrong}")
+    mode = f"`on_loss` is {on_loss!r}" if join is None else f"`join` is {join!r}"
+    goes_on = on_loss == "continue" or join is not None
+    wrong = ("workers", "ps") if goes_on else ("spares", "host")
+    for name in wrong if join is None else (*wrong, "spares", "host", "evaluator"):
+        if given[name] is not None:
+            mend = "leave one of them out, or give it to the launch that is joined" if join else "leave it out"
+            mend = mend if goes_on else 'it needs on_loss="continue" (--on-loss continue)'
+            raise LaunchError(f"`{name}` is {given[name]!r} and {mode}; {mend}.")
+    if (host := given["host"]) is not None and (problem_of_host := host_problem(host)) is not None:
+        raise LaunchError(f"`host` is {host!r}; it must be this machine's name or address. {problem_of_host}")
     if join is None:
         return
-    if (wrong := problem(join)) is not None:
-        raise LaunchError(f"`join` is {join!r}; it must be {ALLOWED}. {wrong}")
-    if evaluator:
-        raise LaunchError(f"`evaluator` is True and {mode}: start it with the launch that is joined.")
-    if processes is not None and _is_range(processes):
-        raise LaunchError(f"`processes` is {processes!r} and {mode}; it must be one number.")
+    if (problem_of_join := problem(join)) is not None:
+        raise LaunchError(f"`join` is {join!r}; it must be {ALLOWED}. {problem_of_join}")
+    if given["processes"] is not None and _is_range(given["processes"]):
+        raise LaunchError(f"`processes` is {given['processes']!r} and {mode}; it must be one number.")
     if text(os.environ, TOKEN) is None:
         raise LaunchError(f"{mode}, but {TOKEN} is not set. Set it for both launches, to the same secret.")
 

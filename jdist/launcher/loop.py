@@ -222,8 +222,8 @@ class Launcher:
         self._worlds = WorldsHost(self._settings, self._host.address, self._environ, log)
         self._worlds_at = self._worlds.address(self._is_asked)
         self._selector.register(self._worlds.pipe, selectors.EVENT_READ, "worlds")
-        token = f"the same {TOKEN}" if text(os.environ, TOKEN) else f"its {TOKEN}, which must be set before it starts"
-        self._say(f"other processes may join it: jdist launch --join {self._worlds_at}, with {token}")
+        token = f"with the same {TOKEN}" if text(os.environ, TOKEN) else f"if this launch is given a {TOKEN}"
+        self._say(f"other launches may join by --join {self._worlds_at}, {token}")
 
     def _close_worlds(self) -> None:
         """Ends the host of an attempt's worlds."""
@@ -258,7 +258,11 @@ class Launcher:
             if isinstance(command, Start):
                 self._start(command)
             elif isinstance(command, Again):
-                self._try_to_spawn(command.task)
+                try:
+                    self._spawn(command.task, self._line)
+                except OSError as exc:
+                    self._say(f"{command.task} cannot be started: {exc}")
+                    self._events.append(End(at=time.monotonic(), task=command.task, code=_CANNOT_BE_STARTED))
             elif isinstance(command, Send):
                 for task in command.tasks & self._processes.keys():
                     self._processes[task].transport.send(command.signal)
@@ -308,13 +312,6 @@ class Launcher:
             except OSError as exc:
                 text = self._servers.ended(task, PEER_LOST, time.monotonic())
                 self._say(f"{text}: {exc}")
-
-    def _try_to_spawn(self, task: Task) -> None:
-        try:
-            self._spawn(task, self._line)
-        except OSError as exc:
-            self._say(f"{task} cannot be started: {exc}")
-            self._events.append(End(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
 
     def _spawn(self, task: Task, line: Sequence[str]) -> None:
         attempt = self._attempt

@@ -44,13 +44,11 @@ class WorldsHost:
         while b"\n" not in self._rest:
             if is_asked():
                 raise OSError("asked to stop before the host of the job's worlds was there")
-            if select.select([self.pipe], [], [], _POLL_S)[0]:
-                data = os.read(self.pipe, 1 << 16)
-                self._rest += data
-                if not data:
-                    raise OSError(f"the host of the job's worlds has ended; its log: {self._log}")
-            elif time.monotonic() >= deadline:
-                raise OSError(f"the host of the job's worlds did not start within {_START_S:g} s; its log: {self._log}")
+            is_there = bool(select.select([self.pipe], [], [], _POLL_S)[0])
+            data = os.read(self.pipe, 1 << 16) if is_there else b""
+            if (is_there and not data) or time.monotonic() >= deadline:
+                raise OSError(f"the host of the job's worlds did not start; its log: {self._log}")
+            self._rest += data
         first, self._rest = self._rest.split(b"\n", 1)
         os.set_blocking(self.pipe, False)
         return json.loads(first)["address"]

@@ -40,7 +40,7 @@ def test_a_config_is_run(tmp_path, monkeypatch, capfd):
         (["--", "none.py"], "jdist: none.py: no such file"),
         (["--processes", "4:1", "--", "true"], "jdist: `processes` is '4:1'"),
         ([], "nothing to launch"),
-        (["--spares", "1", "--", "true"], 'jdist: `spares` is 1; it needs on_loss="continue"'),
+        (["--spares", "1", "--", "true"], "jdist: `spares` is 1 and `on_loss` is 'stop'; it needs on_loss="),
         (["--join", "nowhere", "--", "true"], "jdist: `join` is 'nowhere'; it must be host:port"),
     ],
 )

@@ -97,7 +97,10 @@ class Launcher:
         self._paused = False
         self._servers = Restarts(servers, seed=settings.seed)
         self._worlds: WorldsHost | None = None
-        self._worlds_at, self._first_number = settings.join, random.choice(_JOINED) if settings.join else 0
+        self._worlds_at, self._first_number = (
+            settings.join,
+            random.SystemRandom().choice(_JOINED) if settings.join else 0,
+        )
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
         self._signals = self._others = -1

@@ -14,7 +14,7 @@ import jax
 
 from jdist.cluster import exit_status, jax_processes, runtime
 from jdist.cluster.address import join, split
-from jdist.cluster.environment import TOKEN, text
+from jdist.cluster.environment import NUMBER, TOKEN, WORLDS, text
 from jdist.cluster.exit_status import HardExit
 from jdist.cluster.jax_processes import is_error_of_jax
 from jdist.cluster.listen import check_own_name
@@ -25,7 +25,6 @@ from jdist.cluster.worlds import rebuild
 from jdist.cluster.worlds.member import Member, Place
 from jdist.errors import ClusterError, PeerLostError
 
-HOST = "JDIST_WORLDS"  # the address of the host of a job's worlds
 _log = logging.getLogger(__name__)
 
 
@@ -50,9 +49,9 @@ class ElasticRuntime(Runtime):
         self._followers = weakref.WeakKeyDictionary[Any, Callable[[Any], object]]()
         self._hard_exit = HardExit()
         self._records = exit_status.record_folder(environ)
-        number = spec.task_index
+        number = int(text(environ, NUMBER) or spec.task_index)
         self._member = Member(
-            environ[HOST],
+            environ[WORLDS],
             name=f"{number}-{secrets.token_hex(8)}",
             number=number,
             address=spec.address,

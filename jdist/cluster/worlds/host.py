@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -119,6 +120,8 @@ class Host:
         if world is not None and world is not before.world:
             addresses = self._open(world)
             self._tell({"world": world.generation, "numbers": [self._job.processes[n].number for n in world.names]})
+        if self._job.ended is not None and before.ended is None:
+            self._tell({"end": self._job.ended})
         for name in self._job.fenced - before.fenced:
             self._tell({"fence": before.processes[name].number})
             if (writer := self._writers.pop(name, None)) is not None:
@@ -205,6 +208,8 @@ async def _main(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the host; for tests and `python -m`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all: this one ends last
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("least", type=int)
     parser.add_argument("most", type=int)

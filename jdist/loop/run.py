@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -17,25 +16,29 @@ from jdist.callbacks.callback import Callback, Event, Moment, Resume, Return, St
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
-from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
-from jdist.loop import worlds
 from jdist.loop.costs import Costs, ideal_step_s
 from jdist.loop.data import Feed
 from jdist.loop.evaluate import Evaluation
-from jdist.loop.memory import naming_leaves, raise_out_of_memory
+from jdist.loop.memory import raise_out_of_memory
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.report.history import History
 from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, row_from_plain, to_plain
 from jdist.loop.report.progress import Meter
-from jdist.loop.report.times import Outcome
-from jdist.loop.steps import check_run, keeps_by_name
-from jdist.loop.worlds import Snapshot
+from jdist.loop.steps import keeps_by_name
 from jdist.step.base import Distributed
-from jdist.step.options import Verify
 from jdist.support.arrays import to_host
 from jdist.support.xla import COMPILED, compiled_in
 from jdist.typing import PyTree
+
+
+class Snapshot(NamedTuple):
+    """A run after a step, on the host."""
+
+    step: int  # -1: not begun
+    trees: Mapping[str, PyTree]  # the state, and what callbacks keep
+    data: Mapping[str, Any] | None = None  # the position
+    notes: Mapping[str, Any] | None = None  # of the run, as a checkpoint has them; None: not begun
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,42 +72,20 @@ class Run:
         self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = options.non_finite == "skip" or options.loss_scaling is not None
         self._totals = MetricTotals(self.metrics, steps_per_call=self._per_call, skips=skips)
-        self.snapshots: worlds.Snapshots | None = None
+        self.after_step: Callable[[], object] = lambda: None  # called where the run goes on after a step
         self.kept = keeps_by_name(self.callbacks)
         self._folder = next((each.folder for each in self.callbacks if each.folder is not None), None)
         events: tuple[Event, ...] = get_args(Event)
         self._functions = {e: [f for c in self.callbacks if (f := getattr(c, f"on_{e}")) is not None] for e in events}
+        self.stop: Preemption  # `train` sets it, and the next
+        self.costs: Costs
         self._before = 0  # steps done before the newest call
         self._evaluated: int | None = None
         self._reason: str | None = None
         self._interrupted = False
         self._meter = Meter(step=0, total=None)
 
-    def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
-        """Trains to the end, from a state (consumed) or from an earlier process's checkpoint."""
-        # `depth` counts the calls up to the user's own, for the location of warnings.
-        self._stop = stop
-        with contextlib.ExitStack() as ends:
-            self._costs = Costs(self.strategy, begun=self.begun)
-            ends.callback(self._costs.close)
-            for callback in self.callbacks:
-                if callback.close is not None:
-                    ends.callback(callback.close)
-            if isinstance(self.feed.batches, DistributedDataset):
-                ends.callback(self.feed.batches.close)
-            self.state = state
-            outcome: Outcome = "failed"
-            try:
-                with naming_leaves(self.live):
-                    prepare = functools.partial(check_run, self, verify, depth=depth + 2)
-                    worlds.go_through(self, prepare, functools.partial(self._start, ends, depth + 2))
-                outcome = "finished" if self._reason is None else "stopped"
-                if stop.reason is not None:
-                    outcome = "interrupted" if stop.reason == "SIGINT" else "preempted"
-            finally:
-                self._costs.end(outcome, self.step)
-
-    def _start(self, ends: contextlib.ExitStack, depth: int) -> None:
+    def start(self, ends: contextlib.ExitStack, depth: int) -> None:
         """Begins with the state, or where a callback resumes an earlier run."""
         if self.first is None:  # else in an earlier world, perhaps of another process
             self._resume(depth + 1)
@@ -128,8 +109,7 @@ class Run:
                 self._call(batch)
                 if self._is_over():
                     break
-                if self.snapshots is not None:
-                    self.snapshots.take_if_due(self)
+                self.after_step()
             else:
                 if not self._is_over():
                     self.feed.end_pass()
@@ -157,19 +137,24 @@ class Run:
     def _until_stopped(self) -> Iterator[PyTree]:
         """Yields the batches of a pass; after a signal to stop, a data error is a warning."""
         try:
-            yield from self._costs.waits(self.feed.one_pass())
+            yield from self.costs.waits(self.feed.one_pass())
         except Exception as exc:
             # A terminal sends Ctrl-C to every process, also to readers of data, which end before
             # this one.
-            if not self._stop.stops_after(self.step):
+            if not self.stop.stops_after(self.step):
                 raise
             # No one needs the batch: said, as it may be another error than that of a process which was told to end.
             warnings.warn(
-                f"the data ended behind {self._stop.reason}: {type(exc).__name__}: {exc}", RuntimeWarning, stacklevel=1
+                f"the data ended behind {self.stop.reason}: {type(exc).__name__}: {exc}", RuntimeWarning, stacklevel=1
             )
 
     def _is_over(self) -> bool:
-        return self.is_complete or self._stop.stops_after(self.step)
+        return self.is_complete or self.stop.stops_after(self.step)
+
+    @property
+    def was_ended(self) -> bool:
+        """Returns whether a callback has ended the run."""
+        return self._reason is not None
 
     @property
     def is_complete(self) -> bool:
@@ -207,7 +192,7 @@ class Run:
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
         ideal_s = ideal_step_s(self.train_step, self.state, self.feed.batches.element_spec)
-        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_s, trains=not self.is_complete)
+        self.costs.begin(self.step, self._folder, ideal_step_s=ideal_s, trains=not self.is_complete)
         self._call_back("start", None)
         self.strategy.cluster.at_step(self.step)
 
@@ -254,7 +239,7 @@ class Run:
             raise
         self._before, self.step = self.step, self.step + count
         self.history.steps = self.step
-        self._costs.called(self.train_step.newest_token, self.step, before if self._donates else None)
+        self.costs.called(self.train_step.newest_token, self.step, before if self._donates else None)
         del before
         ended: Sequence[int] = ()
         per_epoch = self.feed.steps_per_epoch
@@ -270,20 +255,20 @@ class Run:
 
     def end(self) -> None:
         """Evaluates the last state unless that is done, and calls `on_end`."""
-        self.history.stopped = self._reason if self._stop.reason is None else f"by {self._stop.reason}"
-        self._interrupted = self._stop.reason is not None
+        self.history.stopped = self._reason if self.stop.reason is None else f"by {self.stop.reason}"
+        self._interrupted = self.stop.reason is not None
         self.train_step.wait()
         if self.evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
             if (measured := self._evaluate_state()) is None:
-                self._interrupted, self.history.stopped = True, f"by {self._stop.reason}"
+                self._interrupted, self.history.stopped = True, f"by {self.stop.reason}"
             else:
                 self._report(None, [("eval", measured)])
         moment = self._moment("end", None)
         for callback in self.callbacks:
             if callback.on_end is not None:
                 saves = callback.on_save is not None
-                with self._costs.during(CHECKPOINT, self.step) if saves else self._costs.clock.during(OTHER):
+                with self.costs.during(CHECKPOINT, self.step) if saves else self.costs.clock.during(OTHER):
                     self._act_on("end", callback.on_end(moment))
 
     def _after_call(self, ended: Sequence[int]) -> None:
@@ -306,7 +291,7 @@ class Run:
         for event, measured in due:  # whole before anyone sees it, or saves it
             row = self._add_to_row(row, event, measured)
         if row is not None:
-            row.update(self._costs.row(self.step))
+            row.update(self.costs.row(self.step))
         for event, measured in due:
             self._call_back(event, row, measured)
         if self.step > self._before:
@@ -314,7 +299,7 @@ class Run:
         if row is not None:
             self._call_back("row", row)
         if self._functions["save"]:
-            with self._meter.stopped(), self._costs.during(CHECKPOINT, self.step):
+            with self._meter.stopped(), self.costs.during(CHECKPOINT, self.step):
                 self._call_back("save", row)
 
     def _make_step_row(self) -> dict[str, Any]:
@@ -329,8 +314,8 @@ class Run:
         assert self.evaluate is not None
         self.train_step.wait()
         goes_on = self.strategy.cluster.goes_on  # those that go on bring the evaluation to its end
-        with self._meter.stopped(), self._costs.during(EVALUATION, self.step):
-            measured = self.evaluate(self.state, lambda part: self._stop.stops_after(self.step, part) and not goes_on())
+        with self._meter.stopped(), self.costs.during(EVALUATION, self.step):
+            measured = self.evaluate(self.state, lambda part: self.stop.stops_after(self.step, part) and not goes_on())
         if measured is not None:
             self._evaluated = self.step
         return measured
@@ -395,5 +380,5 @@ class Run:
             folder=self._folder,
             clock=lambda: self._meter.train_s,
             measure=self._totals.newest if measured is None else lambda: measured,
-            spend=self._costs.spent,
+            spend=self.costs.spent,
         )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -21,13 +20,10 @@ from jdist.loop.report.metrics_file import EPOCH, EVAL
 from jdist.loop.task import Task
 from jdist.step.base import IGNORES_MASK, Distributed
 from jdist.step.decorator import distribute
-from jdist.step.options import ReturnRole, Verify
+from jdist.step.options import ReturnRole
 from jdist.strategies.default import get_strategy
 from jdist.support.words import did_you_mean
 from jdist.typing import PyTree
-
-if TYPE_CHECKING:
-    from jdist.loop.run import Run
 
 
 def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
@@ -233,31 +229,6 @@ def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
                 return None
             names.update(callback.logs)
     return frozenset(names)
-
-
-def check_run(run: Run, verify: Verify, *, depth: int) -> None:
-    """Checks a run against the traced steps, before anything is compiled, and lays out its state."""
-    run.state = run.train_step.prepare(run.state, run.feed.batches.element_spec)
-    tell = functools.partial(print, file=sys.stderr) if run.strategy.cluster.is_chief else None
-    run.train_step.verify_next(verify, pads=run.feed.pads, tell=tell)
-    names: frozenset[str] | None = frozenset()
-    if run.evaluate is not None:
-        step = run.evaluate.step
-        if (
-            run.train_step.options.verify != "off"
-            and run.strategy.cluster.num_processes > 1
-            and step.options.verify is None
-        ):
-            tell = None  # the same as of the train step
-        step.verify_next(verify, pads=run.evaluate.feed.pads, tell=tell)
-    trained = names_of(run.train_step, run.state, run.feed, run.metrics, depth=depth + 1)
-    if run.evaluate is not None:
-        names = run.evaluate.names(run.state, depth=depth + 1)
-    check_returned(run.metrics, trained, names)
-    check_resumes(run.callbacks, run.feed, depth=depth + 1)
-    check_watched(run.callbacks, trained=trained, evaluated=names, evaluates=run.evaluate is not None)
-    for keeps in run.kept.values():
-        keeps.begin(run.state)
 
 
 def keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:

@@ -1,4 +1,4 @@
-"""Snapshots of a run on the host, and the way from one to the next world after a process was lost."""
+"""Copies of a run on the host, from which all go on in the next world after a process was lost."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +14,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist.cluster.runtime import Runtime
-from jdist.cluster.worlds.elastic import ElasticRuntime
-from jdist.cluster.worlds.member import Place, Released
+from jdist.cluster.worlds.member import Place
 from jdist.errors import StepError
-from jdist.support.arrays import is_key, to_host
+from jdist.loop.run import Run, Snapshot
+from jdist.support.arrays import is_key
 from jdist.typing import PyTree
-
-if TYPE_CHECKING:
-    from jdist.loop.run import Run
 
 _SHARE = 0.01  # of the time of training, for copies of the state
 _EXCHANGE_S = 300.0
 _PIECE = 1 << 26  # bytes that are sent at once
 _LENGTH = 8  # bytes of a number
-
-
-class Snapshot(NamedTuple):
-    """A run after a step, on the host."""
-
-    step: int  # -1: not begun
-    trees: Mapping[str, PyTree]  # the state, and what callbacks keep
-    data: Mapping[str, Any] | None = None  # the position
-    notes: Mapping[str, Any] | None = None  # of the run, as a checkpoint has them; None: not begun
 
 
 class Snapshots:
@@ -81,50 +68,6 @@ class Snapshots:
         self._kept.append(found)
         self._since, self._count, self._every, self._next = None, 0, 1, found.step + 1  # as for those that came in
         return found
-
-
-def go_through(run: Run, prepare: Callable[[], None], start: Callable[[], None]) -> None:
-    """Makes a run, from world to world where the others go on without a lost process."""
-    cluster = run.strategy.cluster
-    if not isinstance(cluster, ElasticRuntime):
-        prepare()
-        start()
-        run.go_round()
-        run.end()
-        return
-    first = Snapshot(-1, {"state": jax.tree.map(to_host, run.state)})
-    run.snapshots = snapshots = Snapshots(cluster, first)
-    moves, is_begun, like = cluster.is_aside, False, {}
-    if cluster.is_aside:
-        prepare()
-        like = jax.tree.map(to_host, run.live())
-    while True:
-        try:
-            if moves:
-                snapshot = snapshots.go_on(cluster.next_world(() if like else snapshots.steps), like)
-                run.restore(snapshot)
-                moves, like = False, {}
-                if snapshot.notes is None:
-                    is_begun = False
-                elif not is_begun:
-                    start()
-                    is_begun = True
-            if not is_begun:
-                prepare()
-                start()
-                is_begun = True
-            snapshots.take_if_due(run)
-            run.go_round()
-            if run.is_complete or not cluster.goes_on():
-                run.end()
-                return
-            snapshots.take(run)
-        except Released:
-            return
-        except Exception as exc:
-            if not cluster.is_loss(exc):
-                raise
-        moves = True
 
 
 def _share(

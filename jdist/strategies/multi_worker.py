@@ -99,7 +99,7 @@ def multi_worker(
         )
     if spec.task_type == "evaluator":  # it takes no part in the job: it has its own devices and waits for nobody
         joined = runtime.alone()
-    elif on_loss == "continue":
+    elif on_loss == "continue" and spec.num_processes > 1:
         _check_can_continue(shard, all_reduce)
         joined = elastic.join_job(spec, options.timeouts, os.environ)
     else:
@@ -107,6 +107,11 @@ def multi_worker(
     with joined.blocked():  # each process tells the others of its devices
         devices = jax.devices()
     check_devices(devices)
+    if on_loss == "continue" and devices[0].platform != "cpu":
+        raise StrategyError(
+            f'`on_loss` is "continue", and the devices are of the platform {devices[0].platform!r}: jdist moves processes from '
+            "world to world on CPUs alone so far. Leave it out; `jdist launch --max-restarts` starts all again after a loss."
+        )
     failpoints.reached(Point.AFTER_INIT)
     if jax.process_count() != joined.num_processes:
         raise StrategyError(

@@ -6,6 +6,8 @@ import logging
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -17,7 +19,7 @@ from jdist.cluster.address import join, split
 from jdist.cluster.environment import NUMBER, TOKEN, WORLDS, text
 from jdist.cluster.exit_status import HardExit
 from jdist.cluster.jax_processes import is_error_of_jax
-from jdist.cluster.listen import check_own_name
+from jdist.cluster.listen import check_own_name, numeric_address, watch_port
 from jdist.cluster.runtime import Runtime
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.watch.client import Identity, Watch
@@ -56,6 +58,7 @@ class ElasticRuntime(Runtime):
             number=number,
             address=spec.address,
             token=self._token,
+            silence_s=timeout_s,
             timeout_s=start_timeout_s,
             on_broken=self._break,
             on_regroup=lambda: self.wish_to_stop(REGROUP),
@@ -111,7 +114,7 @@ class ElasticRuntime(Runtime):
         while True:
             self._leave()
             leaves = self._leaving is not None
-            place = self._member.next_world(left, steps, leaves=leaves, timeout_s=self._start_timeout_s)
+            place = self._member.next_world(left, steps, leaves=leaves)
             try:
                 self._join(place)
             except PeerLostError:  # a second one, while the first is being mended
@@ -197,11 +200,13 @@ REGROUP = "others wait to come in"
 
 
 def join_job(spec: ClusterSpec, timeouts: Mapping[str, Any], environ: Mapping[str, str]) -> ElasticRuntime:
-    """Joins this process to its job, once; the host of the job's worlds is at JDIST_WORLDS."""
+    """Joins this process to its job, once; the host of the job's worlds is at JDIST_WORLDS, or in process 0's care."""
     joined = runtime.started()
     if joined is None:
         jax_processes.check_unused()
         check_own_name(environ)
+        if WORLDS not in environ:
+            environ = {**environ, WORLDS: _host_of_process_0(spec, environ)}
         joined = ElasticRuntime(
             spec,
             timeouts["timeout_s"],
@@ -213,3 +218,18 @@ def join_job(spec: ClusterSpec, timeouts: Mapping[str, Any], environ: Mapping[st
     if not isinstance(joined, ElasticRuntime):
         raise ClusterError(f"this process is in a cluster already ({joined.spec}), which stops on a loss.")
     return joined
+
+
+def _host_of_process_0(spec: ClusterSpec, environ: Mapping[str, str]) -> str:
+    """Finds the address of the host where no launcher has one: process 0 starts it, and its loss ends the job."""
+    global _host
+    name, port = split(spec.coordinator_address)
+    port = watch_port(environ, port)
+    if spec.process_index == 0:
+        command = [sys.executable, "-m", "jdist.cluster.worlds.host", "1", str(spec.num_processes)]
+        command += ["--address", numeric_address(name, environ), "--port", str(port)]
+        _host = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)  # it ends with this process
+    return join(name, port)
+
+
+_host: subprocess.Popen[bytes] | None = None

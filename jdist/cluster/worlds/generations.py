@@ -170,11 +170,11 @@ def _decide(job: Job, now_s: float) -> Transition:
     names, late = _ranked(job, survivors), now_s - job.since_s > job.gather_s
     if job.world is None and len(names) < job.most and not late:
         return job, []
-    if len(names) < job.least or not names:
-        return _end(job, f"{len(names)} of at least {job.least} processes are left") if late else (job, [])
     holders = [name for name in survivors if job.processes[name].steps]  # others came in, and have not got it yet
     if job.world is not None and not holders and (job.has_begun or not survivors):
         return _end(job, "no process is left that has the state")
+    if len(names) < job.least or not names:
+        return _end(job, f"{len(names)} of at least {job.least} processes are left") if late else (job, [])
     steps = frozenset[int]()
     if holders:
         steps = frozenset.intersection(*(job.processes[name].steps for name in holders))

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jdist.cluster.address import join, split
@@ -28,6 +29,7 @@ from jdist.cluster.worlds.generations import Job, Message, Transition, World
 from jdist.support.versions import difference, versions
 
 _TICK_S = 0.2
+_SILENCE_S, _GATHER_S = 10.0, 300.0  # until a process has come, which says otherwise
 _KEPT = 2  # services of earlier worlds, which a process may still be leaving
 _NEVER_S = 60 * 365 * 24 * 3600  # JAX's heartbeats; the watch decides which process is lost
 
@@ -67,6 +69,9 @@ class Host:
                 _send(writer, {"type": "refused", "reason": why})
                 return
             name = str(message["name"])
+            if not self._job.processes and self._job.world is None:  # all have the same
+                silence_s, gather_s = float(message["silence_s"]), float(message["gather_s"])
+                self._job = replace(self._job, silence_s=silence_s, gather_s=gather_s)
             self._writers[name] = writer
             peer = join(*writer.get_extra_info("peername")[:2])
             address = message.get("address") or peer
@@ -187,14 +192,10 @@ def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 async def _main(options: argparse.Namespace) -> None:
-    server = socket.create_server((options.address, 0))
+    server = socket.create_server((options.address, options.port))
     address = join(options.address, server.getsockname()[1])
     job = Job(
-        least=options.least,
-        most=options.most,
-        silence_s=options.silence_s,
-        gather_s=options.gather_s,
-        since_s=time.monotonic(),
+        least=options.least, most=options.most, silence_s=_SILENCE_S, gather_s=_GATHER_S, since_s=time.monotonic()
     )
     starter = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(starter), sys.stdin)
@@ -214,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("least", type=int)
     parser.add_argument("most", type=int)
     parser.add_argument("--address", default="127.0.0.1")
-    parser.add_argument("--silence-s", type=float, default=10.0)
-    parser.add_argument("--gather-s", type=float, default=300.0)
+    parser.add_argument("--port", type=int, default=0)
     asyncio.run(_main(parser.parse_args(arguments)))
     os._exit(0)  # JAX's services would wait for their processes
 

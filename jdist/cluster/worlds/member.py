@@ -16,6 +16,8 @@ from jdist.support.versions import versions
 
 _BEAT_S = 1.0
 _JOIN_S = 2.0
+_SILENCE_S = 30.0
+_TRY_S, _RETRY_S = 2.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ class Member:
         number: int,
         address: str | None,
         token: str,
-        timeout_s: float,
+        silence_s: float,  # after which the host has a process for lost
+        timeout_s: float,  # for processes to come, at the start and after a loss
         on_broken: Callable[[int], object],  # called from the thread with the generation that is to be left
         on_regroup: Callable[[], object],
         on_end: Callable[[str], object],  # the host is gone, or has fenced this process
@@ -59,24 +62,21 @@ class Member:
         self._closed = False
         self._changed = threading.Condition()
         self._wakeup = WakeupPipe()
-        try:
-            connection = socket.create_connection(split(host), timeout_s)
-        except OSError as exc:
-            raise ClusterTimeoutError(
-                f"the host of the job's worlds at {host} cannot be reached ({exc}). Does the launcher still run?"
-            ) from exc
+        connection = _connect(host, timeout_s)
         self._connection = Connection(connection, most_bytes=MOST_BYTES, most_unsent_bytes=MOST_BYTES)
         hello = {"type": "hello", "name": name, "number": number, "token": token, "versions": dict(versions())}
+        hello |= {"silence_s": silence_s, "gather_s": timeout_s}
         self._send(hello if address is None else {**hello, "address": address})
         self._thread = threading.Thread(target=self._run, name="jdist-member", daemon=True)
         self._thread.start()
-        answer = self._wait(timeout_s, "an answer to its hello")
+        answer = self._wait("an answer to its hello", timeout_s)
         self.aside = answer["type"] == "aside"
 
-    def next_world(self, generation: int, steps: Iterable[int], *, leaves: bool = False, timeout_s: float) -> Place:
+    def next_world(self, generation: int, steps: Iterable[int], *, leaves: bool = False) -> Place:
         """Says that this process has left a world (-1: none), and waits for its place in the next one."""
+        # As long as the host is heard of: it has a deadline for those that all wait for.
         self._send({"type": "ready", "generation": generation, "steps": [*steps], "leaves": leaves})
-        answer = self._wait(timeout_s, "its next world")
+        answer = self._wait("its next world")
         if answer["type"] == "released":
             raise Released
         return Place(
@@ -109,7 +109,7 @@ class Member:
             self._outbox.append(message)
         self._wakeup.wake()
 
-    def _wait(self, timeout_s: float, what: str) -> Message:
+    def _wait(self, what: str, timeout_s: float | None = None) -> Message:
         with self._changed:
             self._changed.wait_for(lambda: self._answer is not None or self._failure is not None, timeout_s)
             answer, self._answer = self._answer, None
@@ -139,7 +139,7 @@ class Member:
             self._on_end(failure)
 
     def _serve(self, selector: selectors.BaseSelector) -> str:
-        sent_s = 0.0
+        sent_s, heard_s = 0.0, time.monotonic()
         while True:
             with self._changed:
                 messages, self._outbox = self._outbox, []
@@ -150,9 +150,14 @@ class Member:
                 self._connection.send(message)
             if self._closed:
                 return "this process has left the job"
+            begun_s = time.monotonic()
             selector.select(_BEAT_S)
             self._wakeup.clear()
-            for message in self._connection.receive():
+            messages, now_s = self._connection.receive(), time.monotonic()
+            heard_s = now_s if messages or now_s - begun_s > 2 * _BEAT_S else heard_s  # or it stood still itself
+            if now_s - heard_s > _SILENCE_S:
+                return f"nothing was heard of the host of the job's worlds for {_SILENCE_S:g} s"
+            for message in messages:
                 if (failure := self._take(message)) is not None:
                     return failure
 
@@ -172,3 +177,18 @@ class Member:
             case {"type": "fenced"}:
                 return "the others have lost this process, and go on without it"
         return None
+
+
+def _connect(host: str, timeout_s: float) -> socket.socket:
+    """Connects to the host, which may not listen yet."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection(split(host), _TRY_S)
+        except OSError as exc:
+            if time.monotonic() > deadline_s:
+                raise ClusterTimeoutError(
+                    f"the host of the job's worlds at {host} was not reached within {timeout_s:g} s ({exc}). Does the "
+                    "launcher, or process 0, still run, and is the port open between the machines?"
+                ) from exc
+        time.sleep(_RETRY_S)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("job.py")
-SILENCE_S = 5.0
 
 
 class Job:
@@ -29,7 +28,6 @@ class Job:
         self.go_on_to(0)
         self.processes: list[subprocess.Popen[str]] = []
         line = [sys.executable, "-m", "jdist.cluster.worlds.host", str(least), str(processes)]
-        line += ["--silence-s", str(SILENCE_S), "--gather-s", "120"]
         self.host = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environ)
         assert self.host.stdout is not None
         self.environ["JDIST_WORLDS"] = json.loads(self.host.stdout.readline())["address"]

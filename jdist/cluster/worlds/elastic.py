@@ -24,6 +24,7 @@ from jdist.cluster.runtime import Runtime
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.worlds import rebuild
+from jdist.cluster.worlds.generations import FINISHED
 from jdist.cluster.worlds.member import Member, Place
 from jdist.errors import ClusterError, PeerLostError
 
@@ -186,8 +187,9 @@ class ElasticRuntime(Runtime):
 
     def _end_without_host(self, why: str) -> None:
         assert self._hard_exit is not None
-        text = f"\njdist: process {self.process_index} ends with exit code {exit_status.PEER_LOST}: {why}\n"
-        self._hard_exit.exit(exit_status.PEER_LOST, lambda: os.write(2, text.encode()))
+        code = exit_status.FINISHED if why == FINISHED else exit_status.PEER_LOST
+        text = f"\njdist: this process ends with exit code {code}: {why}\n"
+        self._hard_exit.exit(code, lambda: os.write(2, text.encode()))
 
     def end(self) -> None:
         """Leaves the job at the end of the program."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
+FINISHED = "the job has come to its end without this process"
 
 
 class Outgoing(NamedTuple):
@@ -118,7 +119,7 @@ def gone(job: Job, name: str, now_s: float, *, well: bool = False) -> Transition
         return _decide(_without(job, [name], now_s), now_s)
     was_member = name in job.members
     job = replace(job, processes={other: each for other, each in job.processes.items() if other != name})
-    return _end(job, "its program has come to its end") if was_member and not job.members else (job, [])
+    return _end(job, FINISHED) if was_member and not job.members else (job, [])
 
 
 def lost_in(job: Job, generation: int, rank: int, now_s: float) -> Transition:

@@ -131,12 +131,14 @@ class Member:
         except (OSError, BadMessage) as exc:
             failure = f"{failure} ({exc})"
         finally:
+            self._connection.close()
+            if not self._closed:
+                self._on_end(
+                    failure
+                )  # first: it ends the process, and a program that is woken would say something else
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
-            self._connection.close()
-        if not self._closed:
-            self._on_end(failure)
 
     def _serve(self, selector: selectors.BaseSelector) -> str:
         sent_s, heard_s = 0.0, time.monotonic()

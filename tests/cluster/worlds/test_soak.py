@@ -42,7 +42,7 @@ def test_random_faults_lose_no_row_and_change_no_number(tmp_path, undisturbed, s
             )  # in the middle of what the last fault has caused, or behind it
             running.wait_for(lambda: time.monotonic() > deadline, "moment")  # noqa: B023 - it is called at once
             if fault == "start" or len(living) - len(stopped) < 2 or not members:
-                living.append(running.start(draw.randrange(processes)))
+                living.append(running.start(len(running.processes)))
                 continue
             victim = draw.choice(members)
             living.remove(victim)
@@ -52,7 +52,7 @@ def test_random_faults_lose_no_row_and_change_no_number(tmp_path, undisturbed, s
                 victim.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
                 stopped += [victim] if fault == "stop" and draw.random() < 0.5 else []
         running.go_on_to(1 << 30)
-        found = running.end(*living, may_be_aside=True)
+        found = running.end(*living)
         for each in stopped:
             each.send_signal(signal.SIGCONT)
         running.wait_for(lambda: all(each.poll() is not None for each in stopped), "end of those that stood still")

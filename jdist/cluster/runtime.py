@@ -357,7 +357,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         runtime._called_s = time.monotonic()
     except BaseException as exc:
         if isinstance(exc, ClusterTimeoutError):
-            atexit.register(exit_status.exit_if_uncaught, exc, exit_status.of_uncaught(exc))
+            exit_status.exit_with_its_code(exc)
         runtime.failed(exit_status.FAILED)  # JAX may be half started, and would wait for the others at the end
         if runtime._watch is not None:
             runtime._watch.close()

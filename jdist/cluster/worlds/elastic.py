@@ -26,7 +26,7 @@ from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.worlds import rebuild
 from jdist.cluster.worlds.generations import FINISHED
 from jdist.cluster.worlds.member import Member, Place
-from jdist.errors import ClusterError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ElasticRuntime(Runtime):
         if self.stopping is None:
             return False
         if self._goes_on is None:
-            self._goes_on = not all(self.exchange("who leaves", self._leaving is not None, self.timeout_s))
+            self._goes_on = not all(self.exchange("who leaves", self._leaving is not None, self._start_timeout_s))
         return self._goes_on
 
     def next_world(self, steps: Iterable[int]) -> Place:
@@ -167,6 +167,8 @@ class ElasticRuntime(Runtime):
         with self.blocked():  # gloo waits 30 s for a process that is lost while it connects: it does so now, at once
             rebuild.connect()
         self.generation = place.generation
+        if self._leaving is not None:  # it stayed to hand on the state, or to save it
+            self.wish_to_stop(self._leaving)
 
     def _break(self, generation: int) -> None:
         if generation == self._generation_of_watch:
@@ -209,13 +211,12 @@ def join_job(spec: ClusterSpec, timeouts: Mapping[str, Any], environ: Mapping[st
         check_own_name(environ)
         if WORLDS not in environ:
             environ = {**environ, WORLDS: _host_of_process_0(spec, environ)}
-        joined = ElasticRuntime(
-            spec,
-            timeouts["timeout_s"],
-            timeouts["progress_timeout_s"],
-            start_timeout_s=timeouts["start_timeout_s"],
-            environ=environ,
-        )
+        start_timeout_s, times = timeouts["start_timeout_s"], (timeouts["timeout_s"], timeouts["progress_timeout_s"])
+        try:
+            joined = ElasticRuntime(spec, *times, start_timeout_s=start_timeout_s, environ=environ)
+        except ClusterTimeoutError as exc:
+            exit_status.exit_with_its_code(exc)
+            raise
         runtime.enter(joined)
     if not isinstance(joined, ElasticRuntime):
         raise ClusterError(f"this process is in a cluster already ({joined.spec}), which stops on a loss.")

@@ -164,9 +164,10 @@ def _decide(job: Job, now_s: float) -> Transition:
     members = job.members
     if not all(job.processes[name].ready for name in members):
         return job, []
+    # As long as others have the state: else one that was asked to leave hands it on first, or saves it.
     released = [name for name in members if job.processes[name].leaves]
-    if members and released == list(members):
-        return _end(job, "all processes were asked to leave")
+    if not any(job.processes[name].steps for name in members if name not in released):
+        released = []
     survivors = [name for name in members if name not in released]
     names, late = _ranked(job, survivors), now_s - job.since_s > job.gather_s
     if job.world is None and len(names) < job.most and not late:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -23,6 +23,10 @@ def launch(
     devices_per_process: Count = None,
     evaluator: Flag = False,
     max_restarts: Count = None,
+    on_loss: Literal["stop", "continue"] = "stop",
+    spares: Annotated[int, metavar("N")] = 0,
+    host: Annotated[str | None, metavar("ADDRESS")] = None,
+    join: Address = None,
     log_dir: Annotated[str | None, metavar("DIR")] = None,
     grace_s: float = 10.0,
     stop_timeout_s: float = 300.0,
@@ -41,12 +45,19 @@ def launch(
       jdist launch --processes 2 --max-restarts 3 -- train.py --learning-rate 1e-3
       jdist launch --processes 1:4 -- -m my_package.train
       jdist launch --workers 2 --ps 2 -- train.py
+      jdist launch --processes 2:8 --spares 1 --on-loss continue -- train.py
+      jdist launch --join node1:4711 --processes 2 -- train.py
 
     When a process fails, the others are ended. With restarts left all are then started again, each time after a
     longer wait, and go on from their last checkpoint; after exit codes 2 and 74 they are not, as that would not
     help. With MIN:MAX the next attempt does without the process that failed, and those killed with it; after
     --regrow-s all are asked to save and leave, and MAX go on. If that fails within --regrow-s, the job goes back
     to fewer, uses up no restart, and waits twice as long before it tries again.
+
+    With --on-loss continue, for a program with jdist.multi_worker(on_loss="continue"), the others go on without a process
+    that fails or is killed; one more is started in its place, and comes in after a step. With --join processes of
+    another machine come in as well: the first launcher says at which address, which --host makes reachable, and both
+    need the same JDIST_TOKEN in their environment. The exit code is 0 if all that are in the job at its end end with 0.
 
     With --workers and --ps COMMAND runs once, as the chief of a parameter server; workers and servers run `jdist
     serve`. One of these that dies is restarted alone, at the same port; all end with the chief. --max-restarts
@@ -66,7 +77,12 @@ def launch(
         devices_per_process: run on this many virtual CPU devices each.
         evaluator: start one more process, of task type evaluator. It ends with the job, and its failure does not
             stop the others.
-        max_restarts: how often to start all again after a failure; 0 if not given, 3 with MIN:MAX.
+        max_restarts: how often to start all again after a failure; 0 if not given, 3 with MIN:MAX or --on-loss
+            continue, where each process that is started again counts as well.
+        on_loss: what the others do when a process is lost: stop, or continue without it.
+        spares: how many processes more stand ready to take a lost one's place.
+        host: this machine's address for processes of other machines; 127.0.0.1 if not given.
+        join: join the job of another launcher, at this address.
         log_dir: folder of the logs; runs/launch-TIME if not given.
         grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM.
         stop_timeout_s: seconds to save and leave when asked to stop, before SIGKILL.
@@ -84,6 +100,10 @@ def launch(
         evaluator=evaluator,
         devices_per_process=devices_per_process,
         max_restarts=max_restarts,
+        on_loss=on_loss,
+        spares=spares,
+        host=host,
+        join=join,
         log_dir=log_dir,
         grace_s=grace_s,
         stop_timeout_s=stop_timeout_s,

@@ -9,6 +9,8 @@ from jdist.cluster.address import ALLOWED, host_problem, problem, refused
 
 TOKEN = "JDIST_TOKEN"  # a job's secret: process 0 takes in nobody without it
 ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # number of attempts of `jdist launch` before this one
+WORLDS = "JDIST_WORLDS"  # the address of the host of a job's worlds
+NUMBER = "JDIST_NUMBER"  # a process's place in the order of starts, where TF_CONFIG's index is not that
 RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process writes the record of a lost one
 _DIGITS = re.compile(r"[0-9]{1,18}")
 # libtpu sets TPU_WORKER_ID and others of its process to this where it finds no TPU; children

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import json
@@ -98,6 +99,11 @@ def exit_if_uncaught(error: BaseException | None, code: int) -> None:
     """Ends the process with `code` if `error` has ended the program, where Python itself would exit with 1; for `atexit`."""
     if error is not None and getattr(sys, "last_value", None) is error and not is_interactive():
         leave(code)
+
+
+def exit_with_its_code(error: BaseException) -> None:
+    """Has the process end with an error's code, if that ends the program."""
+    atexit.register(exit_if_uncaught, error, of_uncaught(error))
 
 
 def leave(code: int) -> NoReturn:

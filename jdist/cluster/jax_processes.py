@@ -45,7 +45,9 @@ def is_started() -> bool:
     return False
 
 
-def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
+def initialize(
+    spec: ClusterSpec, bind_address: str | None, timeout_s: float, *, coordinator_address: str | None = None
+) -> None:
     """Starts JAX's runtime in this process, and waits until all processes have started it."""
     # `bind_address` is the listening address of the coordinator on process 0; None elsewhere.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -54,7 +56,7 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
     # Else a wall clock that is set back to before the last heartbeat ends all: JAX computes their age without a sign.
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
-        coordinator_address=spec.coordinator_address,
+        coordinator_address=coordinator_address or spec.coordinator_address,
         num_processes=spec.num_processes,
         process_id=spec.process_index,
         local_device_ids=None if spec.local_device_ids is None else list(spec.local_device_ids),

@@ -11,9 +11,9 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -38,6 +38,7 @@ _LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 300.0, 1800.0  # at first: the longest
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0 before it ends
 _MOST_LETTERS = 2000  # of an error that is sent to the others
 _log = logging.getLogger(__name__)
+V = TypeVar("V")
 
 
 class Runtime:
@@ -53,6 +54,7 @@ class Runtime:
         self._server: WatchServer | None = None
         self._hard_exit: HardExit | None = None
         self._records: Path | None = None
+        self.generation = 0  # of the world that it is in; more only where a job goes on without lost processes
         self._pid = os.getpid()
         self._step = 0
         self._exchanges: Counter[str] = Counter()  # how many there were of each name
@@ -135,6 +137,10 @@ class Runtime:
         # All processes must ask at the same places.
         return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
 
+    def goes_on(self) -> bool:
+        """Returns whether those that stop now go on in another world; all processes must ask."""
+        return False
+
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """Marks a wait for other processes; a loss is raised in place of JAX's error that it caused."""
@@ -168,6 +174,10 @@ class Runtime:
             yield
         finally:
             self._busy.pop()
+
+    def follow(self, value: V, renew: Callable[[V], object]) -> None:
+        """Calls `renew(value)` in each world that this process comes into later."""
+        # Only a job that goes on without lost processes has any.
 
     def failed(self, code: int) -> None:
         """Notes that this program ends with an error that it has reported itself, as by `sys.exit(code)`."""
@@ -281,6 +291,13 @@ def start(
         return runtime
 
 
+def enter(runtime: Runtime) -> None:
+    """Makes this the cluster of the process, which it leaves at the end of the program."""
+    global _started
+    _started = runtime
+    atexit.register(runtime.end)
+
+
 def alone() -> Runtime:
     """Makes the runtime of a process that belongs to no cluster."""
     return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
@@ -340,7 +357,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         runtime._called_s = time.monotonic()
     except BaseException as exc:
         if isinstance(exc, ClusterTimeoutError):
-            atexit.register(exit_status.exit_if_uncaught, exc, exit_status.of_uncaught(exc))
+            exit_status.exit_with_its_code(exc)
         runtime.failed(exit_status.FAILED)  # JAX may be half started, and would wait for the others at the end
         if runtime._watch is not None:
             runtime._watch.close()

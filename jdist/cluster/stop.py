@@ -66,6 +66,8 @@ class Preemption:
             raise self._problem
         if self._stopped or not self._cluster.stops_after(step, part):
             return self._stopped
+        if self._cluster.goes_on():
+            return True
         self._stopped = True
         exit_status.unfinished(f"stopped by {self.reason}")
         if self._save is not None:

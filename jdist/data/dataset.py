@@ -189,6 +189,11 @@ class DistributedDataset:
             if isinstance(self._source, PlainSource):  # else what was looked at is the beginning of that pass
                 self._peeked = None
 
+    def renew(self, other: DistributedDataset) -> None:
+        """Ends an iteration that is under way, and goes on as another dataset of the same source."""
+        self.close()
+        vars(self).update(vars(other))
+
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""
         self._end_active(None)

@@ -54,6 +54,7 @@ from jdist.loop.report.files import write_atomically
 from jdist.loop.report.metrics_file import OF_ROWS, MetricsFile, Row, read_rows
 from jdist.loop.report.progress import figures
 from jdist.loop.run import Run
+from jdist.loop.train import train as run_training
 from jdist.strategies.by_name import make_strategy
 from jdist.support.file_lock import is_held
 from jdist.support.xla import compiled_in
@@ -160,7 +161,7 @@ def run(
             begun=begun,
         )
         try:
-            training.train(state, stop=stop, verify=train.verify, depth=0)
+            run_training(training, state, stop=stop, verify=train.verify, depth=0)
         except NonFiniteError as exc:
             good = (training.first or 0) + exc.step
             with Checkpointer(

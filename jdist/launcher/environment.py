@@ -8,12 +8,15 @@ import random
 import socket
 from collections.abc import Mapping, Sequence
 
-from jdist.cluster.environment import ATTEMPT
+from jdist.cluster.environment import ATTEMPT, NUMBER, WORLDS
 from jdist.launcher.exit_cause import Task
 from jdist.support.xla import CPU_DEVICES, with_flags
 
 # Variables of the cluster that this launcher itself is part of.
-OF_CLUSTER = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+OF_CLUSTER = (
+    *("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    *(WORLDS, NUMBER),
+)
 # Below the range from which systems take ports for outgoing connections: none takes a port while
 # its process starts.
 _RANGE = range(20_000, 32_000, 2)

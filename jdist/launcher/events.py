@@ -24,6 +24,9 @@ class Settings:
     grace_s: float = 10.0
     stop_timeout_s: float = 300.0
     regrow_s: float = 300.0
+    on_loss: str = "stop"  # or "continue": the others go on without a lost process, and another replaces it
+    spares: int = 0  # processes that stand ready, more than `largest`
+    join: str | None = None  # the address of another launch's job, which these processes join
     seed: int = 0  # of the backoff's jitter
 
     def __post_init__(self) -> None:
@@ -31,6 +34,12 @@ class Settings:
             object.__setattr__(self, name, checks.seconds(name, getattr(self, name), LaunchError))
         restarts = checks.whole_number("max_restarts", self.max_restarts, LaunchError, least=0)
         object.__setattr__(self, "max_restarts", restarts)
+        object.__setattr__(self, "spares", checks.whole_number("spares", self.spares, LaunchError, least=0))
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether the job goes on without lost processes."""
+        return self.on_loss == "continue"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +57,33 @@ class Tick:
     at: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The job goes on with the processes that have these numbers."""
+
+    at: float
+    generation: int
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fenced:
+    """The job has lost a process, which may still be there."""
+
+    at: float
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnded:
+    """No world follows: the job is over, or its host is gone."""
+
+    at: float
+    why: str
+
+
 # An `End` as an event: a process and all that it had started are gone.
-Event = End | Asked | Tick
+Event = End | Asked | Tick | World | Fenced | JobEnded
 
 
 @dataclass(frozen=True)
@@ -61,6 +95,13 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Again:
+    """Start one process again, in its place."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
 class Send:
     """Send a signal to these processes."""
 
@@ -69,7 +110,7 @@ class Send:
 
 
 # An `Attempt` as a command: report it. A text: tell it to the user.
-Command = Start | Send | Attempt | str
+Command = Start | Again | Send | Attempt | str
 Commands = tuple[Command, ...]
 
 
@@ -104,18 +145,22 @@ class State:
     plan: Plan = ()  # signals to send to the running processes: (time, signal), None to give up
     wake_at: float | None = None  # when to start the next attempt, or to try to grow
     regrow_s: float  # how long a smaller attempt runs before it tries to grow
-    restarts: int = 0  # how many were used up
+    restarts: int = 0  # how many were used up, by attempts and by single processes
     quick: int = 0  # attempts in a row that failed soon after their start
     stop: signal.Signals | None = None  # the signal by which the user asked to stop
     asked_at: float = 0.0  # when that last came
     forced: bool = False  # whether the user asked twice
+    world: World | None = None  # the newest of this attempt
+    before: int = 0  # how many of `ends` came before that world, or before the user asked to stop
+    lost: int = 0  # processes that this attempt went on without
+    timers: Mapping[Task, float] = field(default_factory=dict)  # when to kill a lost process, or to start it again
     history: tuple[Attempt, ...] = ()  # attempts that are over
     exit_code: int | None = None  # the launcher's, once it is done
 
     @property
     def due(self) -> float | None:
         """Returns the time when the next `Tick` is needed; None if not before another event."""
-        times = [self.plan[0][0]] if self.plan else []
+        times = [*self.timers.values(), *(at for at, _ in self.plan[:1])]
         if self.wake_at is not None:
             times.append(self.wake_at)
         return min(times, default=None)

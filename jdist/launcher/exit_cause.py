@@ -82,6 +82,8 @@ class Attempt:
     ends: tuple[End, ...]  # in order of time
     guilty: End | None  # the end that explains the others; None if nothing failed
     outcome: str  # "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more)
+    lost: int = 0  # processes without which the others went on
+    worlds: int = 0  # in which they did
 
 
 class Kind(enum.IntEnum):
@@ -259,7 +261,7 @@ def _blame(attempt: Attempt, end: End, stderr: str) -> tuple[Task, str]:
 
 def summary(history: Sequence[Attempt], causes: Mapping[int, str]) -> str:
     """Reports each attempt in a line, with its cause if it failed, and a crash loop; "" after one attempt."""
-    if len(history) == 1:  # its failure has been reported
+    if len(history) == 1 and not history[0].lost:  # its failure has been reported
         return ""
     return "\n".join([*(_line(attempt, causes) for attempt in history), *_crash_loop(history, causes)])
 
@@ -285,7 +287,8 @@ def _crash_loop(history: Sequence[Attempt], causes: Mapping[int, str]) -> list[s
 
 def _line(attempt: Attempt, causes: Mapping[int, str]) -> str:
     processes = f"{attempt.size} process{'es' if attempt.size > 1 else ''}"
-    head = f"attempt {attempt.number}: {processes}, {attempt.duration_s:.1f} s: "
+    worlds = f", {attempt.lost} lost, {attempt.worlds} worlds" if attempt.lost else ""
+    head = f"attempt {attempt.number}: {processes}, {attempt.duration_s:.1f} s{worlds}: "
     if attempt.guilty is None:
         meaning = {"grown": "stopped, to go on with more", "stopped": "stopped as asked"}
         return head + meaning.get(attempt.outcome, attempt.outcome)

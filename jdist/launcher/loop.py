@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import secrets
 import select
 import selectors
@@ -17,21 +18,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jdist.cluster.environment import RECORD_FOLDER, TOKEN
+from jdist.cluster.environment import NUMBER, RECORD_FOLDER, TOKEN, WORLDS, text
 from jdist.cluster.exit_status import PEER_LOST
 from jdist.launcher.environment import child_environment
-from jdist.launcher.events import Asked, Command, Event, Phase, Send, Settings, Start, State, Tick
+from jdist.launcher.events import (
+    Again,
+    Asked,
+    Command,
+    Event,
+    Fenced,
+    JobEnded,
+    Phase,
+    Send,
+    Settings,
+    Start,
+    State,
+    Tick,
+    World,
+)
 from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary, verdict
 from jdist.launcher.output import Console, LogFile, prefix
 from jdist.launcher.process import Host, Process, Stream
 from jdist.launcher.record import Record
-from jdist.launcher.supervisor import Restarts, begin, step
+from jdist.launcher.restarts import Restarts
+from jdist.launcher.supervisor import begin, step
+from jdist.launcher.worlds import WorldsHost, is_reachable
 from jdist.support.xla import COMPILED_VARIABLE
 
 _ROOM_POLL_S = 0.05
 _CONSOLE_S = 30.0  # after which a terminal that stands still at the end is given up; the logs have the rest
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CANNOT_BE_STARTED = 126
+_JOINED = range(1_000, 1_000_000)  # numbers of processes that join another launch's job: above those of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +96,11 @@ class Launcher:
         self._reading: dict[int, tuple[Process, Stream]] = {}
         self._paused = False
         self._servers = Restarts(servers, seed=settings.seed)
+        self._worlds: WorldsHost | None = None
+        self._worlds_at, self._first_number = (
+            settings.join,
+            random.SystemRandom().choice(_JOINED) if settings.join else 0,
+        )
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
         self._signals = self._others = -1
@@ -126,6 +149,7 @@ class Launcher:
                     process.transport.control.close()  # all guards at once, before any is waited for
                 for process in self._processes.values():
                     process.abandon()
+                self._close_worlds()
         return state
 
     def _say(self, text: str) -> None:
@@ -143,6 +167,8 @@ class Launcher:
         for key, _ in self._selector.select(timeout):
             if key.data == "signals":
                 self._hear(os.read(self._signals, 64))
+            elif key.data == "worlds":
+                self._hear_worlds()
             elif isinstance(key.data, Process):
                 if key.data.transport.is_gone():
                     self._gone(key.data)
@@ -176,7 +202,42 @@ class Launcher:
                 with contextlib.suppress(OSError):  # full
                     os.write(self._others, bytes([number]))
 
+    def _hear_worlds(self) -> None:
+        """Takes in the news of the job's worlds."""
+        if self._worlds is None or self._worlds.pipe not in self._selector.get_map():
+            return
+        events, may_follow = self._worlds.read()
+        for event in events:
+            if isinstance(event, World):
+                numbers = sorted(event.numbers)
+                self._record.add("world", attempt=self._attempt, generation=event.generation, numbers=numbers)
+            elif isinstance(event, Fenced):
+                self._record.add("lost", attempt=self._attempt, number=event.number)
+        self._events.extend(events)
+        if not may_follow:
+            self._selector.unregister(self._worlds.pipe)
+
+    def _open_worlds(self) -> None:
+        """Starts the host of an attempt's worlds."""
+        if not self._settings.goes_on or self._settings.join is not None:
+            return
+        log = self._log_dir / f"attempt_{self._attempt}" / "host.log"
+        self._worlds = WorldsHost(self._settings, self._host.address, self._environ, log)
+        self._worlds_at = self._worlds.address(self._is_asked)
+        self._selector.register(self._worlds.pipe, selectors.EVENT_READ, "worlds")
+        token = f"with the same {TOKEN}" if text(os.environ, TOKEN) else f"if this launch is given a {TOKEN}"
+        self._say(f"other launches may join by --join {self._worlds_at}, {token}")
+
+    def _close_worlds(self) -> None:
+        """Ends the host of an attempt's worlds."""
+        if self._worlds is not None:
+            if self._worlds.pipe in self._selector.get_map():
+                self._selector.unregister(self._worlds.pipe)
+            self._worlds.close()
+            self._worlds = None
+
     def _gone(self, process: Process) -> None:
+        self._hear_worlds()  # it ended after them
         self._selector.unregister(process.transport.control)
         for stream in process.streams:
             self._stop_reading(stream.pipe)
@@ -187,6 +248,8 @@ class Launcher:
         if process.log.problem is not None:
             self._say(f"the log {process.log.path} is not whole: {process.log.problem}")
         end = End(at=at, task=process.task, code=code)
+        if (host := self._settings.join) is not None and code == PEER_LOST and not is_reachable(host):
+            self._events.append(JobEnded(at=at, why=f"its host at {host} has ended"))
         if not process.task.serves:
             self._events.append(end)
         elif text := self._servers.ended(process.task, code, time.monotonic()):
@@ -197,13 +260,21 @@ class Launcher:
         for command in commands:
             if isinstance(command, Start):
                 self._start(command)
+            elif isinstance(command, Again):
+                try:
+                    self._spawn(command.task, self._line)
+                except OSError as exc:
+                    self._say(f"{command.task} cannot be started: {exc}")
+                    self._events.append(End(at=time.monotonic(), task=command.task, code=_CANNOT_BE_STARTED))
             elif isinstance(command, Send):
                 for task in command.tasks & self._processes.keys():
                     self._processes[task].transport.send(command.signal)
             elif isinstance(command, str):
                 self._say(command)
-            elif command.guilty is not None:
-                self._report(command)
+            else:
+                self._close_worlds()
+                if command.guilty is not None:
+                    self._report(command)
 
     def _start(self, command: Start) -> None:
         self._stderr.clear()
@@ -211,6 +282,7 @@ class Launcher:
         self._record.add("attempt", attempt=command.attempt, processes=len(command.tasks))
         try:
             self._choose_ports(command.tasks)
+            self._open_worlds()
             self._servers.attempt()
             self._start_servers()
             for task in command.tasks:
@@ -249,6 +321,8 @@ class Launcher:
         log = self._log_path(task, attempt)
         environ = {RECORD_FOLDER: str(log.parent.absolute()), **self._environ}
         environ = child_environment(environ, task, self._cluster, attempt=attempt, devices_per_process=self._devices)
+        if self._worlds_at is not None:
+            environ |= {WORLDS: self._worlds_at, NUMBER: str(self._first_number + task.index)}
         transport = self._host.start(task, line, environ)
         process = Process(task, transport, log=LogFile(log), prefixes=self._prefixes[task], console=self._console)
         self._processes[task] = process
@@ -291,7 +365,7 @@ class Launcher:
 
 def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
     """Makes the prefixes of each process's lines on standard output and on standard error."""
-    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
+    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest + settings.spares)]
     if settings.evaluator:
         tasks.append(Task(EVALUATOR, 0))
     return {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from jdist.cluster.address import join
 from jdist.launcher.environment import free_ports
 from jdist.launcher.exit_cause import Task
 from jdist.launcher.output import Console, Lines, LogFile
@@ -200,9 +201,12 @@ class Process:
 class Host:
     """Places the processes of each attempt, and starts them: on this machine."""
 
+    def __init__(self, address: str = "127.0.0.1"):
+        self.address = address  # at which the processes are reached
+
     def place(self, tasks: Sequence[Task], is_asked: Callable[[], bool]) -> list[str]:
         """Finds an address for each process of an attempt, unless the user has asked to stop; the next ports are free."""
-        return [f"127.0.0.1:{port}" for port in free_ports(len(tasks))]
+        return [join(self.address, port) for port in free_ports(len(tasks))]
 
     def start(self, task: Task, line: Sequence[str], environ: Mapping[str, str]) -> Transport:
         """Starts a process in its place."""

@@ -7,9 +7,12 @@ Each line is a JSON object with the time in seconds since 1970:
     {"at": ..., "event": "process", "attempt": 0, "process": "0"}
     {"at": ..., "event": "end", "attempt": 0, "process": "0", "code": -9}
     {"at": ..., "event": "signal", "signal": "SIGTERM"}
+    {"at": ..., "event": "world", "attempt": 0, "generation": 1, "numbers": [0, 1, 3]}
+    {"at": ..., "event": "lost", "attempt": 0, "number": 2}
     {"at": ..., "event": "done", "code": 0}
 
-A code below 0 is minus the number of the signal that ended the process. A line is whole once it is written, so a launcher that
+A code below 0 is minus the number of the signal that ended the process. A process that begins twice in an attempt was
+replaced. A line is whole once it is written, so a launcher that
 is killed leaves what happened before.
 """
 

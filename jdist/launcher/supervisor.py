@@ -6,19 +6,34 @@
        ├── the user asks ──> STOPPING ──> DONE
        └── fewer than the largest number, for `regrow_s` ──> REGROWING ── all gone ──> RUNNING (attempt + 1, largest)
 
+A job that goes on without lost processes stays RUNNING as long as a member of its newest world does: a lost process is killed
+if it is still there, and started again, each time later. Before the first world, and after the last one, the above applies.
+
 Processes that are to end get a `plan`: signals with their times, and when to give up. Nothing here reads a clock: each
-event has its time. `Restarts` decides the same for a parameter server's servers, one by one.
+event has its time.
 """
 
 from __future__ import annotations
 
-import random
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 
 from jdist.cluster.exit_status import FAILED, FINISHED, PEER_LOST
-from jdist.launcher.events import Asked, Commands, Event, Phase, Plan, Send, Settings, Start, State
+from jdist.launcher.events import (
+    Again,
+    Asked,
+    Commands,
+    Event,
+    Fenced,
+    JobEnded,
+    Phase,
+    Plan,
+    Send,
+    Settings,
+    Start,
+    State,
+    World,
+)
 from jdist.launcher.exit_cause import (
     CHIEF,
     EVALUATOR,
@@ -35,11 +50,12 @@ from jdist.launcher.exit_cause import (
     kind,
     restart_may_help,
 )
+from jdist.launcher.restarts import backoff_s
 
-LONGEST_BACKOFF_S = 60.0
 # A second signal this soon is the first: a terminal and a scheduler may both send it.
 SAME_SIGNAL_S = 1.0
 NOTICE_S = 5.0  # from the first to the last process that leaves because a peer is lost
+LINGER_S = 1.0  # from the news that a process is lost to its end, unless it stands still
 
 
 def begin(settings: Settings, now: float) -> tuple[State, Commands]:
@@ -53,20 +69,27 @@ def step(state: State, event: Event) -> tuple[State, Commands]:
         return state, ()
     if isinstance(event, End):
         return _ended(state, event)
+    if isinstance(event, World):
+        return _enter(state, event)
+    if isinstance(event, Fenced):
+        task = Task(WORKER, event.number)
+        fenced = {task: event.at + LINGER_S} if task in state.running else {}
+        return replace(state, timers={**state.timers, **fenced}), ()
+    if isinstance(event, JobEnded):
+        if state.phase is not Phase.RUNNING:
+            return state, ()
+        state, commands = _finish(state, event.at, event.why and f"the job has ended: {event.why}")
+        if state.running:
+            return state, commands
+        state, more = _over(state, event.at)
+        return state, commands + more
     return _asked(state, event) if isinstance(event, Asked) else _tick(state, event.at)
-
-
-def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
-    """Computes the wait in seconds after `quick` attempts in a row that failed early."""
-    # They are 1, 2, 4 ... 60, each less a random part of up to a half, so that launchers that
-    # failed together, each with its own `seed`, do not restart together.
-    longest = min(LONGEST_BACKOFF_S, 2.0 ** min(max(quick - 1, 0), 10))
-    return longest * random.Random(f"{seed} {attempt}").uniform(0.5, 1.0)
 
 
 def _start(state: State, now: float) -> tuple[State, Commands]:
     settings = state.settings
-    tasks = tuple(Task(CHIEF if settings.chief else WORKER, index) for index in range(state.size))
+    count = state.size + settings.spares
+    tasks = tuple(Task(CHIEF if settings.chief else WORKER, index) for index in range(count))
     if settings.evaluator:
         tasks += (Task(EVALUATOR, 0),)
     state = replace(
@@ -78,6 +101,10 @@ def _start(state: State, now: float) -> tuple[State, Commands]:
         ends=(),
         sent={},
         plan=(),
+        world=None,
+        before=0,
+        lost=0,
+        timers={},
         wake_at=now + state.regrow_s if state.size < settings.largest else None,
     )
     return state, (Start(state.attempt, tasks),)
@@ -87,25 +114,86 @@ def _ended(state: State, end: End) -> tuple[State, Commands]:
     if end.task not in state.running:
         return state, ()
     end = replace(end, sent=state.sent.get(end.task))
-    state = replace(state, running=state.running - {end.task}, ends=(*state.ends, end))
+    state = replace(
+        state,
+        running=state.running - {end.task},
+        ends=(*state.ends, end),
+        timers={task: at for task, at in state.timers.items() if task != end.task},
+    )
     commands: Commands = ()
     if kind(end) != Kind.WELL:
         if end.task.type == EVALUATOR:
             if state.phase in (Phase.RUNNING, Phase.FINISHING):
                 commands = (f"{end.task} {describe(end)}; the job goes on without it",)
-        else:
+        elif state.phase is Phase.RUNNING and (state.settings.join or (state.world and _goes_on(state))):
+            state, commands = _replace_lost(state, end)
+        elif end in _counted(state):
             state, commands = _fail(state, end)
-    if not state.running:
+    if not state.running and not (state.phase is Phase.RUNNING and _goes_on(state)):
         state, more = _over(state, end.at)
         return state, commands + more
-    if state.phase is Phase.RUNNING and all(task.type == EVALUATOR for task in state.running):
-        plan = _plan(end.at + state.settings.stop_timeout_s, state.settings.grace_s, signal.SIGTERM, signal.SIGKILL)
-        state = replace(state, phase=Phase.FINISHING, plan=plan, wake_at=None)
-        text = (
-            f"the job has ended; the evaluator has {state.settings.stop_timeout_s:g} s to come to its last checkpoint"
-        )
-        commands = (*commands, text)
+    if state.phase is Phase.RUNNING and not _goes_on(state):
+        wait_s, is_alone = state.settings.stop_timeout_s, all(task.type == EVALUATOR for task in state.running)
+        text = f"the job has ended; the evaluator has {wait_s:g} s to come to its last checkpoint"
+        state, more = _finish(state, end.at, text if is_alone else "")
+        commands += more
     return state, commands
+
+
+def _goes_on(state: State) -> bool:
+    """Returns whether processes of the job go on, here or from another launch."""
+    settings, here = state.settings, {task.index for task in state.running if task.type != EVALUATOR}
+    if settings.join:
+        return bool(here or state.timers)
+    if state.world is None:
+        return bool(here)
+    alive = state.world.numbers - {end.task.index for end in state.ends[state.before :] if end.task.type == WORKER}
+    return any(number in here or number >= settings.largest + settings.spares for number in alive)
+
+
+def _counted(state: State) -> tuple[End, ...]:
+    """Returns the ends that say how the job ended: of all, or of the members of the newest world."""
+    ends = tuple(end for end in state.ends[state.before :] if end.task.type != EVALUATOR)
+    if state.settings.join:
+        last = {end.task: end for end in ends}.values()
+        is_well = any(end.code == FINISHED for end in last)  # then the others waited at the end of the job
+        return tuple(end for end in last if not (is_well and end.code == PEER_LOST))
+    if state.world is None:
+        return ends
+    members = [end for end in reversed(ends) if end.task.index in state.world.numbers]
+    return tuple({end.task: end for end in members}.values())  # the first of each
+
+
+def _enter(state: State, world: World) -> tuple[State, Commands]:
+    is_first = state.world is None
+    state = replace(state, world=world, before=len(state.ends))
+    if is_first:
+        return state, ()
+    return state, (f"world {world.generation}: processes {', '.join(map(str, sorted(world.numbers)))} go on",)
+
+
+def _replace_lost(state: State, end: End) -> tuple[State, Commands]:
+    """Goes on without a process, and plans to start it again."""
+    settings, text = state.settings, f"{end.task} {describe(end)}; the others go on"
+    state = replace(state, lost=state.lost + 1)
+    if kind(end) == Kind.LEFT:
+        return state, (text,)
+    if not restart_may_help(end):
+        return state, (f"{text}; starting it again would not help",)
+    if state.restarts + len(state.timers.keys() - state.running) >= settings.max_restarts:
+        return state, (f"{text}; it is not started again: max_restarts is {settings.max_restarts}",)
+    quick = sum(each.task == end.task and end.at - each.at < QUICK_S for each in state.ends)
+    wait_s = backoff_s(quick, seed=settings.seed, attempt=len(state.ends))
+    state = replace(state, timers={**state.timers, end.task: end.at + wait_s})
+    return state, (f"{text}; started again in {wait_s:.1f} s",)
+
+
+def _finish(state: State, now: float, text: str) -> tuple[State, Commands]:
+    """Plans the end of what is left after the job: the evaluator, and processes that stood ready."""
+    settings, has_evaluator = state.settings, Task(EVALUATOR, 0) in state.running
+    first = now + (settings.stop_timeout_s if has_evaluator else settings.grace_s)
+    plan = _plan(first, settings.grace_s, signal.SIGTERM, signal.SIGKILL)
+    return replace(state, phase=Phase.FINISHING, plan=plan, wake_at=None, timers={}), (text,) if text else ()
 
 
 def _fail(state: State, end: End) -> tuple[State, Commands]:
@@ -156,11 +244,13 @@ def _asked(state: State, event: Asked) -> tuple[State, Commands]:
         state, sent = _send(replace(state, phase=phase, stop=event.signal), unasked, event.signal)
         return state, (f"{name}: no further attempt", *sent)
     plan = _plan(event.at + settings.stop_timeout_s, settings.grace_s, signal.SIGKILL)
-    state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None)
+    state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None, before=len(state.ends))
     # The evaluator may have been told to finish: a second signal would cut a save short.
     state, sent = _send(state, state.running - state.sent.keys(), event.signal)
     name += " passed on" if sent else ""
     text = f"{name}; all have {settings.stop_timeout_s:g} s to save and leave, a second signal kills them"
+    if not state.running:  # lost ones were to be started again
+        return _over(state, event.at)
     return state, (text, *sent)
 
 
@@ -175,6 +265,9 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
         )
         return state, (f"asking all to save and leave, to go on with {largest} processes", *sent)
     commands: Commands = ()
+    for task in [task for task, at in state.timers.items() if now >= at]:
+        state, more = _on_timer(state, task)
+        commands += more
     while state.plan and now >= state.plan[0][0]:
         number = state.plan[0][1]
         state = replace(state, plan=state.plan[1:])
@@ -190,6 +283,19 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
     return state, commands
 
 
+def _on_timer(state: State, task: Task) -> tuple[State, Commands]:
+    """Kills a lost process that is still there, or starts one again that is not."""
+    state = replace(state, timers={other: at for other, at in state.timers.items() if other != task})
+    if task in state.running:
+        state, sent = _send(state, frozenset({task}), signal.SIGKILL)
+        return state, (f"{task} stands still, and the others go on without it; sending SIGKILL", *sent)
+    if state.phase is not Phase.RUNNING:
+        return state, ()
+    sent = {other: number for other, number in state.sent.items() if other != task}
+    state = replace(state, running=state.running | {task}, sent=sent, restarts=state.restarts + 1)
+    return state, (Again(task),)
+
+
 def _give_up(state: State, now: float) -> tuple[State, Commands]:
     """Gives up after SIGKILL: the system holds the processes, and nothing can be started next to them."""
     held = state.running
@@ -202,8 +308,9 @@ def _give_up(state: State, now: float) -> tuple[State, Commands]:
 
 def _over(state: State, now: float) -> tuple[State, Commands]:
     """Decides what follows once all processes of an attempt are gone."""
-    cause = find_guilty(end for end in state.ends if end.task.type != EVALUATOR)
-    finished = all(end.code == FINISHED for end in state.ends if end.task.type != EVALUATOR)
+    counted = _counted(state)
+    cause = find_guilty(counted)
+    finished = all(end.code == FINISHED for end in counted)
     if state.stop is not None and (state.forced or (cause and kind(cause) == Kind.LEFT)):
         cause = None
     if cause is None and state.stop is None and state.phase is Phase.REGROWING and not finished:
@@ -212,8 +319,9 @@ def _over(state: State, now: float) -> tuple[State, Commands]:
         return state, (record, *start)
     if cause is None:
         if finished and not state.forced:
-            cause = find_guilty(state.ends)  # the evaluator's, which no restart of the workers would mend
-        whole = finished and all(end.code == FINISHED for end in state.ends)
+            # The evaluator's, which no restart of the workers would mend.
+            cause = find_guilty(end for end in state.ends if end.task.type == EVALUATOR)
+        whole = finished and all(end.code == FINISHED for end in state.ends if end.task.type == EVALUATOR)
         code = 128 + state.stop if state.stop and (state.forced or not whole) else FINISHED
         code = exit_code(cause) if cause else code
         state, record = _record(state, now, cause, "failed" if cause else "stopped" if code else "finished")
@@ -222,6 +330,7 @@ def _over(state: State, now: float) -> tuple[State, Commands]:
     trial = state.grown and record.duration_s < state.regrow_s  # growing failed: it uses up no restart
     if (
         state.stop is not None
+        or state.settings.join
         or not restart_may_help(cause)
         or (state.restarts == state.settings.max_restarts and not trial)
     ):
@@ -232,6 +341,7 @@ def _over(state: State, now: float) -> tuple[State, Commands]:
 def _restart(state: State, now: float, record: Attempt, *, trial: bool) -> tuple[State, Commands]:
     settings = state.settings
     fewer = max(count_lost(end for end in state.ends if end.task.type != EVALUATOR), trial)
+    fewer = 0 if settings.goes_on else fewer
     quick = state.quick + 1 if record.duration_s < QUICK_S else 1
     wait_s = backoff_s(quick, seed=settings.seed, attempt=state.attempt)
     state = replace(
@@ -257,8 +367,10 @@ def _record(state: State, now: float, cause: End | None, outcome: str) -> tuple[
         ends=tuple(sorted(state.ends, key=lambda end: end.at)),
         guilty=cause,
         outcome=outcome,
+        lost=state.lost,
+        worlds=0 if state.world is None else state.world.generation + 1,
     )
-    return replace(state, history=(*state.history, attempt), plan=(), wake_at=None), attempt
+    return replace(state, timers={}, history=(*state.history, attempt), plan=(), wake_at=None), attempt
 
 
 def _send(state: State, tasks: frozenset[Task], number: signal.Signals) -> tuple[State, Commands]:
@@ -274,46 +386,3 @@ def _plan(at: float, grace_s: float, *signals: signal.Signals) -> Plan:
 
 def _names(tasks: frozenset[Task]) -> str:
     return ", ".join(map(str, sorted(tasks)))
-
-
-class Restarts:
-    """The servers of a parameter server; each is restarted alone, later each time."""
-
-    def __init__(self, tasks: Sequence[Task], *, seed: int):
-        self.tasks, self._seed = tuple(tasks), seed
-        self._started: dict[Task, float] = {}
-        self._due: dict[Task, float] = dict.fromkeys(tasks, 0.0)
-        self._quick = dict.fromkeys(tasks, 0)
-        self._count = 0
-
-    @property
-    def next_at(self) -> float | None:
-        """Returns the time when the next server is due, or None."""
-        return min(self._due.values(), default=None)
-
-    def due(self, now: float) -> list[Task]:
-        """Returns the servers to start now, which then count as running."""
-        tasks = sorted(task for task, at in self._due.items() if at <= now)
-        for task in tasks:
-            del self._due[task]
-            self._started[task] = now
-        return tasks
-
-    def attempt(self) -> None:
-        """Makes all servers due that do not run, as another attempt of the job begins."""
-        self._due |= {task: 0.0 for task in self.tasks if task not in self._started}
-
-    def ended(self, task: Task, code: int, now: float) -> str:
-        """Handles a server's end: schedules a restart if that may help; returns a line to print."""
-        # The line is "" if the coordinator has ended the server.
-        quick = now - self._started.pop(task) < QUICK_S
-        end = End(task=task, code=code, at=now)
-        if code == FINISHED:
-            return ""
-        if not restart_may_help(end):
-            return f"{task} {describe(end)}; starting it again would not help"
-        self._count += 1
-        self._quick[task] = self._quick[task] + 1 if quick else 1
-        wait_s = backoff_s(self._quick[task], seed=self._seed, attempt=self._count)
-        self._due[task] = now + wait_s
-        return f"{task} {describe(end)}; started again in {wait_s:.1f} s, the others go on"

@@ -60,7 +60,13 @@ class Costs:
         self._to_epoch_s = time.time() - time.monotonic()
         self._earlier = Earlier([], step=0, at=begun)
         self._consumed: PyTree = None
+        strategy.cluster.follow(self, Costs._renew)
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
+
+    def _renew(self) -> None:
+        """Lets go of the newest step, which was of another world."""
+        if self._watch is not None:
+            self._watch.add(None)
 
     def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None, trains: bool = True) -> None:
         """Begins with a step, where an earlier attempt may have left off."""

@@ -25,6 +25,7 @@ from jdist.loop.report.history import History
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
+from jdist.loop.train import train
 from jdist.metrics import Metric
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
@@ -173,7 +174,7 @@ def fit(
     cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
     with preemption(cluster, second="raise") as stop:
         try:
-            run.train(state, stop=stop, verify=verify, depth=3)
+            train(run, state, stop=stop, verify=verify, depth=3)
         except Exception as exc:
             if run.first is not None:
                 exc.add_note(

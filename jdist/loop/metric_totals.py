@@ -110,6 +110,8 @@ class MetricTotals:
 
     def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
         """Restores what `notes` saved."""
+        self._waiting.clear()
+        self._epochs.clear()
         is_one = cluster is None or cluster.is_chief  # the processes add up their sums
         for epoch, note in notes.items():
             totals = self._epochs[int(epoch)] = _Totals()

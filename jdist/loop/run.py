@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
 
-from jdist.callbacks.callback import Callback, Event, Keeps, Moment, Resume, Return, Stop
+from jdist.callbacks.callback import Callback, Event, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
-from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
 from jdist.loop.costs import Costs, ideal_step_s
 from jdist.loop.data import Feed
 from jdist.loop.evaluate import Evaluation
-from jdist.loop.memory import naming_leaves, raise_out_of_memory
+from jdist.loop.memory import raise_out_of_memory
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.report.history import History
 from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, row_from_plain, to_plain
 from jdist.loop.report.progress import Meter
-from jdist.loop.report.times import Outcome
-from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
+from jdist.loop.steps import keeps_by_name
 from jdist.step.base import Distributed
-from jdist.step.options import Verify
+from jdist.support.arrays import to_host
 from jdist.support.xla import COMPILED, compiled_in
 from jdist.typing import PyTree
+
+
+class Snapshot(NamedTuple):
+    """A run after a step, on the host."""
+
+    step: int  # -1: not begun
+    trees: Mapping[str, PyTree]  # the state, and what callbacks keep
+    data: Mapping[str, Any] | None = None  # the position
+    notes: Mapping[str, Any] | None = None  # of the run, as a checkpoint has them; None: not begun
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,116 +72,102 @@ class Run:
         self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = options.non_finite == "skip" or options.loss_scaling is not None
         self._totals = MetricTotals(self.metrics, steps_per_call=self._per_call, skips=skips)
-        self._kept = _keeps_by_name(self.callbacks)
+        self.after_step: Callable[[], object] = lambda: None  # called where the run goes on after a step
+        self.kept = keeps_by_name(self.callbacks)
         self._folder = next((each.folder for each in self.callbacks if each.folder is not None), None)
-        self._functions: dict[Event, list[Any]] = {
-            event: [f for c in self.callbacks if (f := getattr(c, f"on_{event}")) is not None]
-            for event in get_args(Event)
-        }
+        events: tuple[Event, ...] = get_args(Event)
+        self._functions = {e: [f for c in self.callbacks if (f := getattr(c, f"on_{e}")) is not None] for e in events}
+        self.stop: Preemption  # `train` sets it, and the next
+        self.costs: Costs
         self._before = 0  # steps done before the newest call
         self._evaluated: int | None = None
         self._reason: str | None = None
         self._interrupted = False
         self._meter = Meter(step=0, total=None)
 
-    def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
-        """Trains to the end, from a state (consumed) or from an earlier process's checkpoint."""
-        # `depth` counts the calls up to the user's own, for the location of warnings.
-        self._stop = stop
-        with contextlib.ExitStack() as ends:
-            self._costs = Costs(self.strategy, begun=self.begun)
-            ends.callback(self._costs.close)
-            for callback in self.callbacks:
-                if callback.close is not None:
-                    ends.callback(callback.close)
-            if isinstance(self.feed.batches, DistributedDataset):
-                ends.callback(self.feed.batches.close)
-            state = self.train_step.prepare(state, self.feed.batches.element_spec)
-            tell = functools.partial(print, file=sys.stderr) if self.strategy.cluster.is_chief else None
-            self.train_step.verify_next(verify, pads=self.feed.pads, tell=tell)
-            if self.evaluate is not None:
-                evaluated = self.evaluate.step
-                told = self.train_step.options.verify != "off" and self.strategy.cluster.num_processes > 1
-                if told and evaluated.options.verify is None:
-                    tell = None  # the same as of the train step
-                evaluated.verify_next(verify, pads=self.evaluate.feed.pads, tell=tell)
-            self._preflight(state, depth + 1)
-            outcome: Outcome = "failed"
-            try:
-                self._start(state, depth + 1)
-                if self.compilation_cache and isinstance(self._folder, Path):
-                    ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
-                left = 0 if self.steps is None else max(self.steps - self.step, 0)
-                # A pass may have ended in a shorter call, behind which a run goes on as one that was not interrupted does.
-                is_begun = self._resumed_per_call == self._per_call and (self.steps or 0) % self._per_call == 0
-                if left % self._per_call and not is_begun:
-                    raise StepError(
-                        f"{self.length} is {self.steps}, and {left} of these are left: not a multiple of "
-                        f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
-                    )
-                self.first = self.step
-                with naming_leaves(self._live):
-                    self._go_round()
-                outcome = "finished" if self._reason is None else "stopped"
-                if stop.reason is not None:
-                    outcome = "interrupted" if stop.reason == "SIGINT" else "preempted"
-            finally:
-                self._costs.end(outcome, self.step)
+    def start(self, ends: contextlib.ExitStack, depth: int) -> None:
+        """Begins with the state, or where a callback resumes an earlier run."""
+        if self.first is None:  # else in an earlier world, perhaps of another process
+            self._resume(depth + 1)
+        self._begin()
+        if self.compilation_cache and isinstance(self._folder, Path):
+            ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
+        left = 0 if self.steps is None else max(self.steps - self.step, 0)
+        # A pass may have ended in a shorter call, behind which a run goes on as one that was not interrupted does.
+        is_begun = self._resumed_per_call == self._per_call and (self.steps or 0) % self._per_call == 0
+        if left % self._per_call and not is_begun:
+            raise StepError(
+                f"{self.length} is {self.steps}, and {left} of these are left: not a multiple of "
+                f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
+            )
+        self.first = self.step
 
-    def _go_round(self) -> None:
-        """Goes round until the run is over, and ends it."""
+    def go_round(self) -> None:
+        """Goes round until the run is over."""
         while not self._is_over():
             for batch in self._until_stopped():
                 self._call(batch)
                 if self._is_over():
                     break
+                self.after_step()
             else:
                 if not self._is_over():
                     self.feed.end_pass()
                     if self.feed.steps_per_epoch is None:  # each pass is an epoch
                         self._before = self.step  # callbacks are called once for each step
                         self._after_call((self.epoch,))
-        self.history.stopped = self._reason if self._stop.reason is None else f"by {self._stop.reason}"
-        self._end()
+
+    def capture(self) -> Snapshot:
+        """Copies the run to the host."""
+        return Snapshot(self.step, jax.tree.map(to_host, self.live()), self.feed.state(), self._notes())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes on from a copy, in a world of other processes."""
+        self.state, self.step, self._before = snapshot.trees["state"], snapshot.step, snapshot.step
+        if snapshot.notes is None:
+            return
+        for name, keeps in self.kept.items():
+            keeps.put(snapshot.trees[name])
+        self._totals.begin(self.train_step.count_left_out(self.state))
+        self.feed.restore(snapshot.data)
+        self._restore_notes(snapshot.notes, 1)
+        self.history.steps = self.first = self.step
+        self.strategy.cluster.at_step(self.step)
 
     def _until_stopped(self) -> Iterator[PyTree]:
         """Yields the batches of a pass; after a signal to stop, a data error is a warning."""
         try:
-            yield from self._costs.waits(self.feed.one_pass())
+            yield from self.costs.waits(self.feed.one_pass())
         except Exception as exc:
             # A terminal sends Ctrl-C to every process, also to readers of data, which end before
             # this one.
-            if not self._stop.stops_after(self.step):
+            if not self.stop.stops_after(self.step):
                 raise
             # No one needs the batch: said, as it may be another error than that of a process which was told to end.
             warnings.warn(
-                f"the data ended behind {self._stop.reason}: {type(exc).__name__}: {exc}", RuntimeWarning, stacklevel=1
+                f"the data ended behind {self.stop.reason}: {type(exc).__name__}: {exc}", RuntimeWarning, stacklevel=1
             )
 
-    def _preflight(self, state: PyTree, depth: int) -> None:
-        """Checks the run against the traced steps, before anything is compiled."""
-        trained = names_of(self.train_step, state, self.feed, self.metrics, depth=depth + 1)
-        evaluated = frozenset() if self.evaluate is None else self.evaluate.names(state, depth=depth + 1)
-        check_returned(self.metrics, trained, evaluated)
-        check_resumes(self.callbacks, self.feed, depth=depth + 1)
-        check_watched(self.callbacks, trained=trained, evaluated=evaluated, evaluates=self.evaluate is not None)
-
     def _is_over(self) -> bool:
-        return self._reason is not None or self._is_complete() or self._stop.stops_after(self.step)
+        return self.is_complete or self.stop.stops_after(self.step)
 
-    def _is_complete(self) -> bool:
+    @property
+    def was_ended(self) -> bool:
+        """Returns whether a callback has ended the run."""
+        return self._reason is not None
+
+    @property
+    def is_complete(self) -> bool:
         """Returns whether no further pass over the data is wanted."""
+        if self._reason is not None:  # a callback has ended the run
+            return True
         if self.steps is not None:
             return self.step >= self.steps
         if self.feed.steps_per_epoch is not None:
             return self.feed.num_steps is not None and self.step >= self.feed.num_steps
         return self.passes is not None and self.epoch >= self.passes
 
-    def _start(self, state: PyTree, depth: int) -> None:
-        """Begins with a state, or where a callback resumes an earlier run."""
-        self.state = state
-        for keeps in self._kept.values():
-            keeps.begin(state)
+    def _resume(self, depth: int) -> None:
         for function in self._functions["resume"]:
             answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
@@ -193,13 +184,15 @@ class Run:
                 self._restore_notes(answer.notes, depth + 1)
             else:
                 self._act_on("resume", answer)
+
+    def _begin(self) -> None:
+        """Begins to measure, and calls `on_start`."""
         self.history.steps = self.step
         self._totals.begin(self.train_step.count_left_out(self.state))
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
         ideal_s = ideal_step_s(self.train_step, self.state, self.feed.batches.element_spec)
-        trains = self._reason is None and not self._is_complete()
-        self._costs.begin(self.step, self._folder, ideal_step_s=ideal_s, trains=trains)
+        self.costs.begin(self.step, self._folder, ideal_step_s=ideal_s, trains=not self.is_complete)
         self._call_back("start", None)
         self.strategy.cluster.at_step(self.step)
 
@@ -221,9 +214,9 @@ class Run:
             self._evaluated = self.history.rows[-1]["step"]
         self._totals.restore(notes.get("tally", {}), self.strategy.cluster)
 
-    def _live(self) -> dict[str, PyTree]:
+    def live(self) -> dict[str, PyTree]:
         """Collects the trees that the run keeps on the devices, by name."""
-        return {"state": self.state, **{name: keeps.get() for name, keeps in self._kept.items()}}
+        return {"state": self.state, **{name: keeps.get() for name, keeps in self.kept.items()}}
 
     def _notes(self) -> dict[str, Any]:
         self.train_step.wait()  # a step that was not finite is known before anything is written
@@ -242,11 +235,11 @@ class Run:
         try:
             self.state, measured = self.train_step(before, batch)
         except jax.errors.JaxRuntimeError as exc:
-            raise_out_of_memory(exc, {**self._live(), "batch": batch})
+            raise_out_of_memory(exc, {**self.live(), "batch": batch})
             raise
         self._before, self.step = self.step, self.step + count
         self.history.steps = self.step
-        self._costs.called(self.train_step.newest_token, self.step, before if self._donates else None)
+        self.costs.called(self.train_step.newest_token, self.step, before if self._donates else None)
         del before
         ended: Sequence[int] = ()
         per_epoch = self.feed.steps_per_epoch
@@ -260,21 +253,22 @@ class Run:
             self.epoch = self.epoch if per_epoch is None else self.step // per_epoch
         self._after_call(ended)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Evaluates the last state unless that is done, and calls `on_end`."""
-        self._interrupted = self._stop.reason is not None
+        self.history.stopped = self._reason if self.stop.reason is None else f"by {self.stop.reason}"
+        self._interrupted = self.stop.reason is not None
         self.train_step.wait()
         if self.evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
             if (measured := self._evaluate_state()) is None:
-                self._interrupted, self.history.stopped = True, f"by {self._stop.reason}"
+                self._interrupted, self.history.stopped = True, f"by {self.stop.reason}"
             else:
                 self._report(None, [("eval", measured)])
         moment = self._moment("end", None)
         for callback in self.callbacks:
             if callback.on_end is not None:
                 saves = callback.on_save is not None
-                with self._costs.during(CHECKPOINT, self.step) if saves else self._costs.clock.during(OTHER):
+                with self.costs.during(CHECKPOINT, self.step) if saves else self.costs.clock.during(OTHER):
                     self._act_on("end", callback.on_end(moment))
 
     def _after_call(self, ended: Sequence[int]) -> None:
@@ -297,7 +291,7 @@ class Run:
         for event, measured in due:  # whole before anyone sees it, or saves it
             row = self._add_to_row(row, event, measured)
         if row is not None:
-            row.update(self._costs.row(self.step))
+            row.update(self.costs.row(self.step))
         for event, measured in due:
             self._call_back(event, row, measured)
         if self.step > self._before:
@@ -305,7 +299,7 @@ class Run:
         if row is not None:
             self._call_back("row", row)
         if self._functions["save"]:
-            with self._meter.stopped(), self._costs.during(CHECKPOINT, self.step):
+            with self._meter.stopped(), self.costs.during(CHECKPOINT, self.step):
                 self._call_back("save", row)
 
     def _make_step_row(self) -> dict[str, Any]:
@@ -319,8 +313,9 @@ class Run:
         """Evaluates the state; None if all are to stop meanwhile, as a machine that is taken away leaves no time for it."""
         assert self.evaluate is not None
         self.train_step.wait()
-        with self._meter.stopped(), self._costs.during(EVALUATION, self.step):
-            measured = self.evaluate(self.state, functools.partial(self._stop.stops_after, self.step))
+        goes_on = self.strategy.cluster.goes_on  # those that go on bring the evaluation to its end
+        with self._meter.stopped(), self.costs.during(EVALUATION, self.step):
+            measured = self.evaluate(self.state, lambda part: self.stop.stops_after(self.step, part) and not goes_on())
         if measured is not None:
             self._evaluated = self.step
         return measured
@@ -381,19 +376,9 @@ class Run:
             resumes=bool(self._functions["resume"]),
             data=self.feed.state,
             notes=self._notes,
-            kept=self._kept,
+            kept=self.kept,
             folder=self._folder,
             clock=lambda: self._meter.train_s,
             measure=self._totals.newest if measured is None else lambda: measured,
-            spend=self._costs.spent,
+            spend=self.costs.spent,
         )
-
-
-def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
-    keeps: dict[str, Keeps] = {}
-    for callback in callbacks:
-        if callback.keeps is not None:
-            if callback.name in keeps:
-                raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
-            keeps[callback.name] = callback.keeps
-    return keeps

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdist.callbacks.callback import Callback
+from jdist.callbacks.callback import Callback, Keeps
 from jdist.checkpoint import CheckpointWarning
 from jdist.core.remote import RemoteTree
 from jdist.core.strategy import Strategy
@@ -229,3 +229,14 @@ def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
                 return None
             names.update(callback.logs)
     return frozenset(names)
+
+
+def keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
+    """Finds what callbacks keep, by their names."""
+    keeps: dict[str, Keeps] = {}
+    for callback in callbacks:
+        if callback.keeps is not None:
+            if callback.name in keeps:
+                raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
+            keeps[callback.name] = callback.keeps
+    return keeps

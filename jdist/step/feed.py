@@ -34,7 +34,14 @@ def feed_batches(strategy: Strategy, source: Iterable[PyTree], options: FeedOpti
             'replication="per_replica" calls a dataset function for each replica, but `distribute_dataset` takes one source. '
             "Use `strategy.distribute_datasets_from_function(fn, options)`"
         )
-    return distributed_dataset(source, _onto_devices(strategy, options))
+    dataset = distributed_dataset(source, _onto_devices(strategy, options))
+
+    def renew(dataset: DistributedDataset) -> None:
+        ours = dataclasses.replace(options, num_replicas=strategy.num_replicas)
+        dataset.renew(distributed_dataset(source, _onto_devices(strategy, ours)))
+
+    strategy.cluster.follow(dataset, renew)
+    return dataset
 
 
 def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], options: FeedOptions) -> DistributedDataset:
@@ -64,7 +71,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
 
 
 _orders: weakref.WeakKeyDictionary[Strategy, dict[str, bool]] = weakref.WeakKeyDictionary()
-_numbers = itertools.count(1)  # of datasets; all processes make them in the same order
+_numbers: dict[int, itertools.count[int]] = {}  # of datasets, by generation; all processes make them in the same order
 
 
 def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
@@ -72,7 +79,8 @@ def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
     exchanges = strategy.cluster.exchanges
     if share.count == 1 or exchanges is None:
         return None
-    return Peers(exchanges=exchanges, share=share, name=f"dataset {next(_numbers)}")
+    number = next(_numbers.setdefault(strategy.cluster.generation, itertools.count(1)))
+    return Peers(exchanges=exchanges, share=share, name=f"dataset {number}")
 
 
 def _onto_devices(strategy: Strategy, options: FeedOptions) -> FeedOptions:

@@ -147,6 +147,11 @@ class Window:
         self._tokens = collections.deque(each for each in self._tokens if each[0] is not lineage)
         lineage.unread = None
 
+    def forget(self) -> None:
+        """Forgets all calls, as their devices are gone."""
+        self._tokens.clear()
+        self._parked, self.lineage = [], Lineage()
+
 
 class NewestState:
     """The state that a step's newest call made."""

@@ -69,6 +69,15 @@ class DistributedStep(TracedStep):
         self._is_alone = strategy.cluster.is_alone and not failpoints.armed()
         self._agreed = set[Call]()  # calls with a program that the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
+        strategy.cluster.follow(self, DistributedStep._renew)
+
+    def _renew(self) -> None:
+        """Forgets programs, arrays and the newest state, which were of another world."""
+        self._window.forget()
+        verification, verifier = self.verification, self.verifier
+        DistributedStep.__init__(self, self.strategy, self.__wrapped__, self.options, self.backend)
+        self.verification, self.verifier = verification, verifier
+        self._verify = "off" if verification is not None else self._verify
 
     @property
     def last_state(self) -> PyTree:

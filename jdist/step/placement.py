@@ -61,6 +61,14 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
     return created.state(existing, jax.jit(created.compute, out_shardings=shardings)(created.inputs))
 
 
+def renew(strategy: Strategy, other: Strategy) -> None:
+    """Gives a strategy the devices of another, in a world of other processes; steps and datasets under it follow."""
+    cluster = strategy.cluster
+    vars(strategy).clear()
+    vars(strategy).update(vars(other) | {"cluster": cluster})
+    _checks.pop(strategy, None)
+
+
 def create(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> CreatedState:
     """Traces a function that makes a state."""
     if not callable(fn):

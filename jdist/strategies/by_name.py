@@ -14,7 +14,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.default import default
-from jdist.strategies.multi_worker import multi_worker
+from jdist.strategies.multi_worker import OnLoss, multi_worker
 from jdist.strategies.over_devices import central_storage, mirrored, one_device, sharded, tpu
 from jdist.strategies.parameter_server import PsKeywords, parameter_server
 from jdist.support import checks
@@ -45,6 +45,7 @@ class StrategyKeywords(PsKeywords, total=False):
     name: str | None
     communication: CommunicationOptions | Mapping[str, Any] | None
     shard: Shard | Mapping[str, Any] | None
+    on_loss: OnLoss
     within: int | None
     whole_below: int
     most_whole: float

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -16,18 +16,21 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.worlds import elastic
 from jdist.core.operations import Shard
 from jdist.core.replica_mesh import Device, Transform
 from jdist.core.strategy import Strategy
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
+from jdist.step import placement
 from jdist.strategies import absent_plugins
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import topology_devices
 from jdist.support import checks
 from jdist.support.tracebacks import without_own_frames
 
+OnLoss = Literal["stop", "continue"]
 TRANSFORMS = ("shard_map", "jit")
 
 
@@ -41,6 +44,7 @@ def multi_worker(
     axis: str = "replica",
     topology: str | None = None,
     shard: Shard | Mapping[str, Any] | None = None,
+    on_loss: OnLoss = "stop",
 ) -> Strategy:
     """Runs a step on every device of every process: each device holds the whole state and computes on its slice.
 
@@ -60,6 +64,8 @@ def multi_worker(
         topology: hosts that are not here, such as "h100:4x8" for four with eight GPUs each, instead of `cluster`: a step
             can then be lowered and compiled, not run.
         shard: keeps the state, or the optimiser's, in parts, as in `mirrored`.
+        on_loss: what the others do when a process is lost: "stop", or "continue" without it under `jdist launch --on-loss
+            continue`. Then the strategy's devices change with the processes, and `jdist.fit` goes on by itself.
 
     Returns:
         A Strategy with one replica a device, those of process 0 first.
@@ -76,6 +82,7 @@ def multi_worker(
         1
     """
     _check_transform(transform)
+    checks.choice("on_loss", on_loss, get_args(OnLoss), StrategyError)
     options = _communication(communication)
     made = functools.partial(
         multi_worker_on, communication=options, transform=transform, all_reduce=all_reduce, axis=axis, shard=shard
@@ -92,18 +99,28 @@ def multi_worker(
         )
     if spec.task_type == "evaluator":  # it takes no part in the job: it has its own devices and waits for nobody
         joined = runtime.alone()
+    elif on_loss == "continue" and spec.num_processes > 1:
+        _check_can_continue(shard, all_reduce)
+        joined = elastic.join_job(spec, options.timeouts, os.environ)
     else:
         joined = runtime.start(spec, **options.timeouts)
     with joined.blocked():  # each process tells the others of its devices
         devices = jax.devices()
     check_devices(devices)
+    if on_loss == "continue" and devices[0].platform != "cpu":
+        raise StrategyError(
+            f'`on_loss` is "continue", and the devices are of the platform {devices[0].platform!r}: jdist moves processes from '
+            "world to world on CPUs alone so far. Leave it out; `jdist launch --max-restarts` starts all again after a loss."
+        )
     failpoints.reached(Point.AFTER_INIT)
     if jax.process_count() != joined.num_processes:
         raise StrategyError(
             f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {joined.num_processes}. On a Cloud "
             "TPU that spans several hosts, start every host's process with the variables in docs/cluster_environments.md."
         )
-    return dataclasses.replace(made(devices), cluster=joined)
+    strategy = dataclasses.replace(made(devices), cluster=joined)
+    joined.follow(strategy, lambda strategy: placement.renew(strategy, made(jax.devices())))
+    return strategy
 
 
 def multi_worker_on(
@@ -130,6 +147,16 @@ def multi_worker_on(
         topology=topology,
         shard=shard,
     )
+
+
+def _check_can_continue(shard: object, all_reduce: object) -> None:
+    """Refuses what would lose a part of the state with a process."""
+    for name, value in (("shard", shard), ("all_reduce", all_reduce)):
+        if value is not None:
+            raise StrategyError(
+                f'`{name}` is {value!r} and `on_loss` is "continue": a process that is lost would take a part of the state '
+                'with it. Leave one of them out; with `on_loss="stop"` the job goes on from its last checkpoint.'
+            )
 
 
 def _check_transform(transform: Transform) -> None:

@@ -162,6 +162,9 @@ class Cluster:
     def blocked(self):
         return contextlib.nullcontext()
 
+    def follow(self, value, renew):
+        pass
+
     def advance(self, steps, result):
         self.steps += steps
 

@@ -38,11 +38,11 @@ def program(folder, body):
 
 
 @contextlib.contextmanager
-def launcher(folder, *options, body, stdout=subprocess.PIPE):
-    """`jdist launch` of a program, in a process and a process group of its own; killed with it at the end."""
+def launcher(folder, *options, body="", line=(), stdout=subprocess.PIPE):
+    """`jdist launch` of a program of `body`, or of a command line, in a process and a process group of its own."""
     command = [sys.executable, "-m", "jdist", "launch", "--log-dir", str(folder / "logs"), *options, "--"]
     with subprocess.Popen(
-        [*command, program(folder, body)],
+        [*command, *(map(str, line) if line else [program(folder, body)])],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         stdout=stdout,

@@ -14,6 +14,8 @@ def test_the_help_says_what_a_user_needs(capsys):
     assert "usage: jdist launch [-h] [OPTIONS] -- COMMAND ..." in text
     for word in ("--processes", "MIN:MAX", "--max-restarts", "--grace-s", "Exit codes", "TF_CONFIG", "--evaluator"):
         assert word in text
+    for word in ("--on-loss {stop,continue}", "--spares", "--join HOST:PORT", "--host ADDRESS"):
+        assert word in text
 
 
 def test_what_follows_the_dashes_is_the_programs(tmp_path, monkeypatch, capfd):
@@ -38,6 +40,8 @@ def test_a_config_is_run(tmp_path, monkeypatch, capfd):
         (["--", "none.py"], "jdist: none.py: no such file"),
         (["--processes", "4:1", "--", "true"], "jdist: `processes` is '4:1'"),
         ([], "nothing to launch"),
+        (["--spares", "1", "--", "true"], "jdist: `spares` is 1 and `on_loss` is 'stop'; it needs on_loss="),
+        (["--join", "nowhere", "--", "true"], "jdist: `join` is 'nowhere'; it must be host:port"),
     ],
 )
 def test_what_is_not_right_leaves_with_2(arguments, message, capsys):

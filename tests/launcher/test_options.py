@@ -1,9 +1,10 @@
+import re
 import sys
 
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.launcher.launch import command_line, parse_processes
+from jdist.launcher.launch import command_line, launch, make_settings, parse_processes
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,42 @@ def test_numbers_of_processes(processes, expected):
 def test_what_is_no_number_of_processes(processes):
     with pytest.raises(LaunchError, match="MIN:MAX"):
         parse_processes(processes)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "expected"),
+    [
+        (4, {}, (4, 4, 0)),
+        (4, {"on_loss": "continue"}, (1, 4, 3)),
+        ("2:8", {"on_loss": "continue", "spares": 1}, (2, 8, 3)),
+        ((4, 4), {"on_loss": "continue"}, (4, 4, 3)),
+    ],
+)
+def test_the_fewest_the_most_and_the_restarts(processes, options, expected):
+    settings = make_settings(processes, None, **options)
+    assert (settings.smallest, settings.largest, settings.max_restarts) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_loss": "ignore"}, "`on_loss` is 'ignore'; it must be 'stop' or 'continue'"),
+        ({"spares": 1}, "`spares` is 1 and `on_loss` is 'stop'; it needs on_loss="),
+        ({"spares": -1, "on_loss": "continue"}, "`spares` is -1; it must be a whole number, 0 or more"),
+        ({"host": "node1"}, "`host` is 'node1' and `on_loss` is 'stop'; it needs on_loss="),
+        ({"host": "a b", "on_loss": "continue"}, "`host` is 'a b'; it must be this machine's name or address"),
+        ({"workers": 1, "ps": 1, "on_loss": "continue"}, "`workers` is 1 and `on_loss` is 'continue'; leave it out"),
+        ({"join": "node1"}, "`join` is 'node1'; it must be host:port"),
+        ({"join": "a:1", "spares": 1}, "`spares` is 1 and `join` is 'a:1'; leave one of them out, or give it"),
+        ({"join": "a:1", "processes": "1:2"}, "`processes` is '1:2' and `join` is 'a:1'; it must be one number"),
+        ({"join": "a:1", "evaluator": True}, "`evaluator` is True and `join` is 'a:1'; leave one"),
+        ({"join": "a:1"}, "`join` is 'a:1', but JDIST_TOKEN is not set. Set it for both launches"),
+    ],
+)
+def test_options_of_a_job_that_goes_on(options, message, monkeypatch):
+    monkeypatch.delenv("JDIST_TOKEN", raising=False)
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        launch(["true"], **options)
 
 
 @pytest.fixture

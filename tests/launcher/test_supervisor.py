@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.launcher.events import Phase, Settings, Tick
+from jdist.launcher.events import Again, Asked, Fenced, JobEnded, Phase, Send, Settings, Start, Tick, World
 from jdist.launcher.exit_cause import End, Task
-from jdist.launcher.supervisor import LONGEST_BACKOFF_S, Restarts, backoff_s, begin, step
+from jdist.launcher.restarts import LONGEST_BACKOFF_S, Restarts, backoff_s
+from jdist.launcher.supervisor import begin, step
 from tests.launcher.launch_simulation import Child, simulate
 
 TWO = Settings(smallest=2, largest=2, grace_s=10, stop_timeout_s=300, regrow_s=100)
@@ -259,6 +260,143 @@ def test_an_evaluator_that_was_asked_to_leave_is_not_asked_again():
     assert (done.sent, done.now) == ([(400, EVALUATOR, TERM)], 405)
 
 
+# ---- a job that goes on without lost processes
+
+
+CONTINUE = replace(TWO, smallest=1, largest=3, max_restarts=3, on_loss="continue")
+SPARE = replace(CONTINUE, spares=1)
+JOIN = replace(CONTINUE, smallest=2, largest=2, join="far.away:4711")
+
+
+def ended(at, **codes):
+    """Ends of processes: `_1=-9`."""
+    return [End(at=at, task=worker(int(name[1:])), code=code) for name, code in codes.items()]
+
+
+def world(generation, *numbers, at=5.0):
+    return [World(at=at, generation=generation, numbers=frozenset(numbers))]
+
+
+def after(config, *events):
+    """The state after groups of events, and the commands of the last group."""
+    state, commands = begin(config, 0.0)
+    for group in events:
+        commands = []
+        for event in group:
+            state, more = step(state, event)
+            commands += more
+    return state, commands
+
+
+def tick(at):
+    return [Tick(at=at)]
+
+
+def test_a_lost_process_is_started_again_and_the_others_go_on():
+    state, commands = after(CONTINUE, world(0, 0, 1, 2), ended(50.0, _1=-9))
+    assert commands[0].startswith("process 1 was killed by SIGKILL; the others go on; started again in ")
+    assert (state.phase, state.running, state.plan) == (Phase.RUNNING, {worker(0), worker(2)}, ())
+    assert 50.5 <= state.due <= 51.0
+    state, commands = step(state, Tick(at=51.0))
+    assert (commands, state.restarts, state.due) == ((Again(worker(1)),), 1, None)
+    assert state.running == {worker(0), worker(1), worker(2)}
+    _, commands = step(state, *world(2, 0, 1, 2))
+    assert commands == ("world 2: processes 0, 1, 2 go on",)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (2, "starting it again would not help"),
+        (143, "(asked to stop, not by the launcher); the others go on"),
+        (-11, "it is not started again: max_restarts is 0"),
+    ],
+)
+def test_a_lost_process_that_is_not_started_again(code, words):
+    state, commands = after(replace(CONTINUE, max_restarts=0), world(0, 0, 1, 2), ended(50.0, _1=code))
+    assert (state.phase, state.due) == (Phase.RUNNING, None)
+    assert commands[0].endswith(words)
+
+
+def test_before_the_first_world_a_failure_is_one_of_all():
+    state, commands = after(CONTINUE, ended(5.0, _1=1))
+    assert (state.phase, commands) == (
+        Phase.FAILING,
+        ["process 1 ended with exit code 1; the others have 10 s to end by themselves"],
+    )
+
+
+def test_a_lost_process_that_stands_still_is_killed_and_started_again():
+    lost = (world(0, 0, 1, 2), [Fenced(at=50.0, number=1)])
+    state, commands = after(CONTINUE, *lost, tick(51.0))
+    assert commands[-1] == Send(frozenset({worker(1)}), KILL)
+    state, _ = after(CONTINUE, *lost, tick(51.0), ended(51.1, _1=-9), tick(53.0))
+    assert (state.running, state.sent) == ({worker(0), worker(1), worker(2)}, {})  # a later SIGTERM reaches it
+    _, commands = after(CONTINUE, *lost, ended(50.1, _1=1), tick(50.9 + 1))
+    assert commands == [Again(worker(1))]  # it had ended by itself
+
+
+ALL = world(0, 0, 1, 2)
+REASON = [JobEnded(at=60.0, why="no process is left that has the state")]
+
+
+@pytest.mark.parametrize(
+    ("config", "events", "code"),
+    [
+        (CONTINUE, [ALL, ended(9.0, _0=0, _1=0, _2=0)], 0),
+        (SPARE, [ALL, ended(9.0, _0=0, _1=0, _2=0), ended(9.1, _3=75)], 0),
+        (SPARE, [ALL, ended(9.0, _1=-9), world(1, 0, 2, 3), ended(9.2, _0=0, _3=0, _2=0)], 0),
+        (CONTINUE, [ALL, world(1, 0, 2), ended(9.0, _1=-9), ended(9.2, _0=0, _2=0)], 0),
+        (
+            CONTINUE,
+            [ALL, ended(9.0, _1=-9), world(1, 0, 2), tick(11.0), world(2, 0, 1, 2), ended(20.0, _0=0, _2=0, _1=0)],
+            0,
+        ),
+        (
+            CONTINUE,
+            [ALL, ended(9.0, _1=-9), world(1, 0, 2), tick(11.0), ended(11.0, _0=0, _2=0), REASON, ended(61.0, _1=75)],
+            0,
+        ),
+        (CONTINUE, [ALL, ended(9.0, _0=0, _2=1, _1=0)], 1),  # the end of its program fails
+        (CONTINUE, [ALL, ended(9.0, _1=-9), REASON, ended(61.0, _0=75, _2=75)], 137),
+        (CONTINUE, [ALL, ended(9.0, _1=-9), world(1, 0, 2), ended(9.1, _0=-11), ended(9.2, _2=-9)], 139),
+        (CONTINUE, [ended(9.0, _0=75, _1=3, _2=75)], 3),
+        (CONTINUE, [world(0, 0, 1, 4711), ended(9.0, _0=-9, _1=-9, _2=2), REASON], 137),  # 4711 has joined
+        (JOIN, [ended(9.0, _0=-9), tick(11.0), ended(20.0, _0=0, _1=0)], 0),
+        (JOIN, [ended(9.0, _0=0), REASON, ended(60.0, _1=75)], 0),
+        (JOIN, [REASON, ended(60.0, _0=75, _1=75)], 75),
+        (JOIN, [ended(9.0, _0=2, _1=0)], 2),
+    ],
+)
+def test_how_a_job_that_goes_on_ends(config, events, code):
+    state, _ = after(replace(config, max_restarts=config.max_restarts if code == 0 or config.join else 0), *events)
+    assert (state.phase, state.exit_code) == (Phase.DONE, code)
+
+
+def test_all_are_started_again_if_the_job_cannot_go_on():
+    state, commands = after(CONTINUE, ALL, ended(9.0, _1=-9), tick(11.0), REASON, ended(61.0, _0=75, _1=75, _2=75))
+    assert (state.phase, state.restarts, state.size) == (Phase.WAITING, 2, 3)
+    assert "restart 2 of 3" in commands[-1]
+    state, commands = step(state, Tick(at=100.0))
+    assert commands == (Start(1, (worker(0), worker(1), worker(2))),)
+    assert (state.world, state.before, state.timers) == (None, 0, {})
+
+
+def test_a_spare_that_was_not_needed_is_ended_with_the_job():
+    state, commands = after(SPARE, ALL, ended(9.0, _0=0, _1=0, _2=0), tick(19.0), tick(29.0))
+    assert (state.phase, commands[-1]) == (Phase.FINISHING, Send(frozenset({worker(3)}), KILL))
+    state, _ = step(state, End(at=29.0, task=worker(3), code=-9))
+    assert state.exit_code == 0
+
+
+def test_a_signal_is_passed_on_to_all_and_nothing_is_started_again():
+    lost = (ALL, ended(9.0, _1=-9), [Asked(at=9.2, signal=TERM)])
+    _, commands = after(SPARE, *lost)
+    assert commands[-1] == Send(frozenset({worker(0), worker(2), worker(3)}), TERM)
+    state, commands = after(SPARE, *lost, tick(11.0), ended(12.0, _3=75, _0=143, _2=143))
+    assert (state.phase, state.exit_code, commands[-1].lost) == (Phase.DONE, 143, 1)
+
+
 # ---- servers, each of which is started again alone
 
 
@@ -369,16 +507,29 @@ def test_after_a_failure_all_are_gone_in_bounded_time(config, behaviours, failed
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(SETTINGS, st.lists(st.one_of(st.tuples(st.integers(0, 5), CODES), st.just(None)), max_size=40))
-def test_no_order_of_events_breaks_it(config, events):
+EVENTS = st.one_of(
+    st.builds(Tick, at=st.just(0.0)),
+    st.builds(End, at=st.just(0.0), task=st.builds(worker, st.integers(0, 5)), code=CODES),
+    st.builds(World, at=st.just(0.0), generation=st.just(1), numbers=st.frozensets(st.integers(0, 6))),
+    st.builds(Fenced, at=st.just(0.0), number=st.integers(0, 6)),
+    st.builds(JobEnded, at=st.just(0.0), why=st.just("it is over")),
+    st.builds(Asked, at=st.just(0.0), signal=st.just(TERM)),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(SETTINGS, st.sampled_from([{}, {"spares": 1}, {"join": "far.away:1"}]), st.lists(EVENTS, max_size=40))
+def test_no_order_of_events_breaks_it(config, continues, events):
+    config = replace(config, on_loss="continue", evaluator=False, **continues) if continues else config
     state, _ = begin(config, 0.0)
     for now, event in enumerate(events):
         before = state
-        state, commands = step(
-            state, Tick(at=float(now)) if event is None else End(at=float(now), task=worker(event[0]), code=event[1])
-        )
+        state, commands = step(state, replace(event, at=float(now)))
         if before.phase is Phase.DONE:
             assert (state, commands) == (before, ())
         assert (state.phase is Phase.DONE) == (state.exit_code is not None)
         assert state.phase not in (Phase.WAITING, Phase.DONE) or not state.running
+        assert state.restarts <= config.max_restarts
+        assert state.running or state.due is not None or state.phase in (Phase.DONE, Phase.RUNNING)
+        for task in (command.task for command in commands if isinstance(command, Again)):
+            assert task in state.running - before.running

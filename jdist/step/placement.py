@@ -233,9 +233,9 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
 
 def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[str], list[jax.Array]] | None:
     """Hashes the replicated leaves: `([replicas, leaves], paths, leaves)`; None: nothing to compare."""
-    if strategy.num_replicas == 1:
-        return None
     sharding = strategy.replicated_sharding
+    if strategy.num_replicas == 1 or sharding is None:
+        return None
     replicated = [
         (jax.tree_util.keystr(path) or "the state", leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

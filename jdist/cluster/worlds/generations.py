@@ -85,7 +85,7 @@ Transition = tuple[Job, list[Outgoing]]
 
 
 def hello(job: Job, name: str, number: int, address: str, now_s: float) -> Transition:
-    """Takes in a process, whose name is new."""
+    """Takes in a process of a new name."""
     processes = {**job.processes, name: Process(number=number, address=address, heard_s=now_s)}
     job = replace(job, processes=processes)
     if job.ended is not None:

@@ -50,7 +50,7 @@ class Member:
         token: str,
         silence_s: float,  # after which the host has a process for lost
         timeout_s: float,  # for processes to come, at the start and after a loss
-        on_broken: Callable[[int], object],  # called from the thread with the generation that is to be left
+        on_broken: Callable[[int], object],  # called from the thread with the generation that all must leave
         on_regroup: Callable[[], object],
         on_end: Callable[[str], object],  # the host is gone, or has fenced this process
     ):

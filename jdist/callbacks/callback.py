@@ -75,6 +75,7 @@ class Moment:
         reason: at "end": why it ended before its time; None if it did not.
         interrupted: at "end": whether it was ended from outside, by Ctrl-C or SIGTERM.
         resumes: whether a callback can go on with a run, `on_resume`.
+        moves: at "resume" and "start": whether the run goes on from its own copy in another world of processes, after a loss.
         data: returns the position in the data, to save; None for data that cannot go on where it was.
         notes: returns plain JSON values to save with state and position, so that the run can go on.
         kept: the `Callback.keeps` of this run by name.
@@ -96,6 +97,7 @@ class Moment:
     reason: str | None
     interrupted: bool
     resumes: bool
+    moves: bool
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
@@ -168,7 +170,8 @@ class Callback:
         on_save: after each call of the step, once all callbacks have seen it, so that state, rows and what they keep are saved
             as of one moment.
         on_end: at the end, also after an interrupt or a `Stop`; may answer a `Return`.
-        close: at the very end, also after an error; without arguments.
+        close: at the very end, also after an error; without arguments. With `on_loss="continue"` also before the run goes on
+            in another world of processes, where `on_resume` and `on_start` are called again, on those that come in, too.
         keeps: arrays of its own, which are saved with the state under `name`.
         name: for errors, and for `keeps`, where no other callback of the run may have it.
         folder: where it keeps what a run goes on from, on a disk or in a bucket; others may keep theirs there too, each in

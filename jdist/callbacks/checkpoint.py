@@ -107,10 +107,10 @@ def saving(
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
-        nonlocal saved, history
-        saved = (0, 0)
+        nonlocal saved
+        saved = (moment.step, moment.epoch) if moment.moves else (0, 0)
         cluster = moment.strategy.cluster
-        if not resume:
+        if not resume and not moment.moves:
             with together("setting checkpoints aside", _WAIT_S, cluster):
                 if moment.is_chief and isinstance(folder, Path) and folder.exists():
                     with writing(folder):
@@ -118,6 +118,9 @@ def saving(
         checkpoints = Checkpointer(directory, keep=keep, best_metric=best, best_mode=best_mode, cluster=cluster)
         opened.append(checkpoints)
         checkpoints.claim()
+        if moment.moves:
+            begin_history(moment, moment.history.rows)
+            return None
         kept = {name: each.get() for name, each in moment.kept.items()}
         try:
             restored = checkpoints.restore(carrying(shapes_of(moment.state), kept=kept))
@@ -130,11 +133,7 @@ def saving(
         notes: dict[str, Any] = {} if restored is None else dict(restored.metadata)
         if not of_run:
             notes["rows"] = rows = _rows_of(restored, folder / _HISTORY)
-            with together("opening the history", _WAIT_S, cluster):
-                if moment.is_chief:
-                    place = folder / _HISTORY
-                    in_bucket = isinstance(place, BucketPath)
-                    history = _BucketHistory(place, rows) if in_bucket else MetricsFile.begin(place, rows)
+            begin_history(moment, rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
@@ -153,6 +152,16 @@ def saving(
         if restored.data is None and not of_run:
             _warn(folder, f"step {restored.step} was saved without a position in the data; the data starts over.")
         return Resume(state=state, step=restored.step, data=restored.data, notes=notes)
+
+    def begin_history(moment: Moment, rows: list[Row]) -> None:
+        nonlocal history
+        if of_run:
+            return
+        with together("opening the history", _WAIT_S, moment.strategy.cluster):
+            if moment.is_chief:
+                place = folder / _HISTORY
+                in_bucket = isinstance(place, BucketPath)
+                history = _BucketHistory(place, rows) if in_bucket else MetricsFile.begin(place, rows)
 
     def save(moment: Moment) -> None:
         nonlocal saved
@@ -194,8 +203,10 @@ def saving(
         return None if best_save is None else Return(best_save.state)
 
     def close() -> None:
+        nonlocal history
         if history is not None:
             history.close()
+            history = None
         while opened:
             opened.pop().close()
 

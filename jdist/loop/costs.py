@@ -67,6 +67,9 @@ class Costs:
         """Lets go of the newest step, which was of another world."""
         if self._watch is not None:
             self._watch.add(None)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def begin(self, step: int, folder: Place | None, *, ideal_step_s: float | None, trains: bool = True) -> None:
         """Begins with a step, where an earlier attempt may have left off."""

@@ -72,6 +72,7 @@ class Run:
         self._resumed_per_call: int | None = None  # of the run that this one goes on with
         skips = options.non_finite == "skip" or options.loss_scaling is not None
         self._totals = MetricTotals(self.metrics, steps_per_call=self._per_call, skips=skips)
+        self._moves = False  # whether it goes on in another world
         self.after_step: Callable[[], object] = lambda: None  # called where the run goes on after a step
         self.kept = keeps_by_name(self.callbacks)
         self._folder = next((each.folder for each in self.callbacks if each.folder is not None), None)
@@ -87,8 +88,8 @@ class Run:
 
     def start(self, ends: contextlib.ExitStack, depth: int) -> None:
         """Begins with the state, or where a callback resumes an earlier run."""
-        if self.first is None:  # else in an earlier world, perhaps of another process
-            self._resume(depth + 1)
+        self._moves = self.first is not None
+        self._resume(depth + 1)
         self._begin()
         if self.compilation_cache and isinstance(self._folder, Path):
             ends.enter_context(compiled_in(self._folder / COMPILED, is_chief=self.strategy.cluster.is_chief))
@@ -170,7 +171,7 @@ class Run:
     def _resume(self, depth: int) -> None:
         for function in self._functions["resume"]:
             answer = function(self._moment("resume", None))
-            if isinstance(answer, Resume):
+            if isinstance(answer, Resume) and not self._moves:
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
                 try:
                     self.feed.restore(answer.data)
@@ -182,7 +183,7 @@ class Run:
                     )
                     raise
                 self._restore_notes(answer.notes, depth + 1)
-            else:
+            elif not isinstance(answer, Resume):
                 self._act_on("resume", answer)
 
     def _begin(self) -> None:
@@ -374,6 +375,7 @@ class Run:
             reason=self.history.stopped,
             interrupted=self._interrupted,
             resumes=bool(self._functions["resume"]),
+            moves=self._moves,
             data=self.feed.state,
             notes=self._notes,
             kept=self.kept,

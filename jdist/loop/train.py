@@ -92,14 +92,12 @@ def _go_through(run: Run, check: Callable[[], None], start: Callable[[], None]) 
     while True:
         try:
             if moves:
+                _close_callbacks(run, cluster)
                 snapshot = snapshots.go_on(cluster.next_world(() if like else snapshots.steps), like)
                 run.restore(snapshot)
-                moves, like = False, {}
-                if snapshot.notes is None:
-                    is_begun = False
-                elif not is_begun:
+                moves, like, is_begun = False, {}, snapshot.notes is not None
+                if is_begun:
                     start()
-                    is_begun = True
             if not is_begun:
                 check()
                 start()
@@ -116,3 +114,14 @@ def _go_through(run: Run, check: Callable[[], None], start: Callable[[], None]) 
             if not cluster.is_loss(exc):
                 raise
         moves = True
+
+
+def _close_callbacks(run: Run, cluster: ElasticRuntime) -> None:
+    """Closes the callbacks before the run goes on in another world, where they are begun again."""
+    for callback in run.callbacks:
+        try:
+            if callback.close is not None:
+                callback.close()
+        except Exception as exc:
+            if not cluster.is_loss(exc):
+                raise

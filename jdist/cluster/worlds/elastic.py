@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from jdist.cluster.worlds.generations import FINISHED
 from jdist.cluster.worlds.member import Member, Place
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
+_STUCK_S = 5.0  # from a loss to the end of what waited for the lost process
 _log = logging.getLogger(__name__)
 
 
@@ -183,6 +185,14 @@ class ElasticRuntime(Runtime):
         )
         self._member.lost(self._generation_of_watch, lost.process)
         rebuild.break_connections(self._ports)
+        timer = threading.Timer(_STUCK_S, self._end_if_stuck, [self._watch])
+        timer.daemon = True
+        timer.start()
+
+    def _end_if_stuck(self, watch: Watch) -> None:
+        """Ends this process if its collective has not ended: rarely gloo wakes nobody for a connection that is closed."""
+        if self._watch is watch and self._waits():
+            self._end_without_host(f"its exchange with a lost process has not ended within {_STUCK_S:g} s")
 
     def _wait_for_the_end(self, watch: Watch) -> None:
         """Does not wait: a loss does not end this process."""

@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _log = logging.getLogger(__name__)
-_FILES = Path("/proc/self/fd")
+_FILES, _LISTENS = Path("/proc/self/fd"), "0A"
 
 
 def leave() -> None:
@@ -43,28 +41,34 @@ def connect() -> None:
 
 def listening_ports() -> frozenset[int]:
     """Finds the TCP ports on which this process listens."""
-    return frozenset(s.getsockname()[1] for s in _sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return frozenset(local for _, local, _, state in _connections() if state == _LISTENS)
 
 
 def break_connections(ports: frozenset[int]) -> int:
     """Shuts down this process's TCP connections from or to these ports, which ends collectives that wait there."""
     count = 0
-    for each in _sockets():
-        try:
-            if {each.getsockname()[1], each.getpeername()[1]} & ports:
-                each.shutdown(socket.SHUT_RDWR)
-                count += 1
-        except OSError:  # it is not connected
-            continue
+    for number, local, remote, state in _connections():
+        if state != _LISTENS and {local, remote} & ports:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(number)) as each,
+            ):  # it may have been closed since
+                if {each.getsockname()[1], each.getpeername()[1]} == {local, remote}:
+                    each.shutdown(socket.SHUT_RDWR)
+                    count += 1
     return count
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """Iterates over this process's TCP sockets; each is closed behind the next."""
+def _connections() -> list[tuple[int, int, int, str]]:
+    """Lists this process's TCP sockets: `(file descriptor, own port, the other end's, state)`."""
+    by_inode = {}
+    for table in map(Path, ("/proc/self/net/tcp", "/proc/self/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, remote, state, *_ = fields = line.split()
+            by_inode[f"socket:[{fields[9]}]"] = *(int(each.rpartition(":")[2], 16) for each in (local, remote)), state
+    found = []
     for name in os.listdir(_FILES) if _FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # it has been closed since
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                    yield each
+            if (of := by_inode.get(os.readlink(_FILES / name))) is not None:
+                found.append((int(name), *of))
+    return found

@@ -144,7 +144,8 @@ def jsonl(path: str | os.PathLike[str]) -> Callback:
         if moment.is_chief:
             with writing(where):
                 where.parent.mkdir(parents=True, exist_ok=True)
-            file = MetricsFile.open(where, step=moment.step)
+            rows = [*moment.history.rows]  # of a run that goes on in another world, where another process may write
+            file = MetricsFile.begin(where, rows) if moment.moves else MetricsFile.open(where, step=moment.step)
 
     def on_row(moment: Moment) -> None:
         if moment.is_chief and moment.row is not None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import time
@@ -44,7 +43,6 @@ from jdist.support import checks
 from jdist.support.tracebacks import callers_level
 from jdist.typing import PyTree
 
-_opened = itertools.count(1)
 _CLAIM_S = 10.0  # an earlier run may be about to end
 
 
@@ -136,7 +134,7 @@ class Checkpointer:
         self._let_go: Callable[[], None] | None = None
         self._cluster = cluster or alone()
         # Of the values that processes exchange: their paths may differ, and several may save at once.
-        self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
+        self._name = f"checkpointer {self._cluster.next_number('checkpointer')}"
         self._shared: Any = {"cluster": self._cluster, "name": self._name, "timeout_s": seconds}
         strangers, self._is_open = open_shared(self._directory, self._cluster, seconds, self._name, make=False)
         if strangers:

@@ -55,9 +55,11 @@ class Runtime:
         self._hard_exit: HardExit | None = None
         self._records: Path | None = None
         self.generation = 0  # of the world that it is in; more only where a job goes on without lost processes
+        self.is_elastic = False  # whether it does
         self._pid = os.getpid()
         self._step = 0
         self._exchanges: Counter[str] = Counter()  # how many there were of each name
+        self._numbers: Counter[str] = Counter()
         self._stopping: str | None = None  # of one process alone; else the watch knows it
         self._blocked: list[None] = []
         self._newest: jax.Array | None = None
@@ -120,6 +122,12 @@ class Runtime:
             number = self._exchanges[what]
         return self._watch.exchanges.exchange(f"{what} ({number})", value, timeout_s)
 
+    def next_number(self, what: str) -> int:
+        """Numbers things that exchange under names of their own; all processes make them in the same order."""
+        with _lock:
+            self._numbers[what] += 1
+            return self._numbers[what]
+
     @property
     def exchanges(self) -> Exchanges | None:
         """The exchanges, for callers that wait in their own way; None with one process."""
@@ -136,6 +144,11 @@ class Runtime:
         """Returns whether all processes stop now, after `step` steps and `part` of the next work."""
         # All processes must ask at the same places.
         return self._stopping is not None if self._watch is None else self._watch.stops_after(step, part)
+
+    @property
+    def asked_to_end(self) -> str | None:
+        """Why the programs of all processes are to end; None if nobody has asked."""
+        return self.stopping
 
     def goes_on(self) -> bool:
         """Returns whether those that stop now go on in another world; all processes must ask."""

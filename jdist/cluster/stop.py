@@ -47,7 +47,7 @@ class Preemption:
     @property
     def reason(self) -> str | None:
         """Names who asked: "SIGTERM", "SIGINT" or "the watcher"; None as long as nobody has."""
-        return self._cluster.stopping
+        return self._cluster.asked_to_end
 
     @property
     def exit_code(self) -> int:

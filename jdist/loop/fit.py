@@ -171,7 +171,7 @@ def fit(
         compilation_cache=compilation_cache,
         begun=begun,
     )
-    cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
+    cluster = None if strategy.cluster.is_alone else strategy.cluster
     with preemption(cluster, second="raise") as stop:
         try:
             train(run, state, stop=stop, verify=verify, depth=3)

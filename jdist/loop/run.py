@@ -27,7 +27,7 @@ from jdist.loop.report.metrics_file import CHECKPOINT, EVALUATION, OTHER, row_fr
 from jdist.loop.report.progress import Meter
 from jdist.loop.steps import keeps_by_name
 from jdist.step.base import Distributed
-from jdist.support.arrays import to_host
+from jdist.support.arrays import tree_to_host
 from jdist.support.xla import COMPILED, compiled_in
 from jdist.typing import PyTree
 
@@ -120,13 +120,19 @@ class Run:
 
     def capture(self) -> Snapshot:
         """Copies the run to the host."""
-        return Snapshot(self.step, jax.tree.map(to_host, self.live()), self.feed.state(), self._notes())
+        notes = self._notes() | {"reason": self._reason}
+        return Snapshot(self.step, tree_to_host(self.live()), self.feed.state(), notes)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Goes on from a copy, in a world of other processes."""
-        self.state, self.step, self._before = snapshot.trees["state"], snapshot.step, snapshot.step
+        self.state, self.step, self._evaluated = snapshot.trees["state"], max(snapshot.step, 0), None
+        self._before, self.first = self.step, None
         if snapshot.notes is None:
+            self.epoch = 0
+            self.history.rows.clear()
+            self._totals.restore({})
             return
+        self._reason = snapshot.notes["reason"]
         for name, keeps in self.kept.items():
             keeps.put(snapshot.trees[name])
         self._totals.begin(self.train_step.count_left_out(self.state))

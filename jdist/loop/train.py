@@ -7,20 +7,19 @@ import functools
 import sys
 from collections.abc import Callable
 
-import jax
-
 from jdist.cluster.stop import Preemption
 from jdist.cluster.worlds.elastic import ElasticRuntime
 from jdist.cluster.worlds.member import Released
 from jdist.data.dataset import DistributedDataset
+from jdist.errors import DatasetError
 from jdist.loop.costs import Costs
 from jdist.loop.memory import naming_leaves
 from jdist.loop.report.times import Outcome
 from jdist.loop.run import Run, Snapshot
 from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
-from jdist.loop.worlds import Snapshots
+from jdist.loop.worlds import NOT_BEGUN, Snapshots
 from jdist.step.options import Verify
-from jdist.support.arrays import to_host
+from jdist.support.arrays import tree_to_host
 from jdist.typing import PyTree
 
 
@@ -82,13 +81,18 @@ def _go_through(run: Run, check: Callable[[], None], start: Callable[[], None]) 
         run.go_round()
         run.end()
         return
-    first = Snapshot(-1, {"state": jax.tree.map(to_host, run.state)})
+    if not run.feed.has_position:
+        raise DatasetError(
+            f'`data` is {run.feed.kind} without a position, and `on_loss` is "continue", which goes back to one after a loss. '
+            f"{run.feed.advice[:1].upper()}{run.feed.advice[1:]}."
+        )
+    first = Snapshot(NOT_BEGUN, {"state": tree_to_host(run.state)})
     snapshots = Snapshots(cluster, first)
     run.after_step = functools.partial(snapshots.take_if_due, run)
     moves, is_begun, like = cluster.is_aside, False, {}
     if cluster.is_aside:
         check()
-        like = jax.tree.map(to_host, run.live())
+        like = tree_to_host(run.live())
     while True:
         try:
             if moves:

@@ -17,13 +17,14 @@ from jdist.cluster.runtime import Runtime
 from jdist.cluster.worlds.member import Place
 from jdist.errors import StepError
 from jdist.loop.run import Run, Snapshot
-from jdist.support.arrays import is_key
+from jdist.support.arrays import is_array, is_key
 from jdist.typing import PyTree
 
 _SHARE = 0.01  # of the time of training, for copies of the state
 _EXCHANGE_S = 300.0
 _PIECE = 1 << 26  # bytes that are sent at once
 _LENGTH = 8  # bytes of a number
+NOT_BEGUN = -1
 
 
 class Snapshots:
@@ -61,7 +62,7 @@ class Snapshots:
     def go_on(self, place: Place, like: Mapping[str, PyTree]) -> Snapshot:
         """Returns the copy from which all go on; those that come in receive it."""
         found = next((each for each in self._kept if each.step == place.step), None)
-        if place.newcomers and place.step is not None:
+        if place.newcomers and place.step not in (None, NOT_BEGUN):
             found = _share(self._cluster, found, place.newcomers, like)
         found = found or self._kept[0]
         self._kept.clear()
@@ -98,14 +99,18 @@ def _decode(data: bytearray, like: Mapping[str, PyTree]) -> Snapshot:
     begin = _LENGTH + int.from_bytes(data[:_LENGTH])
     step, position, notes, sent = json.loads(data[_LENGTH:begin])
     own, tree = jax.tree.flatten(dict(like))
-    arrays = _arrays(like)
-    if sent != [[list(x.shape), x.dtype.name] for x in arrays]:
+    arrays = iter(checked := _arrays(like))
+    if sent != [[list(x.shape), x.dtype.name] for x in checked]:
         raise StepError(
             "the arrays of this process's state are others than those of the job that it comes into. Start it with the same "
             "program and options."
         )
     leaves = []
-    for mine, array in zip(own, arrays, strict=True):
+    for mine in own:
+        if not is_array(mine):
+            leaves.append(mine)
+            continue
+        array = next(arrays)
         leaf = np.frombuffer(data, array.dtype, count=array.size, offset=begin).reshape(array.shape).copy()
         begin += array.nbytes
         leaves.append(
@@ -115,4 +120,5 @@ def _decode(data: bytearray, like: Mapping[str, PyTree]) -> Snapshot:
 
 
 def _arrays(trees: Mapping[str, PyTree]) -> list[np.ndarray]:
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(dict(trees))]
+    arrays = [x for x in jax.tree.leaves(dict(trees)) if is_array(x)]
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in arrays]

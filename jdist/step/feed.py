@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,6 +51,11 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
             "In it use `jdist.data.shard(source, context.num_input_pipelines, context.input_pipeline_id)`"
         )
     check_axes(options.batch_axis, DatasetError)
+    if strategy.cluster.is_elastic:
+        raise DatasetError(
+            '`on_loss` is "continue", and a dataset function makes datasets for a number of processes that may change. Give '
+            "one source of global batches to `distribute_dataset` or `fit`, such as `jdist.data.from_files(...)`."
+        )
     own = dataclasses.replace(options.input, autoshard="off")
     options = _onto_devices(strategy, dataclasses.replace(options, input=own))
     n, share, peers = strategy.num_replicas, options.share, options.peers
@@ -71,7 +75,6 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
 
 
 _orders: weakref.WeakKeyDictionary[Strategy, dict[str, bool]] = weakref.WeakKeyDictionary()
-_numbers: dict[int, itertools.count[int]] = {}  # of datasets, by generation; all processes make them in the same order
 
 
 def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
@@ -79,8 +82,7 @@ def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
     exchanges = strategy.cluster.exchanges
     if share.count == 1 or exchanges is None:
         return None
-    number = next(_numbers.setdefault(strategy.cluster.generation, itertools.count(1)))
-    return Peers(exchanges=exchanges, share=share, name=f"dataset {number}")
+    return Peers(exchanges=exchanges, share=share, name=f"dataset {strategy.cluster.next_number('dataset')}")
 
 
 def _onto_devices(strategy: Strategy, options: FeedOptions) -> FeedOptions:

@@ -74,10 +74,11 @@ class DistributedStep(TracedStep):
     def _renew(self) -> None:
         """Forgets programs, arrays and the newest state, which were of another world."""
         self._window.forget()
-        verification, verifier = self.verification, self.verifier
+        kept = ("verification", "verifier", "_verify", "_verify_pads", "_tell", "_notices_mask")
+        values = [getattr(self, name) for name in kept]
         DistributedStep.__init__(self, self.strategy, self.__wrapped__, self.options, self.backend)
-        self.verification, self.verifier = verification, verifier
-        self._verify = "off" if verification is not None else self._verify
+        for name, value in zip(kept, values, strict=True):
+            setattr(self, name, value)
 
     @property
     def last_state(self) -> PyTree:

@@ -12,6 +12,7 @@ import jax
 
 from jdist.cluster import failpoints, runtime
 from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.environment import WORLDS
 from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
@@ -99,7 +100,7 @@ def multi_worker(
         )
     if spec.task_type == "evaluator":  # it takes no part in the job: it has its own devices and waits for nobody
         joined = runtime.alone()
-    elif on_loss == "continue" and spec.num_processes > 1:
+    elif on_loss == "continue" and (spec.num_processes > 1 or WORLDS in os.environ):
         _check_can_continue(shard, all_reduce)
         joined = elastic.join_job(spec, options.timeouts, os.environ)
     else:

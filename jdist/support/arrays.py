@@ -103,6 +103,16 @@ def to_host(x: Any) -> Any:
         return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
 
 
+def is_array(x: Any) -> bool:
+    """Returns whether a leaf is an array or a number, no function that a state carries along."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def tree_to_host(tree: Any) -> Any:
+    """Copies the arrays of a tree as `to_host`; other leaves stay."""
+    return jax.tree.map(lambda x: to_host(x) if is_array(x) else x, tree)
+
+
 def take_rows(x: jax.Array, real: np.ndarray | None) -> jax.Array:
     """Takes the rows of an array where `real`, bool [rows], is true; None: all rows."""
     sharding = x.sharding

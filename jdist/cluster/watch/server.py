@@ -8,6 +8,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from jdist.cluster.address import join
 from jdist.cluster.watch import membership
@@ -38,8 +39,18 @@ class WatchServer:
 
     # `server` is a listening socket; each hello must have the `token`. For the times see `Watch`.
 
-    def __init__(self, server: socket.socket, count: int, *, silence_s: float, start_timeout_s: float, token: str):
+    def __init__(
+        self,
+        server: socket.socket,
+        count: int,
+        *,
+        silence_s: float,
+        start_timeout_s: float,
+        token: str,
+        on_lost: Callable[[int], object] = lambda process: None,  # called from the thread
+    ):
         now_s = time.monotonic()
+        self._on_lost = on_lost
         self._server, self._token = server, token.encode()
         self._state = Membership(count=count, silence_s=silence_s, start_by_s=now_s + start_timeout_s, awake_s=now_s)
         self._beat_s = silence_s / 5
@@ -56,6 +67,11 @@ class WatchServer:
         self._selector.register(server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="jdist-watch-server", daemon=True)
         self._thread.start()
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether all processes have come."""
+        return not self._state.absent
 
     def wait_until_alone(self, timeout_s: float) -> None:
         """Waits, at most `timeout_s`, until the connections of all processes but process 0 have ended."""
@@ -159,7 +175,9 @@ class WatchServer:
         return True
 
     def _advance(self, transition: Transition) -> None:
-        self._state, outgoing = transition
+        before, (self._state, outgoing) = self._state, transition
+        if self._state.lost is not None and before.lost is None:
+            self._on_lost(self._state.lost)
         for to, message in outgoing:
             # Process 0 hears last: it goes on at once, and may stop before the others have heard.
             for process in sorted(self._peers, reverse=True) if to is None else [to]:

@@ -28,6 +28,7 @@ from jdist.cluster.worlds import rebuild
 from jdist.cluster.worlds.generations import FINISHED
 from jdist.cluster.worlds.member import Member, Place
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
+from jdist.support.tracebacks import causes
 
 _STUCK_S = 5.0  # from a loss to the end of what waited for the lost process
 _log = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class ElasticRuntime(Runtime):
         environ: Mapping[str, str],
     ):
         super().__init__(spec, timeout_s, progress_timeout_s)
-        self.generation = -1
+        self.generation = self._generation_of_watch = self._broken = -1
+        self.is_elastic, self._is_wanted = True, False
         self._start_timeout_s, self._token = start_timeout_s, text(environ, TOKEN) or ""
         self._leaving: str | None = None  # why this process was asked to leave
         self._goes_on: bool | None = None
@@ -64,7 +66,7 @@ class ElasticRuntime(Runtime):
             silence_s=timeout_s,
             timeout_s=start_timeout_s,
             on_broken=self._break,
-            on_regroup=lambda: self.wish_to_stop(REGROUP),
+            on_regroup=self._regroup,
             on_end=self._end_without_host,
         )
         if self._member.aside:
@@ -93,15 +95,27 @@ class ElasticRuntime(Runtime):
 
     def is_loss(self, error: BaseException) -> bool:
         """Returns whether an error came from the loss of a process; waits for that to be known."""
-        if self._watch is None or not (isinstance(error, PeerLostError) or is_error_of_jax(error)):
+        if self._watch is None or not (
+            is_error_of_jax(error) or any(isinstance(each, PeerLostError) for each in causes(error))
+        ):
             return False
         return self._watch.wait_for_loss(2 * self.timeout_s) is not None
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all to stop after the same step; all but those who were asked to leave then go on."""
-        if reason != REGROUP:
-            self._leaving = reason
+        self._leaving = reason
         super().wish_to_stop(reason)
+
+    @property
+    def asked_to_end(self) -> str | None:
+        """Why this process's program is to end, or those of all; None if nobody has asked."""
+        return self._leaving or (None if self.stopping == REGROUP else self.stopping)
+
+    def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]:
+        """Gathers a value from every process of the world."""
+        if self._watch is None and not self.is_aside:
+            raise ClusterError(f"this process is on its way to another world, and cannot exchange {what!r} now.")
+        return super().exchange(what, value, timeout_s)
 
     def goes_on(self) -> bool:
         """Returns whether some of those that stop now go on, in another world."""
@@ -120,7 +134,7 @@ class ElasticRuntime(Runtime):
             place = self._member.next_world(left, steps, leaves=leaves)
             try:
                 self._join(place)
-            except PeerLostError:  # a second one, while the first is being mended
+            except (PeerLostError, ClusterTimeoutError):  # a second one, while the first is being mended
                 left = place.generation
             else:
                 for value, renew in list(self._followers.items()):
@@ -130,8 +144,15 @@ class ElasticRuntime(Runtime):
     def _leave(self) -> None:
         if self._watch is not None and self._watch.lost is None:
             self._watch.part()
-        self._watch, self._newest, self._stopping, self._goes_on = None, None, self._leaving, None
+        self._watch, self._newest, self._stopping, self._goes_on, self._is_wanted = (
+            None,
+            None,
+            self._leaving,
+            None,
+            False,
+        )
         self._exchanges.clear()
+        self._numbers.clear()
         self._calls_s.clear()
         self._called_s = None
         rebuild.leave()
@@ -156,8 +177,8 @@ class ElasticRuntime(Runtime):
             where=self._where,
             say=self._hard_exit.say,
         )
-        if self._watch.lost is not None:
-            raise self._watch.lost
+        if self._watch.lost is not None or self._broken == place.generation:
+            raise self._watch.lost or ClusterTimeoutError("a process of the next world was lost before it had begun.")
         before = rebuild.listening_ports()
         with socket.create_server(("127.0.0.1", 0)) as free:
             unused = join("127.0.0.1", free.getsockname()[1])  # JAX's process 0 starts a service, which nobody asks
@@ -171,8 +192,17 @@ class ElasticRuntime(Runtime):
         self.generation = place.generation
         if self._leaving is not None:  # it stayed to hand on the state, or to save it
             self.wish_to_stop(self._leaving)
+        if self._is_wanted:  # it was asked meanwhile
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """Asks all to leave this world at the next step, as others wait to come in."""
+        self._is_wanted = True
+        if self._watch is not None:
+            super().wish_to_stop(REGROUP)
 
     def _break(self, generation: int) -> None:
+        self._broken = generation
         if generation == self._generation_of_watch:
             rebuild.break_connections(self._ports)
 
@@ -183,16 +213,16 @@ class ElasticRuntime(Runtime):
             f"process {lost.process} of world {self._generation_of_watch} ({lost.address}) is lost at step {lost.last_step}: "
             f"{lost.cause}. The others go on without it."
         )
-        self._member.lost(self._generation_of_watch, lost.process)
         rebuild.break_connections(self._ports)
-        timer = threading.Timer(_STUCK_S, self._end_if_stuck, [self._watch])
+        stuck_s = max([_STUCK_S, *(3 * each for each in self._calls_s)])
+        timer = threading.Timer(stuck_s, self._end_if_stuck, [self._watch])
         timer.daemon = True
         timer.start()
 
     def _end_if_stuck(self, watch: Watch) -> None:
         """Ends this process if its collective has not ended: rarely gloo wakes nobody for a connection that is closed."""
         if self._watch is watch and self._waits():
-            self._end_without_host(f"its exchange with a lost process has not ended within {_STUCK_S:g} s")
+            self._end_without_host("its exchange with a lost process does not end")
 
     def _wait_for_the_end(self, watch: Watch) -> None:
         """Does not wait: a loss does not end this process."""

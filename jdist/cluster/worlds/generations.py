@@ -15,6 +15,7 @@ A process sends                                     It receives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class Job:
     silence_s: float  # after which a process is lost
     gather_s: float  # for processes to come, at the start and after a loss
     since_s: float  # when the gathering began
+    ticked_s: float = math.inf  # when the time was last taken in
     world: World | None = None  # the newest
     runs: bool = False  # whether that one has not been left
     asked: bool = False  # whether its members were asked to leave
@@ -131,6 +133,10 @@ def lost_in(job: Job, generation: int, rank: int, now_s: float) -> Transition:
 
 def tick(job: Job, now_s: float) -> Transition:
     """Takes in the time: processes that are silent, or do not come, are lost."""
+    if now_s - job.ticked_s > job.silence_s / 2:  # the host stood still: all seem silent
+        processes = {name: replace(each, heard_s=now_s) for name, each in job.processes.items()}
+        job = replace(job, processes=processes)
+    job = replace(job, ticked_s=now_s)
     late = not job.runs and now_s - job.since_s > job.gather_s
     lost = [
         name

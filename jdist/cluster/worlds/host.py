@@ -107,8 +107,6 @@ class Host:
                 self._advance(
                     generations.ready(self._job, name, generation=generation, steps=at, leaves=leaves, now_s=now_s)
                 )
-            case {"type": "lost", "generation": int(generation), "rank": int(rank)}:
-                self._advance(generations.lost_in(self._job, generation, rank, now_s))
             case {"type": "bye"}:
                 self._advance(generations.gone(self._job, name, now_s, well=True))
 
@@ -117,6 +115,9 @@ class Host:
         self._advance(generations.gone(self._job, name, time.monotonic()))
         if not self._writers and self._job.world is not None:
             self._ended.set()
+
+    def _lose_member(self, generation: int, rank: int) -> None:
+        self._advance(generations.lost_in(self._job, generation, rank, time.monotonic()))
 
     def _advance(self, transition: Transition) -> None:
         before, (self._job, outgoing) = self._job, transition
@@ -133,6 +134,8 @@ class Host:
                 _send(writer, {"type": "fenced"})
                 writer.close()
         if before.runs and not self._job.runs and world is not None:
+            if self._watch is not None and not self._watch.is_complete:
+                self._watch.close()  # those that wait for all to come go on to the next world
             for name in self._job.members:
                 self._write(name, {"type": "broken", "generation": world.generation})
         for to, message in outgoing:
@@ -158,6 +161,7 @@ class Host:
             silence_s=self._job.silence_s,
             start_timeout_s=self._job.gather_s,
             token=self._token,
+            on_lost=lambda rank: self._loop.call_soon_threadsafe(self._lose_member, world.generation, rank),
         )
         at, service = _coordination_service(host, count)
         self._services.append(service)

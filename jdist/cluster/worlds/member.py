@@ -89,10 +89,6 @@ class Member:
             newcomers=tuple(answer["newcomers"]),
         )
 
-    def lost(self, generation: int, rank: int) -> None:
-        """Tells the host that a world has lost a member."""
-        self._send({"type": "lost", "generation": generation, "rank": rank})
-
     def bye(self) -> None:
         """Ends the connection: the program has come to its end."""
         self._send({"type": "bye"})

@@ -59,13 +59,19 @@ state, history = jdist.fit(
     global_batch=BATCH,
     shuffle_seed=1,
     epochs=epochs,
-    callbacks=[pace],
+    callbacks=[
+        pace,
+        jdist.callbacks.checkpoint(folder / "run", every=10),
+        jdist.callbacks.ema(0.9, params=lambda state: state["w"]),
+    ],
     progress=False,
-    log_to=None,
+    log_to=folder / "rows",
+    log_every=5,
     verify="off",
 )
 if history.stopped is None:
     fetched = jax.tree.map(np.asarray, strategy.fetch(state))
     found = {"seen": fetched["seen"].tolist(), "w": [x.tolist() for x in jax.tree.leaves(fetched["w"])]}
     found["losses"] = [epoch["loss"] for epoch in history.epochs]
+    found["rows"] = [row["step"] for row in history.rows]
     (folder / f"{os.getpid()}.json").write_text(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import numpy as np
@@ -23,6 +24,7 @@ def check(found, undisturbed, *, exact):
     for each in found:
         assert set(each["seen"]) == {EPOCHS}
         assert each["w"] == found[0]["w"]
+        assert each["rows"] == undisturbed["rows"]
         if exact:
             assert each["w"] == undisturbed["w"]
             assert each["losses"] == undisturbed["losses"]
@@ -40,6 +42,8 @@ def test_a_spare_takes_the_place_of_process_0_and_not_a_bit_changes(tmp_path, un
         running.at(20, second, third, spare)
         assert running.where(spare)["rank"] == 0
         check(running.end(second, third, spare), undisturbed, exact=True)
+        rows = max((tmp_path / "rows").glob("*.jsonl"), key=lambda path: path.stat().st_mtime).read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == undisturbed["rows"]  # by the new process 0, whole
 
 
 def test_two_go_on_then_a_third_comes_in_then_one_stands_still(tmp_path, undisturbed):
@@ -56,7 +60,11 @@ def test_two_go_on_then_a_third_comes_in_then_one_stands_still(tmp_path, undistu
         assert running.where(first)["of"] == 3
         third.send_signal(signal.SIGSTOP)
         running.at(30, first, fourth)
-        check(running.end(first, fourth), undisturbed, exact=False)
+        fourth.terminate()  # one that came in can also leave
+        running.at(34, first)
+        check(running.end(first), undisturbed, exact=False)
+        running.wait_for(lambda: fourth.poll() is not None, "end of the process that was asked to leave")
+        assert fourth.returncode == 143
         third.send_signal(signal.SIGCONT)  # it learns that the others have gone on
         running.wait_for(lambda: third.poll() is not None, "end of the process that stood still")
         assert third.returncode == 75

@@ -14,7 +14,7 @@ import jdist
 
 ROWS, BATCH = 480, 48
 folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
-strategy = jdist.multi_worker(on_loss="continue", communication={"timeout_s": 5.0, "start_timeout_s": 40.0})
+strategy = jdist.multi_worker(on_loss="continue", communication={"timeout_s": 5.0, "start_timeout_s": 120.0})
 
 
 def step(state, batch):

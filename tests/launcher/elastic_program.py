@@ -13,7 +13,7 @@ import jdist
 
 ROWS, BATCH = 48, 12
 folder, epochs = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-strategy = jdist.multi_worker(on_loss="continue", communication={"timeout_s": 10, "start_timeout_s": 60})
+strategy = jdist.multi_worker(on_loss="continue", communication={"timeout_s": 10, "start_timeout_s": 120})
 
 
 def step(state, batch):

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.launcher.launch_children import finish, launcher, until
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
-EPOCHS = 40
+EPOCHS = 150
 
 
 def test_a_job_goes_on_without_a_killed_process_and_with_another(tmp_path):
@@ -18,10 +18,10 @@ def test_a_job_goes_on_without_a_killed_process_and_with_another(tmp_path):
 
     options = ["--processes", "3", "--on-loss", "continue"]
     with launcher(tmp_path, *options, line=[PROGRAM, tmp_path, EPOCHS]) as process:
-        until(lambda: len(places()) == 3, "three processes did not begin", timeout_s=60)
+        until(lambda: len(places()) == 3, "three processes did not begin", timeout_s=120)
         killed, *survivors = places()
         os.kill(killed, signal.SIGKILL)
-        until(lambda: any(at[:2] == [2, 3] for at in places().values()), "no other process came in", timeout_s=60)
+        until(lambda: any(at[:2] == [2, 3] for at in places().values()), "no other process came in", timeout_s=120)
         (tmp_path / "end").touch()
         code, said = finish(process)
     assert code == 0, said

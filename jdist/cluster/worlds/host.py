@@ -26,6 +26,7 @@ from jdist.cluster.watch.messages import MOST_BYTES
 from jdist.cluster.watch.server import WatchServer
 from jdist.cluster.worlds import generations
 from jdist.cluster.worlds.generations import Job, Message, Transition, World
+from jdist.errors import ClusterError
 from jdist.support.versions import difference, versions
 
 _TICK_S = 0.2
@@ -163,7 +164,7 @@ class Host:
             token=self._token,
             on_lost=lambda rank: self._loop.call_soon_threadsafe(self._lose_member, world.generation, rank),
         )
-        at, service = _coordination_service(host, count)
+        at, service = coordination_service(host, count)
         self._services.append(service)
         if len(self._services) > _KEPT:
             # It waits 5 s for a process that stands still.
@@ -178,16 +179,22 @@ class Host:
         }
 
 
-def _coordination_service(host: str, count: int) -> tuple[str, Any]:
+def coordination_service(host: str, count: int) -> tuple[str, Any]:
     """Starts JAX's coordination service for so many processes; its address, and the service."""
     # The only private call of jdist: JAX starts the service within process 0, with which it would be lost.
-    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage] # as it says
-
     with socket.create_server((host, 0)) as free:
         at = join(host, free.getsockname()[1])
-    return at, _jax.get_distributed_runtime_service(
-        at, count, heartbeat_timeout=_NEVER_S, shutdown_timeout=_NEVER_S, recoverable=True
-    )
+    try:
+        from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage] # as it says
+
+        return at, _jax.get_distributed_runtime_service(
+            at, count, heartbeat_timeout=_NEVER_S, shutdown_timeout=_NEVER_S, recoverable=True
+        )
+    except (ImportError, AttributeError, TypeError) as exc:
+        raise ClusterError(
+            f'JAX {versions()["jax"]} does not let jdist host its coordination service ({exc}), so `on_loss="continue"` is not '
+            "possible with it. Leave it out, or use an earlier JAX."
+        ) from exc
 
 
 def _send(writer: asyncio.StreamWriter, message: Message) -> None:
@@ -196,6 +203,7 @@ def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 async def _main(options: argparse.Namespace) -> None:
+    coordination_service(options.address, 1)[1].shutdown()  # before any process comes, as JAX may not allow it
     server = socket.create_server((options.address, options.port))
     address = join(options.address, server.getsockname()[1])
     job = Job(

@@ -582,6 +582,7 @@ def test_several_processes_read_a_folder_that_may_only_be_read(tmp_path, monkeyp
         is_chief=True,
         blocked=contextlib.nullcontext,
         exchange=lambda what, value, timeout_s: [value, value],
+        next_number=lambda what: 1,
     )
     with Checkpointer(tmp_path, cluster=two) as checkpoints:
         assert checkpoints.restore(state).step == 1

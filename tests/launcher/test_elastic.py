@@ -6,12 +6,15 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.launcher.launch_children import finish, launcher, until
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
 EPOCHS = 150
 
 
+@pytest.mark.soak  # as tests/cluster/worlds/test_jobs.py
 def test_a_job_goes_on_without_a_killed_process_and_with_another(tmp_path):
     def places():
         return {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.at")}

@@ -72,6 +72,12 @@ class Job:
         self.go_on_to(step)
         self.wait_for(lambda: all(self.where(each)["step"] >= step for each in processes), f"step {step}")
 
+    def kill(self, process: subprocess.Popen[str], *others: subprocess.Popen[str]) -> None:
+        """Kills a process between two steps; waits until the others know."""
+        process.kill()
+        logs = [self.folder / f"{self.processes.index(each)}.log" for each in others]
+        self.wait_for(lambda: all("is lost at step" in log.read_text() for log in logs), "news of the loss")
+
     def end(self, *processes: subprocess.Popen[str], codes: Collection[int] = (0,)) -> list[dict[str, Any]]:
         """Lets the run come to its end; returns what these processes have then, if they were members; checks exit codes."""
         self.go_on_to(1 << 30)

@@ -10,7 +10,8 @@ import pytest
 
 from tests.cluster.worlds.jobs import job
 
-pytestmark = pytest.mark.xdist_group("worlds")
+# Soak: about one kill in five leaves a survivor in gloo's `waitRecv`, and it ends itself, see docs/faults.md.
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("worlds")]
 EPOCHS = 4  # of ten steps
 
 
@@ -38,7 +39,7 @@ def test_a_spare_takes_the_place_of_process_0_and_not_a_bit_changes(tmp_path, un
     with job(tmp_path, 3, epochs=EPOCHS, spares=1) as running:
         first, second, third, spare = running.processes
         running.at(12, first, second, third)
-        first.kill()
+        running.kill(first, second, third)
         running.at(20, second, third, spare)
         assert running.where(spare)["rank"] == 0
         check(running.end(second, third, spare), undisturbed, exact=True)
@@ -50,7 +51,7 @@ def test_two_go_on_then_a_third_comes_in_then_one_stands_still(tmp_path, undistu
     with job(tmp_path, 3, epochs=EPOCHS) as running:
         first, second, third = running.processes
         running.at(8, first, second, third)
-        second.kill()
+        running.kill(second, first, third)
         running.at(14, first, third)
         assert running.where(first)["of"] == 2
         fourth = running.start(1)

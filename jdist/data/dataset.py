@@ -190,7 +190,11 @@ class DistributedDataset:
                 self._peeked = None
 
     def renew(self, other: DistributedDataset) -> None:
-        """Ends an iteration that is under way, and goes on as another dataset of the same source."""
+        """Ends an iteration that is under way, and goes on as another dataset of the same source.
+
+        Args:
+            other: the dataset to become, for other replicas.
+        """
         self.close()
         vars(self).update(vars(other))
 

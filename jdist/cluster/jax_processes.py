@@ -18,7 +18,7 @@ _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
 # JAX measures its heartbeats by the wall clock, which somebody may set. The watch decides which process is lost.
-_NEVER_S = 60 * 365 * 24 * 3600  # int32 holds 68 years
+NEVER_S = 60 * 365 * 24 * 3600  # int32 holds 68 years
 
 
 def check_unused() -> None:
@@ -64,8 +64,8 @@ def initialize(
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=bind_address,
-        heartbeat_timeout_seconds=_NEVER_S,
-        shutdown_timeout_seconds=_NEVER_S,
+        heartbeat_timeout_seconds=NEVER_S,
+        shutdown_timeout_seconds=NEVER_S,
     )
 
 

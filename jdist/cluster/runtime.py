@@ -13,7 +13,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 
@@ -38,7 +38,6 @@ _LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 300.0, 1800.0  # at first: the longest
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0 before it ends
 _MOST_LETTERS = 2000  # of an error that is sent to the others
 _log = logging.getLogger(__name__)
-V = TypeVar("V")
 
 
 class Runtime:
@@ -54,12 +53,10 @@ class Runtime:
         self._server: WatchServer | None = None
         self._hard_exit: HardExit | None = None
         self._records: Path | None = None
-        self.generation = 0  # of the world that it is in; more only where a job goes on without lost processes
-        self.is_elastic = False  # whether it does
+        self.is_elastic = False  # whether the others go on without a lost process
         self._pid = os.getpid()
         self._step = 0
-        self._exchanges: Counter[str] = Counter()  # how many there were of each name
-        self._numbers: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()  # how many exchanges and things there were of each name
         self._stopping: str | None = None  # of one process alone; else the watch knows it
         self._blocked: list[None] = []
         self._newest: jax.Array | None = None
@@ -113,17 +110,13 @@ class Runtime:
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]:
         """Gathers a value from every process, by index; all must use the same name, `what`."""
-        # Values must fit into JSON. Exchanges of one name happen in the same order in every
-        # process.
+        # Values must fit into JSON.
         if self._watch is None:
             return [value]
-        with _lock:
-            self._exchanges[what] += 1
-            number = self._exchanges[what]
-        return self._watch.exchanges.exchange(f"{what} ({number})", value, timeout_s)
+        return self._watch.exchanges.exchange(f"{what} ({self.next_number(what)})", value, timeout_s)
 
     def next_number(self, what: str) -> int:
-        """Numbers things that exchange under names of their own; all processes make them in the same order."""
+        """Numbers exchanges, and things that exchange, by name; all processes make those of one name in the same order."""
         with _lock:
             self._numbers[what] += 1
             return self._numbers[what]
@@ -188,9 +181,8 @@ class Runtime:
         finally:
             self._busy.pop()
 
-    def follow(self, value: V, renew: Callable[[V], object]) -> None:
-        """Calls `renew(value)` in each world that this process comes into later."""
-        # Only a job that goes on without lost processes has any.
+    def follow(self, value: Any, renew: Callable[[Any], object]) -> None:
+        """Calls `renew(value)` in each later world of this process, if it `is_elastic`."""
 
     def failed(self, code: int) -> None:
         """Notes that this program ends with an error that it has reported itself, as by `sys.exit(code)`."""
@@ -258,6 +250,20 @@ class Runtime:
 
     def _where(self) -> dict[str, Any]:
         return whereabouts(self._thread, self._busy[-1] if self._busy else None, waits=self._waits())
+
+    def _open_watch(self, identity: Identity, start_timeout_s: float) -> Watch:
+        """Connects this process to the watch of its world, and waits until all have come."""
+        self._hard_exit = self._hard_exit or HardExit()
+        return Watch(
+            identity,
+            start_timeout_s=start_timeout_s,
+            silence_s=self.timeout_s,
+            on_lost=self._end_after_loss,
+            is_waiting=self._waits,
+            patience_s=self._patience_s,
+            where=self._where,
+            say=self._hard_exit.say,
+        )
 
     def _wait_for_the_end(self, watch: Watch) -> None:
         """Blocks this thread once a process is lost: the watch's thread ends this process."""
@@ -350,17 +356,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         )
     try:
         failpoints.reached(Point.BEFORE_CONNECT)
-        runtime._hard_exit = HardExit()
-        runtime._watch = Watch(
-            identity,
-            start_timeout_s=start_timeout_s,
-            silence_s=timeout_s,
-            on_lost=runtime._end_after_loss,
-            is_waiting=runtime._waits,
-            patience_s=runtime._patience_s,
-            where=runtime._where,
-            say=runtime._hard_exit.say,
-        )
+        runtime._watch = runtime._open_watch(identity, start_timeout_s)
         failpoints.reached(Point.AFTER_CONNECT)
         atexit.register(runtime.end)
         failpoints.reached(Point.BEFORE_INIT)

@@ -1,25 +1,19 @@
-"""`train`: a run from its checks to its end, through worlds of other processes where a loss does not end it."""
+"""`train`: a run from its checks to its end."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
 
 from jdist.cluster.stop import Preemption
-from jdist.cluster.worlds.elastic import ElasticRuntime
-from jdist.cluster.worlds.member import Released
 from jdist.data.dataset import DistributedDataset
-from jdist.errors import DatasetError
 from jdist.loop.costs import Costs
 from jdist.loop.memory import naming_leaves
 from jdist.loop.report.times import Outcome
-from jdist.loop.run import Run, Snapshot
+from jdist.loop.run import Run
 from jdist.loop.steps import check_resumes, check_returned, check_watched, names_of
-from jdist.loop.worlds import NOT_BEGUN, Snapshots
 from jdist.step.options import Verify
-from jdist.support.arrays import tree_to_host
 from jdist.typing import PyTree
 
 
@@ -38,8 +32,19 @@ def train(run: Run, state: PyTree, *, stop: Preemption, verify: Verify, depth: i
         outcome: Outcome = "failed"
         try:
             with naming_leaves(run.live):
-                check = functools.partial(_check, run, verify, depth=depth + 2)
-                _go_through(run, check, functools.partial(run.start, ends, depth + 2))
+                is_elastic = run.strategy.cluster.is_elastic
+                inner = depth + (2 if is_elastic else 1)
+                check = functools.partial(_check, run, verify, depth=inner)
+                start = functools.partial(run.start, ends, inner)
+                if is_elastic:
+                    from jdist.loop.worlds import go_through  # which most programs do not need
+
+                    go_through(run, check, start)
+                else:
+                    check()
+                    start()
+                    run.go_round()
+                    run.end()
             outcome = "finished" if not run.was_ended else "stopped"
             if stop.reason is not None:
                 outcome = "interrupted" if stop.reason == "SIGINT" else "preempted"
@@ -70,62 +75,3 @@ def _check(run: Run, verify: Verify, *, depth: int) -> None:
     check_watched(run.callbacks, trained=trained, evaluated=names, evaluates=run.evaluate is not None)
     for keeps in run.kept.values():
         keeps.begin(run.state)
-
-
-def _go_through(run: Run, check: Callable[[], None], start: Callable[[], None]) -> None:
-    """Makes a run, from world to world where the others go on without a lost process."""
-    cluster = run.strategy.cluster
-    if not isinstance(cluster, ElasticRuntime):
-        check()
-        start()
-        run.go_round()
-        run.end()
-        return
-    if not run.feed.has_position:
-        raise DatasetError(
-            f'`data` is {run.feed.kind} without a position, and `on_loss` is "continue", which goes back to one after a loss. '
-            f"{run.feed.advice[:1].upper()}{run.feed.advice[1:]}."
-        )
-    first = Snapshot(NOT_BEGUN, {"state": tree_to_host(run.state)})
-    snapshots = Snapshots(cluster, first)
-    run.after_step = functools.partial(snapshots.take_if_due, run)
-    moves, is_begun, like = cluster.is_aside, False, {}
-    if cluster.is_aside:
-        check()
-        like = tree_to_host(run.live())
-    while True:
-        try:
-            if moves:
-                _close_callbacks(run, cluster)
-                snapshot = snapshots.go_on(cluster.next_world(() if like else snapshots.steps), like)
-                run.restore(snapshot)
-                moves, like, is_begun = False, {}, snapshot.notes is not None
-                if is_begun:
-                    start()
-            if not is_begun:
-                check()
-                start()
-                is_begun = True
-            snapshots.take_if_due(run)
-            run.go_round()
-            if run.is_complete or not cluster.goes_on():
-                run.end()
-                return
-            snapshots.take(run)
-        except Released:
-            return
-        except Exception as exc:
-            if not cluster.is_loss(exc):
-                raise
-        moves = True
-
-
-def _close_callbacks(run: Run, cluster: ElasticRuntime) -> None:
-    """Closes the callbacks before the run goes on in another world, where they are begun again."""
-    for callback in run.callbacks:
-        try:
-            if callback.close is not None:
-                callback.close()
-        except Exception as exc:
-            if not cluster.is_loss(exc):
-                raise

@@ -1,12 +1,13 @@
-"""Copies of a run on the host, from which all go on in the next world after a process was lost."""
+"""A run through worlds of other processes: copies on the host, from which all go on after a process was lost."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist.cluster.runtime import Runtime
-from jdist.cluster.worlds.member import Place
-from jdist.errors import StepError
+from jdist.cluster.worlds.elastic import ElasticRuntime
+from jdist.cluster.worlds.member import Place, Released
+from jdist.errors import DatasetError, StepError
 from jdist.loop.run import Run, Snapshot
-from jdist.support.arrays import is_array, is_key
+from jdist.support.arrays import is_array, is_key, tree_to_host
 from jdist.typing import PyTree
 
 _SHARE = 0.01  # of the time of training, for copies of the state
@@ -69,6 +71,59 @@ class Snapshots:
         self._kept.append(found)
         self._since, self._count, self._every, self._next = None, 0, 1, found.step + 1  # as for those that came in
         return found
+
+
+def go_through(run: Run, check: Callable[[], None], start: Callable[[], None]) -> None:
+    """Makes a run from world to world, as the others go on without a lost process."""
+    cluster = run.strategy.cluster
+    assert isinstance(cluster, ElasticRuntime)
+    if not run.feed.has_position:
+        raise DatasetError(
+            f'`data` is {run.feed.kind} without a position, and `on_loss` is "continue", which goes back to one after a loss. '
+            f"{run.feed.advice[:1].upper()}{run.feed.advice[1:]}."
+        )
+    snapshots = Snapshots(cluster, Snapshot(NOT_BEGUN, {"state": tree_to_host(run.state)}))
+    run.after_step = functools.partial(snapshots.take_if_due, run)
+    moves, is_begun, like = cluster.is_aside, False, {}
+    if cluster.is_aside:
+        check()
+        like = tree_to_host(run.live())
+    while True:
+        try:
+            if moves:
+                _close_callbacks(run, cluster)
+                snapshot = snapshots.go_on(cluster.next_world(() if like else snapshots.steps), like)
+                run.restore(snapshot)
+                moves, like, is_begun = False, {}, snapshot.notes is not None
+                if is_begun:
+                    start()
+            if not is_begun:
+                check()
+                start()
+                is_begun = True
+            snapshots.take_if_due(run)
+            run.go_round()
+            if run.is_complete or not cluster.goes_on():
+                run.end()
+                return
+            snapshots.take(run)
+        except Released:
+            return
+        except Exception as exc:
+            if not cluster.is_loss(exc):
+                raise
+        moves = True
+
+
+def _close_callbacks(run: Run, cluster: ElasticRuntime) -> None:
+    """Closes the callbacks before the run goes on in another world, where they are begun again."""
+    for callback in run.callbacks:
+        try:
+            if callback.close is not None:
+                callback.close()
+        except Exception as exc:
+            if not cluster.is_loss(exc):
+                raise
 
 
 def _share(

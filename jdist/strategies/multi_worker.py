@@ -17,7 +17,6 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
-from jdist.cluster.worlds import elastic
 from jdist.core.operations import Shard
 from jdist.core.replica_mesh import Device, Transform
 from jdist.core.strategy import Strategy
@@ -101,8 +100,10 @@ def multi_worker(
     if spec.task_type == "evaluator":  # it takes no part in the job: it has its own devices and waits for nobody
         joined = runtime.alone()
     elif on_loss == "continue" and (spec.num_processes > 1 or WORLDS in os.environ):
+        from jdist.cluster.worlds.elastic import join_job  # which most programs do not need
+
         _check_can_continue(shard, all_reduce)
-        joined = elastic.join_job(spec, options.timeouts, os.environ)
+        joined = join_job(spec, options.timeouts, os.environ)
     else:
         joined = runtime.start(spec, **options.timeouts)
     with joined.blocked():  # each process tells the others of its devices
@@ -151,12 +152,12 @@ def multi_worker_on(
 
 
 def _check_can_continue(shard: object, all_reduce: object) -> None:
-    """Refuses what would lose a part of the state with a process."""
+    """Refuses options that keep something in one process alone, or may do so."""
     for name, value in (("shard", shard), ("all_reduce", all_reduce)):
         if value is not None:
             raise StrategyError(
-                f'`{name}` is {value!r} and `on_loss` is "continue": a process that is lost would take a part of the state '
-                'with it. Leave one of them out; with `on_loss="stop"` the job goes on from its last checkpoint.'
+                f'`{name}` is {value!r} and `on_loss` is "continue", which keeps whole copies of the state and the default '
+                'all-reduce so far. Leave one of them out; with `on_loss="stop"` the job goes on from its last checkpoint.'
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -31,7 +30,7 @@ from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 from jdist.support.tracebacks import causes
 
 _STUCK_S = 5.0  # from a loss to the end of what waited for the lost process
-_log = logging.getLogger(__name__)
+REGROUP = "others wait to come in"  # why all stop at a step
 
 
 class ElasticRuntime(Runtime):
@@ -144,17 +143,10 @@ class ElasticRuntime(Runtime):
     def _leave(self) -> None:
         if self._watch is not None and self._watch.lost is None:
             self._watch.part()
-        self._watch, self._newest, self._stopping, self._goes_on, self._is_wanted = (
-            None,
-            None,
-            self._leaving,
-            None,
-            False,
-        )
-        self._exchanges.clear()
+        self._watch = self._newest = self._goes_on = self._called_s = None
+        self._stopping, self._is_wanted = self._leaving, False
         self._numbers.clear()
         self._calls_s.clear()
-        self._called_s = None
         rebuild.leave()
 
     def _join(self, place: Place) -> None:
@@ -165,18 +157,9 @@ class ElasticRuntime(Runtime):
             local_device_ids=self._local_device_ids,
         )
         host, port = split(place.watch)
-        assert self._hard_exit is not None
         self._generation_of_watch = place.generation
-        self._watch = Watch(
-            Identity(process=place.rank, addresses=place.addresses, host=host, port=port, token=self._token),
-            start_timeout_s=self._start_timeout_s,
-            silence_s=self.timeout_s,
-            on_lost=self._end_after_loss,
-            is_waiting=self._waits,
-            patience_s=self._patience_s,
-            where=self._where,
-            say=self._hard_exit.say,
-        )
+        identity = Identity(process=place.rank, addresses=place.addresses, host=host, port=port, token=self._token)
+        self._watch = self._open_watch(identity, self._start_timeout_s)
         if self._watch.lost is not None or self._broken == place.generation:
             raise self._watch.lost or ClusterTimeoutError("a process of the next world was lost before it had begun.")
         before = rebuild.listening_ports()
@@ -211,9 +194,8 @@ class ElasticRuntime(Runtime):
         """Ends collectives that wait for a lost process; ends this process if they do not end."""
         # Not always enough: about one kill in five leaves a survivor in gloo's `waitRecv`, with all its connections closed.
         rebuild.break_connections(self._ports)
-        timer = threading.Timer(
-            max([_STUCK_S, *(3 * each for each in self._calls_s)]), self._end_if_stuck, [self._watch]
-        )
+        stuck_s = max(_STUCK_S, 3 * max(self._calls_s, default=0.0))
+        timer = threading.Timer(stuck_s, self._end_if_stuck, [self._watch])
         timer.daemon = True
         timer.start()
 
@@ -237,17 +219,14 @@ class ElasticRuntime(Runtime):
     def _end_without_host(self, why: str) -> None:
         assert self._hard_exit is not None
         code = exit_status.FINISHED if why == FINISHED else exit_status.PEER_LOST
-        text = f"\njdist: this process ends with exit code {code}: {why}\n"
-        self._hard_exit.exit(code, lambda: os.write(2, text.encode()))
+        words = f"\njdist: this process ends with exit code {code}: {why}\n"
+        self._hard_exit.exit(code, lambda: os.write(2, words.encode()))
 
     def end(self) -> None:
         """Leaves the job at the end of the program."""
         super().end()
         if os.getpid() == self._pid:
             self._member.bye()
-
-
-REGROUP = "others wait to come in"
 
 
 def join_job(spec: ClusterSpec, timeouts: Mapping[str, Any], environ: Mapping[str, str]) -> ElasticRuntime:

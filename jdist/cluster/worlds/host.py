@@ -22,6 +22,7 @@ from typing import Any
 
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN, text
+from jdist.cluster.jax_processes import NEVER_S
 from jdist.cluster.watch.messages import MOST_BYTES
 from jdist.cluster.watch.server import WatchServer
 from jdist.cluster.worlds import generations
@@ -32,7 +33,6 @@ from jdist.support.versions import difference, versions
 _TICK_S = 0.2
 _SILENCE_S, _GATHER_S = 10.0, 300.0  # until a process has come, which says otherwise
 _KEPT = 2  # services of earlier worlds, which a process may still be leaving
-_NEVER_S = 60 * 365 * 24 * 3600  # JAX's heartbeats; the watch decides which process is lost
 
 
 class Host:
@@ -188,7 +188,7 @@ def coordination_service(host: str, count: int) -> tuple[str, Any]:
         from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage] # as it says
 
         return at, _jax.get_distributed_runtime_service(
-            at, count, heartbeat_timeout=_NEVER_S, shutdown_timeout=_NEVER_S, recoverable=True
+            at, count, heartbeat_timeout=NEVER_S, shutdown_timeout=NEVER_S, recoverable=True
         )
     except (ImportError, AttributeError, TypeError) as exc:
         raise ClusterError(

@@ -1,7 +1,8 @@
 """The pause of the others when a process is lost, from its end to their next step, and what `on_loss="continue"` costs else.
 
 Three processes train a small step of `--sleep-ms`; one is killed (`kill`) or stopped (`stop`), without and with a spare, and
-the gap in the times of the others' steps is the pause. The same job with "stop" and "continue" and no fault gives the cost.
+the longest gap in the times of the others' steps behind it is the pause. The same job with "stop" and "continue" and no fault
+gives the cost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pairs import compare
 
@@ -75,7 +76,9 @@ def read(folder: Path) -> dict[int, list[tuple[int, float]]]:
     return found
 
 
-def run(options: argparse.Namespace, *, on_loss: str, spares: int = 0, fault: str | None = None) -> tuple[float, float]:
+def run(
+    options: argparse.Namespace, *, on_loss: Literal["stop", "continue"], spares: int = 0, fault: str | None = None
+) -> tuple[float, float]:
     """Runs a job; returns the seconds of a step, and of the pause after the fault."""
     import jdist
 
@@ -84,12 +87,11 @@ def run(options: argparse.Namespace, *, on_loss: str, spares: int = 0, fault: st
         (folder / "steps").write_text(str(options.steps))
 
         def harm() -> None:
-            while (
-                min((len(times) for times in read(folder).values()), default=0) < options.steps // 4
-                or len(read(folder)) < PROCESSES
-            ):
-                time.sleep(0.05)
-            pid = sorted(read(folder))[0]
+            members: list[int] = []  # a spare has made no step
+            while len(members) < PROCESSES:
+                time.sleep(0.01)
+                members = sorted(pid for pid, times in read(folder).items() if len(times) >= options.steps // 4)
+            pid = members[0]
             at[0] = time.time()
             os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
 
@@ -109,9 +111,9 @@ def run(options: argparse.Namespace, *, on_loss: str, spares: int = 0, fault: st
         for times in read(folder).values():
             ats = [each for _, each in times]
             steps += [b - a for a, b in itertools.pairwise(ats)]
-            after = [each for each in ats if each > at[0]]
-            if at[0] and after and len(ats) > len(after):
-                longest = max(longest, after[0] - at[0])
+            if at[0]:  # the step under way may still end; the pause is the longest gap behind the fault
+                longest = max([longest, *(b - a for a, b in itertools.pairwise(ats) if b > at[0])])
+        assert fault is None or longest, "the job had ended before its fault; give more --steps"
         return statistics.median(steps), longest
 
 
@@ -130,8 +132,9 @@ def main() -> None:
     pauses: dict[str, list[float]] = {}
     times: dict[str, list[float]] = {}
     for _ in range(options.rounds):
-        for name, on_loss in (("continue", "continue"), ("stop", "stop"), ("stop again", "stop")):
-            times.setdefault(name, []).append(run(options, on_loss=on_loss)[0])
+        times.setdefault("continue", []).append(run(options, on_loss="continue")[0])
+        for name in ("stop", "stop again"):
+            times.setdefault(name, []).append(run(options, on_loss="stop")[0])
         for fault in ("kill", "stop"):
             for spares in (0, 1):
                 pause = run(options, on_loss="continue", spares=spares, fault=fault)[1]
